@@ -35,36 +35,36 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     progress = reporter(True)
     assert isinstance(job.model, Source)
     suit_processor(job.model, progress)
-    found = job.dry_run(progress, wanted)
+    planned = job.dry_run(progress, wanted)
     if json:
-        print_json(found.report)
+        print_json(planned.report)
     else:
-        print_dry_run(found, real_path(job.output).parent)
+        print_dry_run(planned, real_path(job.output).parent)
 
 
 def _devices(text: str, ways: tuple[Way, ...]) -> Devices:
-    found = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
-    if not found:
+    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
+    if not match:
         raise ConfigError(f"--devices {text}: expected the number of GPUs and the GiB of memory of each, such as 8x80")
-    return Devices("cuda", int(found[1]), int(found[2]) * GIB, ways)
+    return Devices("cuda", int(match[1]), int(match[2]) * GIB, ways)
 
 
-def print_dry_run(found: DryRun, folder: Path) -> None:
+def print_dry_run(planned: DryRun, folder: Path) -> None:
     """Prints what a compilation would do and need.
 
     Args:
         folder: folder whose disk it would write to.
     """
-    report, plan, forecast = found.report, found.plan, found.forecast
+    report, plan, forecast = planned.report, planned.plan, planned.forecast
     shown = table("Plan", "permutation", "units", "where it would go")
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
     for row, _ in grouped(rows):
         shown.add_row(*row)
     out.print(shown)
-    share, total = found.config.dense_share, found.parameters
-    pruned = round(found.pruned_parameters * (1 - share))
+    share, total = planned.config.dense_share, planned.parameters
+    pruned = round(planned.pruned_parameters * (1 - share))
     result = table("Estimate", "", "", show_header=False)
-    result.add_row("pattern", plan.sparsity(found.config.sparsity))
+    result.add_row("pattern", plan.sparsity(planned.config.sparsity))
     result.add_row("share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})")
     dense = [*reasons_of(plan.skipped), *([f"a share of {share:.0%}, chosen by a backward pass"] if share else [])]
     result.add_row("linears left dense", "; ".join(dense) or "none")
@@ -77,10 +77,10 @@ def print_dry_run(found: DryRun, folder: Path) -> None:
         result.add_row("weights", describe_weights(forecast.needs))
     if devices.count > 1:
         result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
-    if saved := describe_low_memory(forecast.needs, found.config):
+    if saved := describe_low_memory(forecast.needs, planned.config):
         result.add_row("to save memory", saved)
     if not forecast.seconds:
-        missing = "these devices" if found.fetched else "the weights yet"
+        missing = "these devices" if planned.fetched else "the weights yet"
         result.add_row("time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}")
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())

@@ -81,8 +81,8 @@ class Commands(TyperGroup):
         given = {name for parameter in (command.params if command else ()) for name in parameter.opts}
         # A batch of learning is split into micro-batches; elsewhere it goes through the model at once.
         options = SAVE_MEMORY if "--micro-batch-size" in given else ("--batch-size", *SAVE_MEMORY)
-        found = ", ".join(name for name in options if name in given)
-        return f"; options: {found}" if found else ""
+        offered = ", ".join(name for name in options if name in given)
+        return f"; options: {offered}" if offered else ""
 
 
 app = typer.Typer(

@@ -121,8 +121,8 @@ def _cusparselt(device: torch.device | None) -> str:
         raise _Absent("this build of torch comes without it, or the GPU has no sparse tensor cores")
     random = Random(0, device)
     weight, x = random.two_of_four(*SHAPE, torch.float16), random.normal(TOKENS, SHAPE[1], dtype=torch.float16)
-    found = cusparselt.product(x, cusparselt.compress(weight), None, SHAPE[0])
-    difference = float((found - x @ weight.T).abs().max())
+    product = cusparselt.product(x, cusparselt.compress(weight), None, SHAPE[0])
+    difference = float((product - x @ weight.T).abs().max())
     if not difference <= 0.05:
         raise RuntimeError(f"its product differs from the dense one by {difference:.1e}")
     return "its 2:4 product is that of the dense weight"

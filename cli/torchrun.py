@@ -166,11 +166,11 @@ class _Watch:
                     self._end(self._store.get(ENDED).decode())
                 if told_to_end:
                     self._end(self._who_is_gone())
-                found = self._store.get(f"beat {neighbour}") if self._store.check([f"beat {neighbour}"]) else b""
+                beat = self._store.get(f"beat {neighbour}") if self._store.check([f"beat {neighbour}"]) else b""
             except RuntimeError:
                 self._end("torchrun's store does not answer: its machine is gone, or torchrun was killed there")
-            if found != last:
-                last, heard = found, time.monotonic()
+            if beat != last:
+                last, heard = beat, time.monotonic()
             elif time.monotonic() - heard > SILENCE:
                 self._announce(f"rank {neighbour} has given no sign of life for {SILENCE:.0f} s")
                 self._end(f"rank {neighbour} has given no sign of life for {SILENCE:.0f} s")

@@ -259,10 +259,10 @@ def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -
 
 def _load(device: int) -> dict[str, Any]:
     machine = machine_key(device)
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for path in (cache_file(), *reversed(_STATE.beside_models)):
-        found |= read_entries(path, machine)
-    return {key: entry["config"] for key, entry in found.items()}
+        entries |= read_entries(path, machine)
+    return {key: entry["config"] for key, entry in entries.items()}
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -94,8 +94,8 @@ def product(
 
 def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
     shape, configs = (x_TC.shape[0], out_features, x_TC.shape[1]), [*CONFIGS]
-    if collecting() and (found := searched(x_TC, compressed, bias, out_features)) not in configs:
-        configs.append(found)
+    if collecting() and (config := searched(x_TC, compressed, bias, out_features)) not in configs:
+        configs.append(config)
     if is_open("cusparselt", shape, x_TC.dtype) and not torch.cuda.is_current_stream_capturing():
         keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
     return config_for("cusparselt", configs, shape, x_TC.dtype, searched=True)

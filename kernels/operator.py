@@ -140,9 +140,9 @@ def _register_gradient(made: Any, parameters: _Parameters, gradient: Gradient, k
         tensors = ctx.saved_tensors
         values = iter([other if kept is None else kept for kept, other in zip(tensors, ctx.others, strict=True)])
         kept = [next(values) if isinstance(one, int) else parameters.joined(one, values) for one in keeps]
-        found = gradient(grads[0], *kept)
+        input_grads = gradient(grads[0], *kept)
         needed = zip(parameters.flat_types, ctx.needs_input_grad, strict=False)  # without defaults at the end
-        chosen = [found.get(name) if is_needed else None for name, is_needed in needed]
+        chosen = [input_grads.get(name) if is_needed else None for name, is_needed in needed]
         return tuple(one() if callable(one) and not isinstance(one, Tensor) else one for one in chosen)
 
     made.register_autograd(backward, setup_context=keep)

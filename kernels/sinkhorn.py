@@ -246,8 +246,8 @@ def _sinkhorn_bwd_kernel(
         if SOFTMAX:
             of_panel -= grad_row[:, None]
         valid = (i < SIZE)[:, None] & (p * WIDTH + j < SIZE)[None, :]
-        found = of_panel * soft[p] * (per_logit * 0.6931471805599453)  # log(2): divides by tau
-        tl.store(grad_logits_ptr + places + p * WIDTH, found.to(grad_logits_ptr.dtype.element_ty), mask=valid)
+        grad_logits = of_panel * soft[p] * (per_logit * 0.6931471805599453)  # log(2): divides by tau
+        tl.store(grad_logits_ptr + places + p * WIDTH, grad_logits.to(grad_logits_ptr.dtype.element_ty), mask=valid)
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:

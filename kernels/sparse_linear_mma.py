@@ -76,10 +76,10 @@ def limits_of(device: torch.device) -> GpuLimits:
     """Returns what a launch depends on; a meta device is the GPU that launches are recorded for, or an H200."""
     if device.type == "meta":
         return recorded_limits(device) or GpuLimits(132)
-    found: Any = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return GpuLimits(
-        found.multi_processor_count, found.shared_memory_per_multiprocessor, found.shared_memory_per_block_optin,
-        found.major >= 9,
+        properties.multi_processor_count, properties.shared_memory_per_multiprocessor,
+        properties.shared_memory_per_block_optin, properties.major >= 9,
     )  # fmt: skip
 
 

@@ -162,8 +162,8 @@ def swap_terms(
         rise = None
         if curvature is not None:
             rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
-        found = _terms(importance.of_channels(chosen).scores(weight_CO), agreement, rise, pattern)
-        for part, of_tile in zip(parts, found.tensors(), strict=True):
+        terms = _terms(importance.of_channels(chosen).scores(weight_CO), agreement, rise, pattern)
+        for part, of_tile in zip(parts, terms.tensors(), strict=True):
             part[tile] = of_tile
 
     _for_each(range(0, channels, step), fill, on_cpu)

@@ -29,9 +29,9 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
     Raises:
         ConfigError: a pattern names no linear, or is no regular expression.
     """
-    found = {name: f"{IGNORED}{pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
+    ignored = {name: f"{IGNORED}{pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
     wanted = _named(linears, "targets", targets) or linears
-    return found | {name: NOT_NAMED for name in linears if name not in wanted and name not in found}
+    return ignored | {name: NOT_NAMED for name in linears if name not in wanted and name not in ignored}
 
 
 def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
@@ -45,10 +45,10 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
     Raises:
         ConfigError: a text has another form, or names no linear.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for text in chosen:
-        found = dict.fromkeys(_named(linears, "pattern", [NMPattern.of_some(text)[0]]), text) | found
-    return found
+        texts = dict.fromkeys(_named(linears, "pattern", [NMPattern.of_some(text)[0]]), text) | texts
+    return texts
 
 
 def check_own_patterns(own: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
@@ -73,7 +73,7 @@ def check_own_patterns(own: Mapping[str, str], chosen: Iterable[str], skipped: M
 
 def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str]) -> dict[str, str]:
     """Returns each linear that an option names -> the first pattern that names it."""
-    found: dict[str, str] = {}
+    first_patterns: dict[str, str] = {}
     for pattern in patterns:
         named = [name for name, module in linears.items() if _matches(option, pattern, name, module)]
         if not named:
@@ -81,15 +81,15 @@ def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str
                 f"`{option}={pattern}` names no linear of this model, whose linears are such as "
                 f"{', '.join(_near(pattern.removeprefix(REGEX).strip('*.'), linears)[:3])}"
             )
-        found |= {name: pattern for name in named if name not in found}
-    return found
+        first_patterns |= {name: pattern for name in named if name not in first_patterns}
+    return first_patterns
 
 
 def _near(text: str, linears: Mapping[str, nn.Module]) -> list[str]:
     """Returns names like a text, or all: no embedding, which is among the linears where the head is tied to it."""
     names = [name for name, module in linears.items() if not isinstance(module, nn.Embedding)]
-    if found := [name for name in names if text in name]:
-        return found
+    if containing := [name for name in names if text in name]:
+        return containing
     last = {name.rpartition(".")[2] for name in names}
     alike = get_close_matches(text.rpartition(".")[2], last, n=1)
     return [name for name in names if name.rpartition(".")[2] in alike] or get_close_matches(text, names) or names

@@ -116,7 +116,7 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
     """Returns the parts of the result after one more operand: joined with one of them, or crossed with all."""
     if not c.any_channel(other):
         return [c.join(part, other) for part in result]
-    found: list[Tensor] = []
+    remaining: list[Tensor] = []
     for part in result:
         if not c.any_channel(part):
             other = c.join(other, part)
@@ -125,14 +125,14 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
         finer, coarser = _each_a_run(part, second), _each_a_run(other, first)
         if _outer(first, second) or (finer and coarser):
             c.cross(part, other)
-            found.append(part)
+            remaining.append(part)
         elif finer or coarser:
             c.cross(part, other)
             few, other = (other, part) if finer else (part, other)
             c.separate(few, f"{c.node.target} gives each a run of channels of its own")
         else:
             other = c.join(part, other, attached)
-    return [*found, other]
+    return [*remaining, other]
 
 
 def _outer(first: Sequence[bool], second: Sequence[bool]) -> bool:

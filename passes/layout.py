@@ -50,14 +50,14 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
     }
     gathered = {id(site.space) for site in plan.sites if isinstance(own.get(site.name), ChannelSpace)}
     for site in plan.sites:
-        found = own.get(site.name)
-        if isinstance(found, ChannelSpace):
-            site.space, site.units = found, identity(site.channels)
-        elif found and site.name in needed and (site.space.frozen or id(site.space) in gathered):
-            site.space = ChannelSpace.kept(site.name, (site.channels,), site.space.reason or found)
+        space_or_reason = own.get(site.name)
+        if isinstance(space_or_reason, ChannelSpace):
+            site.space, site.units = space_or_reason, identity(site.channels)
+        elif space_or_reason and site.name in needed and (site.space.frozen or id(site.space) in gathered):
+            site.space = ChannelSpace.kept(site.name, (site.channels,), site.space.reason or space_or_reason)
             site.units = identity(site.channels)
-        elif found and site.name not in needed:
-            barriers.append(f"{site.name} stays within its heads: {found}")
+        elif space_or_reason and site.name not in needed:
+            barriers.append(f"{site.name} stays within its heads: {space_or_reason}")
     spaces = {id(site.space): site.space for site in plan.sites}  # in order of first use
     in_use = id(plan.hidden_space) in spaces
     hidden = (plan.hidden_space, plan.hidden_units) if in_use else (None, torch.empty(0, dtype=torch.int64))

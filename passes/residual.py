@@ -31,8 +31,8 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], str]:
 
     def reader(product: fx.Node, layer: str) -> str:
         residual = _added_to(product)
-        found = readers[residual] if residual is not None else []
-        return next((path for start, path in found if start < product and path.startswith(f"{layer}.")), "")
+        candidates = readers[residual] if residual is not None else []
+        return next((path for start, path in candidates if start < product and path.startswith(f"{layer}.")), "")
 
     return reader
 

@@ -191,16 +191,16 @@ def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tup
     Returns:
         The program, and whether it computes the model's values.
     """
-    found = []
+    all_answers = []
     try:
         arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}
         for sample in samples_like(arguments):
             with Answers() as answers:
                 probed(**sample)
-            found.append(answers)
-        if not all(answers.same(found[0]) for answers in found):
+            all_answers.append(answers)
+        if not all(answers.same(all_answers[0]) for answers in all_answers):
             return None
-        with Answers(found[0]) as given, converted():
+        with Answers(all_answers[0]) as given, converted():
             return export_program(probed, **arguments), not given.takes_all
     except Exception:  # torch.export's and the model's, of any kind
         return None

@@ -21,9 +21,9 @@ def examples(model: PreTrainedModel) -> list[Samples]:
     """Returns one sample for each shape that the model's main input may have, the likeliest first."""
     name, ids = model.main_input_name, torch.zeros((1, MORE_TOKENS), dtype=torch.int64)
     shapes = {"pixel_values": _images, "input_values": _sounds, "input_features": _spectrograms}.get(name)
-    found = [torch.zeros(shape) for shape in shapes(model.config)] if shapes else [ids[:, :TRACE_TOKENS], ids]
+    inputs = [torch.zeros(shape) for shape in shapes(model.config)] if shapes else [ids[:, :TRACE_TOKENS], ids]
     decoder = {DECODER_IDS: ids[:, :TRACE_DECODER_TOKENS]} if takes_decoder_ids(model) else {}
-    return [Samples({name: tensor, **decoder}) for tensor in found]
+    return [Samples({name: tensor, **decoder}) for tensor in inputs]
 
 
 def _images(config: Any) -> Iterator[tuple[int, ...]]:

@@ -118,8 +118,8 @@ def dry_run(model: Model, asked: Asked, options: dict[str, Any]) -> DryRun:
 
     Example:
         >>> import permtriton
-        >>> found = permtriton.dry_run("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
-        >>> found.forecast.seconds
+        >>> planned = permtriton.dry_run("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
+        >>> planned.forecast.seconds
         {'calibrate': ..., 'refit': ...}
     """
     return _job(model, asked, options).dry_run(reporter(asked.progress))
@@ -195,8 +195,8 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
     Example:
         >>> import permtriton
         >>> calibration = {"calibration": "my-text.txt", "samples": 4, "sequence_length": 32}
-        >>> found = permtriton.compare("my-model", eval_data="my-heldout.txt", methods=["wanda"], **calibration)
-        >>> [row["method"] for row in found["rows"]]
+        >>> report = permtriton.compare("my-model", eval_data="my-heldout.txt", methods=["wanda"], **calibration)
+        >>> [row["method"] for row in report["rows"]]
         ['dense', 'wanda']
     """
     asked = replace(asked, config=_path("config", asked.config), tasks_dir=_path("tasks_dir", asked.tasks_dir))

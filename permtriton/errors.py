@@ -119,8 +119,8 @@ def shown(value: Any) -> str:
 
 def near(name: str, known: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: those like it, if there are any."""
-    found = get_close_matches(name, list(known))
-    return f": did you mean {', '.join(found)}?" if found else ": permtriton compile --help-all lists all options"
+    close = get_close_matches(name, list(known))
+    return f": did you mean {', '.join(close)}?" if close else ": permtriton compile --help-all lists all options"
 
 
 def as_flags(message: str, known: Container[str] | None = None) -> str:
@@ -130,11 +130,11 @@ def as_flags(message: str, known: Container[str] | None = None) -> str:
         known: names of the options; other libraries name theirs in the same way. None for all.
     """
 
-    def flag(found: re.Match[str]) -> str:
-        if known is not None and found[1] not in known:
-            return found[0]
-        name = found[1].replace("_", "-")
-        return {"True": f"--{name}", "False": f"--no-{name}"}.get(found[2]) or f"--{name} {found[2]}".rstrip()
+    def flag(match: re.Match[str]) -> str:
+        if known is not None and match[1] not in known:
+            return match[0]
+        name = match[1].replace("_", "-")
+        return {"True": f"--{name}", "False": f"--no-{name}"}.get(match[2]) or f"--{name} {match[2]}".rstrip()
 
     return _ARGUMENT.sub(flag, message)
 
@@ -147,15 +147,15 @@ def listed(names: Iterable[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(_NUMBER.sub("*", name), []).append(name)
-    found = []
+    listing = []
     for alike in groups.values():
         columns = zip(*(map(int, _NUMBER.findall(name)) for name in alike), strict=True)
         ranges = [sorted(set(column)) for column in columns]
         if math.prod(map(len, ranges)) == len(alike):
             texts = map(_ranges, ranges)
             alike = [_NUMBER.sub(lambda _, texts=texts: next(texts), alike[0])]  # type: ignore[misc]
-        found += alike  # all of them where not every combination of numbers is there
-    return ", ".join(found)
+        listing += alike  # all of them where not every combination of numbers is there
+    return ", ".join(listing)
 
 
 def reasons_of(problems: Mapping[str, str]) -> list[str]:

@@ -228,8 +228,8 @@ def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
         options: values by option name; arguments as of `config_from`.
     """
     values = {name: option.default for name, option in all_options().items()}
-    found = {**values, **(SMALL if model == DEMO else {}), **options}
-    return {**found, "sparsity": str(found["sparsity"])}
+    settings = {**values, **(SMALL if model == DEMO else {}), **options}
+    return {**settings, "sparsity": str(settings["sparsity"])}
 
 
 def check_recipe(config: CompileConfig) -> None:
@@ -238,12 +238,12 @@ def check_recipe(config: CompileConfig) -> None:
     Raises:
         ConfigError: it has no step that prunes, or several.
     """
-    found = [step.name for step in config.steps if step.stage is Stage.PRUNE]
-    if len(found) == 1:
+    pruning = [step.name for step in config.steps if step.stage is Stage.PRUNE]
+    if len(pruning) == 1:
         return
     able = " or ".join(kind.name for kind in steps.STEPS if kind.stage is Stage.PRUNE)
-    if found:
-        raise ConfigError(f"recipe {config.recipe} prunes twice: leave {found[0]} or {found[1]} out")
+    if pruning:
+        raise ConfigError(f"recipe {config.recipe} prunes twice: leave {pruning[0]} or {pruning[1]} out")
     raise ConfigError(
         f"recipe {config.recipe or '(without steps)'} prunes nothing: add one of the steps that prune, {able}, after "
         "those that order the channels"

@@ -138,7 +138,7 @@ def test_a_step_computes_every_mask_and_its_gradient_once(step):
     linears = len(list(step.plan.linears()))
     for keep, forwards, backwards in ((True, 2, 1), (False, 2 * 3 + 3, 3)):
         with Operators() as operators:
-            step.run(keep, micro_batch_size=2)
+            step.run(keep, micro_batch_size=2, activation_checkpointing=True)
         assert operators.counts[MASK] == forwards * linears
         assert operators.counts[MASK_BACKWARD] == backwards * linears
 

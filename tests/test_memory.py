@@ -108,7 +108,12 @@ def test_estimate_knows_what_costs_more(model, plan, less, more):
 
 
 def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
-    learned = {"recipe": "heuristic,learned,mask", "samples": 8, "sequence_length": 1024, "activation_checkpointing": True}
+    learned = {
+        "recipe": "heuristic,learned,mask",
+        "samples": 8,
+        "sequence_length": 1024,
+        "activation_checkpointing": True,
+    }
     found = needs(model, plan, **learned)
     assert not found.low_memory
     assert not found.report()["thrifty"]

@@ -88,12 +88,12 @@ class CudaKernel:
         Raises:
             PermTritonError: no NVIDIA GPU, or the kernel could not be compiled or loaded.
         """
-        loaded, found = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
+        loaded, clusters = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
         setup = loaded.setup(grid, self.threads, self.shared_bytes, 0)
-        asked = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(found), loaded.function, ctypes.byref(setup))
+        asked = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), loaded.function, ctypes.byref(setup))
         if problem := _refusal(asked):
             raise PermTritonError(f"{self.source}: {self.name} cannot run on {grid}: {problem}")
-        return found.value
+        return clusters.value
 
 
 _Int, _UInt, _Pointer = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
@@ -203,10 +203,10 @@ def _by_nvrtc(library: Any, kernel: CudaKernel, source: bytes, options: Sequence
         library.nvrtcGetErrorString.restype = ctypes.c_char_p
         said = " ".join((log.value or library.nvrtcGetErrorString(problem)).decode(errors="replace").split())
         raise PermTritonError(f"{kernel.source}: {kernel.name} could not be compiled: {said[:400]}")
-    code, found = ctypes.create_string_buffer(size.value), symbol.value or name
+    code, lowered_name = ctypes.create_string_buffer(size.value), symbol.value or name
     library.nvrtcGetCUBIN(program, code)
     library.nvrtcDestroyProgram(ctypes.byref(program))
-    return code.raw, found
+    return code.raw, lowered_name
 
 
 @functools.cache

@@ -61,12 +61,12 @@ def builds_of(
 
 def distinct(builds: Iterable[Build]) -> list[Build]:
     """Returns each launch once, as the strictest of its builds: some configurations differ in their grid alone."""
-    found: dict[Any, Build] = {}
+    strictest: dict[Any, Build] = {}
     for build in builds:
-        before = found.setdefault(build.launch.key, build)
+        before = strictest.setdefault(build.launch.key, build)
         if (build.default, not build.aligned) > (before.default, not before.aligned):
-            found[build.launch.key] = build
-    return list(found.values())
+            strictest[build.launch.key] = build
+    return list(strictest.values())
 
 
 def name_of(dtype: torch.dtype) -> str:

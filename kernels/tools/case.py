@@ -61,8 +61,8 @@ class Case:
         with torch.no_grad():
             with _poisoned():
                 out = self.run(*inputs)
-            found = self.error(out, self.reference(*inputs))
-        return None if found <= self.limit else f"error {found:.3g}, at most {self.limit:.3g} is allowed"
+            error = self.error(out, self.reference(*inputs))
+        return None if error <= self.limit else f"error {error:.3g}, at most {self.limit:.3g} is allowed"
 
 
 class Random:

@@ -194,10 +194,10 @@ def _problem(default: bool, target: Target, used: dict[str, int]) -> str | None:
 def cuda_usage(cubin: bytes) -> dict[str, int]:
     """Returns the registers, shared memory, stack and spills of machine code, each the most of its functions."""
     report = disassembled(cubin, "cuobjdump", "--dump-resource-usage")
-    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
-    if not found:
+    usages = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
+    if not usages:
         raise ConfigError(f"cuobjdump reports no registers: {report[:200]!r}")
-    registers, stack, shared, local = (max(map(int, column)) for column in zip(*found, strict=True))
+    registers, stack, shared, local = (max(map(int, column)) for column in zip(*usages, strict=True))
     # Spilled registers live in the stack frame: where there is none, there is no spill.
     spills = len(re.findall(r"\bSTL\b", disassembled(cubin, "nvdisasm", "-c", "-ndf"))) if stack or local else 0
     return {"registers": registers, "shared_bytes": shared, "stack_bytes": stack + local, "spills": spills}

@@ -84,21 +84,21 @@ def cases_for(
 
 def tables() -> dict[str, tuple[Config, ...]]:
     """Returns every table of configurations, by name: ``nm_mask``, ``nm_mask_backward``."""
-    found = {}
+    all_tables = {}
     for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
         for name, value in vars(importlib.import_module(module.name)).items():
             ours = isinstance(value, tuple) and value and all(isinstance(config, Config) for config in value)
             if ours and name.endswith("CONFIGS"):
                 part = name.removesuffix("CONFIGS").rstrip("_").lower()
                 kernel = module.name.rpartition(".")[2].removesuffix("_triton")
-                found["_".join(filter(None, (kernel, part)))] = value
-    return found
+                all_tables["_".join(filter(None, (kernel, part)))] = value
+    return all_tables
 
 
 def tables_of(case: Case) -> dict[str, tuple[Config, ...]]:
     """Returns the tables that a case reads on a GPU, by name; does not run it."""
-    found = tables()
-    return {name: found[name] for name in case.tables or (case.op.replace(" ", "_"),) if name in found}
+    all_tables = tables()
+    return {name: all_tables[name] for name in case.tables or (case.op.replace(" ", "_"),) if name in all_tables}
 
 
 def tune(
@@ -159,14 +159,14 @@ def forcing(configs: Mapping[str, Config]) -> Iterator[None]:
 
 def requests_of(case: Case) -> list[Request]:
     """Returns the choices that a case makes, with those on every route that it can take; runs it once per route."""
-    found = _asked(case)
-    for choice in list(found.values()):
+    requests = _asked(case)
+    for choice in list(requests.values()):
         if "ROUTE" in choice.configs[0].constants:
             for config in choice.configs:
                 with suppress(Exception), autotune.forced(choice.op, config):  # the route's own trial says what fails
-                    found = _asked(case) | found
+                    requests = _asked(case) | requests
     # Last request first: a choice between kernels is tuned after each of them.
-    return [request for request in reversed(found.values()) if len(request.configs) > 1]
+    return [request for request in reversed(requests.values()) if len(request.configs) > 1]
 
 
 def _asked(case: Case) -> dict[str, Request]:

@@ -135,17 +135,17 @@ _NO_HEAD = "AutoModel", None
 
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
     """Returns what was measured of the model, as ``model-index`` has it."""
-    found = report["evaluation"]
-    if "dense" not in found or _loss(report) is not None:  # it was measured with the weights before they lost bits
+    evaluation = report["evaluation"]
+    if "dense" not in evaluation or _loss(report) is not None:  # it was measured with the weights before they lost bits
         return []
-    text = Path(found.get("text", "held-out text")).name
+    text = Path(evaluation.get("text", "held-out text")).name
     return [
         EvalResult(
             task_type=task or "feature-extraction",
             dataset_type=text,
             dataset_name=text,
-            metric_type=found["measure"],
-            metric_value=found["compiled"],
+            metric_type=evaluation["measure"],
+            metric_value=evaluation["compiled"],
         )
     ]
 
@@ -162,8 +162,8 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     else:
         yield "held-out evaluation", "not measured"
     if "gguf" in report:
-        found = report["gguf"]
-        yield "weights, dequantized from GGUF", f"{_code(found['file'])}: {_code(in_words(found['tensors']))}"
+        gguf = report["gguf"]
+        yield "weights, dequantized from GGUF", f"{_code(gguf['file'])}: {_code(in_words(gguf['tensors']))}"
     if loss := _loss(report):
         yield f"what {report['export']['format']} costs", loss_in_words(loss)
     for key in ("recipe", "importance", "layout", "seed"):
@@ -192,10 +192,10 @@ def loss_in_words(loss: Mapping[str, Any]) -> str:
     """Returns what a format with fewer bits costs, as `permtriton.checkpoint.forms.Loss` has it, in words."""
     if "not_measured" in loss:
         return f"not measured: {loss['not_measured']}"
-    found = [f"cosine {loss['cosine']:.5f}"]
+    figures = [f"cosine {loss['cosine']:.5f}"]
     if loss["before"] is not None:
-        found = [f"perplexity {loss['before']:.3f} -> {loss['after']:.3f}", f"KL {loss['kl']:.5f}", *found]
-    return f"{', '.join(found)} on {loss['tokens']:,} tokens of the text {loss['text']}"
+        figures = [f"perplexity {loss['before']:.3f} -> {loss['after']:.3f}", f"KL {loss['kl']:.5f}", *figures]
+    return f"{', '.join(figures)} on {loss['tokens']:,} tokens of the text {loss['text']}"
 
 
 def _loading(report: Mapping[str, Any], loader: str, loads_with: str, name: str) -> str:

@@ -62,18 +62,18 @@ def _config(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _evaluation(found: dict[str, Any]) -> dict[str, Any]:
+def _evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
     measured = {"measure", "dense", "compiled"}
-    if found.keys() & measured not in (set(), measured):
+    if evaluation.keys() & measured not in (set(), measured):
         raise ValueError("measure, dense and compiled, or none of them")
-    return found
+    return evaluation
 
 
-def _corner(found: dict[str, Any]) -> dict[str, Any]:
-    sizes = {tuple(map(len, found[when])) for when in ("dense", "pruned")}
-    if len(sizes) > 1 or len(set(*sizes)) != 1 or not found["dense"][0]:
+def _corner(corner: dict[str, Any]) -> dict[str, Any]:
+    sizes = {tuple(map(len, corner[when])) for when in ("dense", "pruned")}
+    if len(sizes) > 1 or len(set(*sizes)) != 1 or not corner["dense"][0]:
         raise ValueError("two matrices of one size")
-    return found
+    return corner
 
 
 def _permuted(value: Any) -> Any:
@@ -82,11 +82,11 @@ def _permuted(value: Any) -> Any:
     return value
 
 
-def _order(found: dict[str, Any]) -> dict[str, Any]:
-    unknown = found["permuted"] == "unknown"
-    if (found["permuted"] is True) != ("index" in found) or unknown != ("last" in found):
+def _order(order: dict[str, Any]) -> dict[str, Any]:
+    unknown = order["permuted"] == "unknown"
+    if (order["permuted"] is True) != ("index" in order) or unknown != ("last" in order):
         raise ValueError('an index if, and only if, they are permuted, and "last" if that is unknown')
-    return found
+    return order
 
 
 def _permutation(index: list[int]) -> list[int]:

@@ -92,8 +92,8 @@ class Fp8(Storing):
             quantization_status="compressed",
             ignore=self._left,
         )
-        found: dict[str, Any] = config.model_dump(mode="json")
-        return found
+        entries: dict[str, Any] = config.model_dump(mode="json")
+        return entries
 
     def verify(self, written: Folder, progress: Progress) -> None:
         """Checks that zeros are zeros still, that no weight moved more than rounding, and that the rest is the same.
@@ -129,15 +129,15 @@ class Fp8(Storing):
             ``reloaded``; ``quantized``, the number of linears; ``further_zeros``, kept weights that became zeros; and
             ``loss``, as `permtriton.checkpoint.forms.Loss` has it.
         """
-        found: dict[str, Any] = {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
+        entries: dict[str, Any] = {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
         problem = "not run: two models do not fit into memory; every tensor was compared instead"
         if 2.4 * model_bytes > available_memory(torch.device("cpu")):
-            return {**found, "reloaded": problem, "loss": {"not_measured": problem}}
+            return {**entries, "reloaded": problem, "loss": {"not_measured": problem}}
         try:
             dense = load_model(Source(location_of(self.source.path), device="cpu"))
         except PermTritonError as error:
             problem = f"not run: the folder that was exported cannot be loaded here: {first_line(error)}"
-            return {**found, "reloaded": problem, "loss": {"not_measured": problem}}
+            return {**entries, "reloaded": problem, "loss": {"not_measured": problem}}
         try:
             model = load_model(Source(location_of(written), device="cpu"))
         except PermTritonError as error:
@@ -150,7 +150,7 @@ class Fp8(Storing):
         del model, dense
         release_memory()
         return {
-            **found,
+            **entries,
             "reloaded": "same weights" if "not_measured" not in loss else "loaded, not compared",
             "loss": loss,
         }
@@ -200,8 +200,8 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
     """Returns a quantized weight in the dtype of its scales."""
-    found: Tensor = _compressor().decompress({"weight": weight, "weight_scale": scale}, _scheme())["weight"]
-    return found
+    dequantized: Tensor = _compressor().decompress({"weight": weight, "weight_scale": scale}, _scheme())["weight"]
+    return dequantized
 
 
 def _scheme() -> Any:

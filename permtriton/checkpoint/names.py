@@ -91,16 +91,16 @@ def _published(model: Any, pruned: Collection[str]) -> dict[str, str]:
         reverted = _published_state(model, state)
     except Exception:  # an operation of transformers that this model's shapes do not fit
         return {}
-    found = {id(tensor): name for name, tensor in reverted.items()}
-    stored = {name: found[id(state[name])] for name in pruned if name in state and id(state[name]) in found}
+    names = {id(tensor): name for name, tensor in reverted.items()}
+    stored = {name: names[id(state[name])] for name in pruned if name in state and id(state[name]) in names}
     return stored if len(stored) == len(pruned) else {}
 
 
 def _published_state(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
-    return found
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+    return reverted
 
 
 def _load_again(model: Any, stored: Mapping[str, str]) -> bool:

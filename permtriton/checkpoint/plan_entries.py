@@ -107,20 +107,20 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> HiddenStates:
         ``why`` says of which not, and ``last`` holds the same entries for the last hidden state alone.
     """
     if order is None or moved(order) == 0:
-        found: Order = {"permuted": False}
+        entry: Order = {"permuted": False}
     else:
-        found = {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
+        entry = {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
     if not unproved:
-        return cast(HiddenStates, found)
-    return {"permuted": "unknown", "why": unproved, "last": found}
+        return cast(HiddenStates, entry)
+    return {"permuted": "unknown", "why": unproved, "last": entry}
 
 
 def hidden_order_of(record: Record) -> Tensor | None:
     """Returns the order of the last hidden state that `hidden_states_report` wrote, int64 ``[C]``; None if it did not
     move.
     """
-    found = record["hidden_states"]
-    index = found.get("last", found).get("index")
+    entry = record["hidden_states"]
+    index = entry.get("last", entry).get("index")
     return None if index is None else torch.tensor(index)
 
 

@@ -87,15 +87,15 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
                 f"{WHERE}: version is {shown(version)}, but this permtriton reads version {VERSION}: upgrade "
                 "permtriton, or export the model again"
             )
-        found = checked(Entries, copy.deepcopy(entries), _damaged)
+        fields = checked(Entries, copy.deepcopy(entries), _damaged)
         self.quant_method = METHOD  # type: ignore[assignment]
         self.version = VERSION
-        self.format = Format(found["format"])
-        self.sparsity = found["sparsity"]
-        self.packed = found.get("packed", {})
-        self.gathers = found.get("gathers", {})
-        self.norms = found.get("norms", {})
-        self.sha256 = found.get("sha256", {})
+        self.format = Format(fields["format"])
+        self.sparsity = fields["sparsity"]
+        self.packed = fields.get("packed", {})
+        self.gathers = fields.get("gathers", {})
+        self.norms = fields.get("norms", {})
+        self.sha256 = fields.get("sha256", {})
         for name, entry in self.packed.items():
             shape, dim = entry["shape"], entry["dim"]
             group = self.pattern_of(name).group

@@ -241,10 +241,10 @@ class PermTritonQuantizer(HfQuantizer):
             if name := find_name(stored_name, modules, model):
                 replace_by_gathered_linear(model, name, channels)
         parameters = {name for name, _ in model.named_parameters()}
-        found = {listed: find_name(names[listed], parameters, model) for listed in config.packed}
-        dims = {name: input_dim(model, name) for name in found.values() if name}  # while all shapes are there
+        model_names = {listed: find_name(names[listed], parameters, model) for listed in config.packed}
+        dims = {name: input_dim(model, name) for name in model_names.values() if name}  # while all shapes are there
         for listed, entry in config.packed.items():
-            if name := found[listed]:
+            if name := model_names[listed]:
                 self._packed[name], self._copies[name] = listed, _other_names(model, name)
                 owner, attribute = owner_of(model, name)
                 dtype = self._target_dtype(model, name, getattr(owner, attribute))

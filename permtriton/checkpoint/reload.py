@@ -34,12 +34,12 @@ def check_reloads(folder: Path, written: Path, model_bytes: int) -> str:
     except PermTritonError as error:
         return f"not run: the folder that was exported cannot be loaded here: {first_line(error)}"
     try:
-        found = _hash(written)
+        actual = _hash(written)
     except PermTritonError as error:
         if is_out_of_memory(error.__cause__ or error):
             return "not run: memory ran out; every tensor was compared bit by bit instead"
         raise VerificationError(f"what was written cannot be loaded again: {first_line(error)}") from error
-    if found != expected:
+    if actual != expected:
         raise VerificationError("what was written loads as another model than what was read")
     return "same model"
 

@@ -64,13 +64,13 @@ def find_name(name: str, known: set[str], model: Any) -> str | None:
         ModelError: the model does not have the name, although it is the class of the checkpoint or the name is in the
             base model.
     """
-    found = resolve_name(name, known, model.base_model_prefix)
+    resolved = resolve_name(name, known, model.base_model_prefix)
     same_class = type(model).__name__ in (model.config.architectures or ())
-    if found is None and (same_class or name.startswith(f"{model.base_model_prefix}.")):
+    if resolved is None and (same_class or name.startswith(f"{model.base_model_prefix}.")):
         raise ModelError(
             f"{WHERE} lists {name}, which the {type(model).__name__} of config.json does not have: the file is damaged"
         )
-    return found
+    return resolved
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

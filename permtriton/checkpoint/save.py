@@ -187,14 +187,14 @@ def _written(
     """
     patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
     own = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
-    found = {
+    entries = {
         "verification": verification,
         "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
         **({"patterns": own} if own else {}),
         "files": describe_files(sorted(folder.glob("*.safetensors"))),
         "card": None,
     }
-    return cast(Written, found)
+    return cast(Written, entries)
 
 
 def verify_checkpoint(

@@ -174,8 +174,8 @@ class Request:
     def _fitted(self, model: PreTrainedModel, progress: Progress) -> "Request":
         """Returns the request, with a sequence length that nobody asked for lowered to what the model can take."""
         length = resolved(self.options, self.source.name)["sequence_length"]
-        found = fitted(CalibrationConfig(sequence_length=length), self.options, model, progress).sequence_length
-        return self if found == length else replace(self, options={**self.options, "sequence_length": found})
+        usable = fitted(CalibrationConfig(sequence_length=length), self.options, model, progress).sequence_length
+        return self if usable == length else replace(self, options={**self.options, "sequence_length": usable})
 
     @contextmanager
     def _claimed(self, progress: Progress) -> Iterator[None]:

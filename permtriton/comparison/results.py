@@ -187,15 +187,15 @@ class RowResult:
 
     def average(self, value: Callable[[Measured], float | None]) -> float | None:
         """Returns the mean over seeds of a value; None if it was not measured with every seed."""
-        found = [each for each in map(value, self.measured) if each is not None]
-        return statistics.fmean(found) if len(found) == len(self.measured) else None
+        known = [each for each in map(value, self.measured) if each is not None]
+        return statistics.fmean(known) if len(known) == len(self.measured) else None
 
 
 def _difference(stored: Any, present: Any, name: str = "") -> str:
     """Returns where two values made of dictionaries differ, in words; empty if they do not."""
     if isinstance(stored, dict) and isinstance(present, dict):
         for key in [*present, *(key for key in stored if key not in present)]:
-            if found := _difference(stored.get(key), present.get(key), f"{name} {key}".strip()):
-                return found
+            if difference := _difference(stored.get(key), present.get(key), f"{name} {key}".strip()):
+                return difference
         return ""
     return "" if stored == present else f"{name} was {stored!r}, now {present!r}"

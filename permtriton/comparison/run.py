@@ -82,7 +82,7 @@ class Benchmark:
             hidden_order: index ``[C]`` of the last hidden state's channels; None where they did not move.
             peak_bytes: peak memory during the compilation, if known.
         """
-        found = measure_model(
+        evaluation = measure_model(
             model,
             self.tokenizer,
             windows=self.windows,
@@ -91,11 +91,13 @@ class Benchmark:
             tasks=self.tasks,
             progress=progress,
         )
-        scores = {f"{task.name} {metric}": score.value for task in found.tasks for metric, score in task.scores.items()}
-        seconds = compile_seconds + found.seconds
+        scores = {
+            f"{task.name} {metric}": score.value for task in evaluation.tasks for metric, score in task.scores.items()
+        }
+        seconds = compile_seconds + evaluation.seconds
         return Measured(
-            perplexity=found.perplexity,
-            **{name: getattr(found, name) for name in DISTANCES},
+            perplexity=evaluation.perplexity,
+            **{name: getattr(evaluation, name) for name in DISTANCES},
             tasks=scores,
             seconds=seconds,
             compile_seconds=compile_seconds,
@@ -144,12 +146,12 @@ def compare(
     results = [RowResult(DENSE, "", "", (dense,))]
     finished(results[0])
     for row in rows:
-        found = []
+        by_seed = []
         for seed, key in zip(seeds, keys[row], strict=True):
             config = dataclasses.replace(row.config, seed=seed)
             drawn = draws[row.config.calibration, seed]
-            found.append(kept.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
-        results.append(RowResult(row.method, row.pattern, row.setting, tuple(found)))
+            by_seed.append(kept.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
+        results.append(RowResult(row.method, row.pattern, row.setting, tuple(by_seed)))
         finished(results[-1])
     return results
 

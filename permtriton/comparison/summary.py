@@ -86,27 +86,27 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
     """
     rows, measure = report["rows"], report["measure"]
     dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)
-    found: dict[str, list[Cell]] = {"method": [row["method"] for row in rows]}
+    table: dict[str, list[Cell]] = {"method": [row["method"] for row in rows]}
     if len(report["patterns"]) > 1:
-        found["pattern"] = [row["pattern"] for row in rows]
+        table["pattern"] = [row["pattern"] for row in rows]
     if report["ablation"]:
-        found["setting"] = [row["setting"] for row in rows]
-    found[measure] = [row["mean"] for row in rows]
+        table["setting"] = [row["setting"] for row in rows]
+    table[measure] = [row["mean"] for row in rows]
     if len(report["seeds"]) > 1:
-        found["±"] = [row["spread"] if len(row["values"]) > 1 else None for row in rows]
+        table["±"] = [row["spread"] if len(row["values"]) > 1 else None for row in rows]
     if measure == "perplexity":
-        found["against dense"] = [row["mean"] / dense if dense else None for row in rows]
+        table["against dense"] = [row["mean"] / dense if dense else None for row in rows]
     for name, distance in DISTANCES.items():
         if any(row[name] is not None for row in rows):
-            found[distance.header] = [row[name] for row in rows]  # in its place, where it is the measure
+            table[distance.header] = [row[name] for row in rows]  # in its place, where it is the measure
     for name in rows[0]["tasks"]:
-        found[name] = [row["tasks"][name] for row in rows]
+        table[name] = [row["tasks"][name] for row in rows]
     accuracies = [name for name in rows[0]["tasks"] if name.endswith(" acc")]
     if len(accuracies) > 1:
-        found["mean acc"] = [fmean(row["tasks"][name] for name in accuracies) for row in rows]
-    found["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["compile_seconds"] else None for row in rows]
-    found["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
-    return list(found), [list(row) for row in zip(*found.values(), strict=True)]
+        table["mean acc"] = [fmean(row["tasks"][name] for name in accuracies) for row in rows]
+    table["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["compile_seconds"] else None for row in rows]
+    table["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
+    return list(table), [list(row) for row in zip(*table.values(), strict=True)]
 
 
 def cell(value: Cell) -> str:

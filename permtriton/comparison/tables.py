@@ -30,8 +30,8 @@ class Result:
         try:
             text = path.read_text(encoding="utf-8")
             if path.suffix == ".json":
-                found = json.loads(text)
-                return isinstance(found, dict) and found.keys() >= set(self.keys)
+                report = json.loads(text)
+                return isinstance(report, dict) and report.keys() >= set(self.keys)
             line = text.partition("\n")[0]
             names = next(csv.reader([line]), []) if path.suffix == ".csv" else map(str.strip, line.split("|"))
             return set(names) >= set(self.headers)

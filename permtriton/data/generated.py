@@ -59,8 +59,8 @@ def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
     first one that is not special.
     """
     vocabulary, config = vocabulary_of(model), model.config.get_text_config()
-    found = (getattr(of, name, None) for name in ("bos_token_id", "eos_token_id") for of in (tokenizer, config))
-    named = (each[0] if isinstance(each, list) and each else each for each in found)
+    candidates = (getattr(of, name, None) for name in ("bos_token_id", "eos_token_id") for of in (tokenizer, config))
+    named = (each[0] if isinstance(each, list) and each else each for each in candidates)
     special = set(getattr(tokenizer, "all_special_ids", ()))
     plain = (each for each in range(vocabulary) if each not in special)
     return next((each for each in chain(named, plain) if isinstance(each, int) and 0 <= each < vocabulary), 0)
@@ -106,8 +106,8 @@ def generated_text(
             texts, surprises = zip(*parts, strict=True) if parts else ([starts[:0]], [numbers[:0, 0]])
             return torch.cat(texts), torch.cat(surprises)
 
-        found = MicroBatch(texts_at_once(tokens)).run(write)
-    texts, surprises = (ranks.join(each, len(starts)) for each in found)
+        share = MicroBatch(texts_at_once(tokens)).run(write)
+    texts, surprises = (ranks.join(each, len(starts)) for each in share)
     if not bool(surprises.isfinite().all()):
         raise CalibrationError(
             "the text that the dense model writes is not finite: activations overflow (try "

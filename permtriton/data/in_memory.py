@@ -134,11 +134,11 @@ def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns the arguments of the model; without labels that it does not read, and masks that mask nothing."""
     given = data if isinstance(data, Mapping) else {model.main_input_name: data}
     with reading("data cannot be made into tensors", CalibrationError):
-        found = {name: torch.as_tensor(values) for name, values in given.items()}
+        tensors = {name: torch.as_tensor(values) for name, values in given.items()}
     if not takes_decoder_ids(model):
-        found.pop("labels", None)
+        tensors.pop("labels", None)
     return {
-        name: values for name, values in found.items() if not (name == "attention_mask" and bool((values == 1).all()))
+        name: values for name, values in tensors.items() if not (name == "attention_mask" and bool((values == 1).all()))
     }
 
 

@@ -158,8 +158,8 @@ def _read(path: Path, read: Callable[[Path], Any]) -> Any:
 def _processed(path: Path, content: Any, process: Callable[[Any], Any]) -> Mapping[str, Tensor]:
     """Returns what a processor makes of one file, each tensor with a first dimension of 1."""
     try:
-        found = process(content)
-        return {name: torch.as_tensor(np.asarray(values)) for name, values in found.items()}
+        features = process(content)
+        return {name: torch.as_tensor(np.asarray(values)) for name, values in features.items()}
     except Exception as error:  # so do processors
         raise CalibrationError(f"the model's processor refuses {path}: {first_line(error)}") from error
 
@@ -168,17 +168,17 @@ def _waveform(path: Path, rate: int) -> Waveform:
     """Returns a WAV file as mono sound at a sampling rate, at most `MAX_SECONDS` of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", wavfile.WavFileWarning)  # of chunks that it does not know
-        found, values = wavfile.read(path)
-    if found not in RATES:
-        raise ValueError(f"its sampling rate is {found}, expected {RATES.start} to {RATES.stop - 1}")
-    values = values[: MAX_SECONDS * found]
+        file_rate, values = wavfile.read(path)
+    if file_rate not in RATES:
+        raise ValueError(f"its sampling rate is {file_rate}, expected {RATES.start} to {RATES.stop - 1}")
+    values = values[: MAX_SECONDS * file_rate]
     if not values.size:
         raise ValueError("it holds no sound")
     if values.dtype.kind in "iu":
         limits = np.iinfo(values.dtype)
         values = (values - (limits.max + limits.min + 1) / 2) / ((limits.max - limits.min + 1) / 2)
     mono = values.reshape(len(values), -1).mean(1)
-    if found != rate:
-        common = gcd(found, rate)
-        mono = resample_poly(mono, rate // common, found // common)
+    if file_rate != rate:
+        common = gcd(file_rate, rate)
+        mono = resample_poly(mono, rate // common, file_rate // common)
     return mono.astype(np.float32)

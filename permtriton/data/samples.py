@@ -114,15 +114,15 @@ class Samples:
     @property
     def sha256(self) -> str:
         """SHA-256 of all tensors, which shows whether two compilations used the same samples."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, tensor in sorted(self.inputs.items()):
             tensor = tensor.detach().cpu()
             if name == "input_ids":
-                found.update(str(tuple(tensor.shape)).encode() + tensor.to(torch.int64).numpy().tobytes())
+                digest.update(str(tuple(tensor.shape)).encode() + tensor.to(torch.int64).numpy().tobytes())
             else:
-                found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                found.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        return found.hexdigest()
+                digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
 
 Inputs = Tensor | Mapping[str, Tensor] | Samples  # what `Samples.of` takes

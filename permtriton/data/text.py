@@ -128,8 +128,8 @@ def _one_document_each(
     the sequences that the code of SparseGPT and Wanda draws. No end token is added, as there.
     """
     generator, length, short = random.Random(seed), config.sequence_length, set[int]()
-    found = list[Tensor]()
-    while len(found) < config.samples:
+    sequences = list[Tensor]()
+    while len(sequences) < config.samples:
         if len(short) == len(documents):
             raise CalibrationError(
                 f"{config.calibration} has no document with more than {length:,} tokens, to draw a sequence from: "
@@ -143,8 +143,8 @@ def _one_document_each(
             short.add(number)
             continue
         start = generator.randint(0, ids.numel() - length - 1)
-        found.append(ids[start : start + length])
-    return torch.stack(found)
+        sequences.append(ids[start : start + length])
+    return torch.stack(sequences)
 
 
 def evaluation_ids(
@@ -291,8 +291,8 @@ def vocabulary_of(model: PreTrainedModel) -> int:
         CalibrationError: neither says it.
     """
     try:
-        found = model.get_input_embeddings()
-        tables = found if isinstance(found, nn.ModuleList) else [found]
+        embedding = model.get_input_embeddings()
+        tables = embedding if isinstance(embedding, nn.ModuleList) else [embedding]
         return min(int(table.get_parameter("weight").shape[0]) for table in tables)
     except (NotImplementedError, AttributeError):
         count = getattr(model.config.get_text_config(), "vocab_size", None)

@@ -162,9 +162,9 @@ def disk_needs(config: CompileConfig, facts: Facts, resume_path: Path | None = N
         resume_path: as `make_forecast` takes it.
     """
     states = sum(step.state_bytes(facts) for step in config.steps)
-    found = {"the output": facts.model + SMALL_FILES}
+    sizes = {"the output": facts.model + SMALL_FILES}
     there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
-    return found | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
+    return sizes | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
 
 
 def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: int) -> dict[str, float]:
@@ -174,19 +174,19 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
         held_out: number of held-out tokens.
     """
     calibrates = config.uses_importance and reads_activations(config.importance)
-    found = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
+    times = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
     if held_out:
-        found["evaluate"] = 2 * held_out * speed.forward / facts.positions
+        times["evaluate"] = 2 * held_out * speed.forward / facts.positions
     if config.writes:
         batches = ceil(written(config.writes) / facts.ranks / texts_at_once(facts.longest))
-        found["generate"] = batches * facts.longest * speed.token
+        times["generate"] = batches * facts.longest * speed.token
     if config.dense_share:
-        found[DENSE_SHARE] = speed.both
+        times[DENSE_SHARE] = speed.both
     for step in config.steps:
         read = facts.read_by(step)
         if seconds := step.seconds(read, speed.times(read.sequences / facts.sequences)):
-            found[step.name] = seconds
-    return found
+            times[step.name] = seconds
+    return times
 
 
 def measure(start: Planned) -> Speed:

@@ -155,12 +155,12 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     if devices.kind == "cpu":
         resident, mapped = resident_memory()
         program, held = max(resident - size, 0), resident - min(mapped, size)
-    found = Needs(program, size, held, stages)
-    if not fits(found, devices):
+    needs = Needs(program, size, held, stages)
+    if not fits(needs, devices):
         stages = _stages(start, replace(facts, low_memory=True), windows)
-        if stages != found.stages:
-            found = replace(found, stages=stages, low_memory=True)
-    return _placed(found, start, windows, devices)
+        if stages != needs.stages:
+            needs = replace(needs, stages=stages, low_memory=True)
+    return _placed(needs, start, windows, devices)
 
 
 def spared(start: Planned, windows: Inputs | None, devices: Devices) -> tuple[Planned, Needs]:
@@ -192,8 +192,8 @@ def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devic
         Way.SPREAD: devices.count > 1 and all(step.shards for step in steps) and layer_modules(start.model, start.plan),
         Way.ONLOADED: all(step.offloads for step in steps) and not why_not_onloaded(start.model, start.plan),
     }
-    found = [needs[way]() for way, can_be in possible.items() if can_be and way in devices.ways]
-    return next((each for each in found if fits(each, devices)), found[0] if found else needs[devices.ways[0]]())
+    choices = [needs[way]() for way, can_be in possible.items() if can_be and way in devices.ways]
+    return next((each for each in choices if fits(each, devices)), choices[0] if choices else needs[devices.ways[0]]())
 
 
 def fits(needs: Needs, devices: Devices, stage: str | None = None) -> bool:

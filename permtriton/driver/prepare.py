@@ -221,10 +221,10 @@ def _stored_text(state: StateFile, shape: tuple[int, int], vocabulary: int) -> T
     Raises:
         OutputError: the state belongs to another run, or is damaged.
     """
-    found = state.read()
-    if found is None:
+    stored = state.read()
+    if stored is None:
         return None
-    ids = found[0].get("text")
+    ids = stored[0].get("text")
     if ids is None or (ids.dtype, ids.shape) != (torch.int64, shape) or ids.min() < 0 or ids.max() >= vocabulary:
         raise state.damaged(f"its text is not {shape[0]} x {shape[1]} token ids")
     return ids

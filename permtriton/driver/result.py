@@ -44,8 +44,8 @@ class CompiledModel(Pruned):
     def __repr__(self) -> str:
         """The class, the pattern and the recipe, without the model's modules and orders."""
         config, pattern = self.config, self.plan.sparsity(self.config.sparsity)
-        found = f"{type(self.model).__name__}, {len(self.plan.patterns)} linears at {pattern}"
-        return f"<CompiledModel: {found}, recipe {config.recipe}, layout {config.layout}>"
+        summary = f"{type(self.model).__name__}, {len(self.plan.patterns)} linears at {pattern}"
+        return f"<CompiledModel: {summary}, recipe {config.recipe}, layout {config.layout}>"
 
     def evaluate(self, eval_data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
         """Measures the model: perplexity, distance from the dense model, zero-shot tasks.

@@ -138,9 +138,9 @@ class Run:
         new = [*spare, *written]
         if sum(map(len, new)) < step.draws:
             new = [*new, self.samples[: step.draws - sum(map(len, new))]]
-        found = new[0].joined(*new[1:])
-        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(self.config.seed))
-        return found[order[: step.draws]]
+        pool = new[0].joined(*new[1:])
+        order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(self.config.seed))
+        return pool[order[: step.draws]]
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -162,8 +162,8 @@ class Run:
             return self.rows
         kind = default_objective(self.model)
         with self.running() as model:
-            found = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.store)
-        return {name: fisher.row.to(self.model.device) for name, fisher in found.items()}
+            fisher = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.store)
+        return {name: each.row.to(self.model.device) for name, each in fisher.items()}
 
     def output_gradients(self, tokens: int) -> dict[str, Tensor]:
         """Returns linear name -> gradients of its outputs on about so many calibration tokens, ``[tokens, rows]``."""
@@ -240,7 +240,7 @@ class Run:
                 weight = linear_module(self.model, name).get_parameter("weight").detach()
                 self.dense_weights[name] = self.store.empty(weight.shape, dtype=weight.dtype).copy_(weight)
         keys = {self._objective_key(step): step for step in steps if step.objective}
-        self._objectives = {key: found for key, found in self._objectives.items() if key in keys}
+        self._objectives = {key: objective for key, objective in self._objectives.items() if key in keys}
         for step in keys.values():
             self.objective(step)
 
@@ -254,10 +254,10 @@ class Run:
         key = self._objective_key(step)
         if key not in self._objectives:
             with self.running() as model:
-                found = dense_objective(
+                objective = dense_objective(
                     model, objective_kind(step.objective, self.model), self.read_by(step), self.batch
                 )
-            self._objectives[key] = found.on(self.model)
+            self._objectives[key] = objective.on(self.model)
         return self._objectives[key]
 
     def _objective_key(self, step: Step) -> tuple[str, int, int, bool]:
@@ -279,8 +279,8 @@ class Run:
         objective, promised = self._promise
         with self.running() as model:
             mean = partial(objective.on(model).mean, model, self.samples)
-            found = MicroBatch(self.config.micro_batch_size).run(mean)
-        check_loss(promised, found, self.model.dtype)
+            loss = MicroBatch(self.config.micro_batch_size).run(mean)
+        check_loss(promised, loss, self.model.dtype)
         self._promise = None
 
 

@@ -96,9 +96,7 @@ class Facts:
             sequences = min(step.draws, sequences + self.spare)
         positions = self.positions // self.sequences * sequences
         together = min(self.micro_batch_size, step.batch_size or self.micro_batch_size)
-        return replace(
-            self, sequences=sequences, positions=positions, micro_batch_size=together, generated=0, spare=0
-        )
+        return replace(self, sequences=sequences, positions=positions, micro_batch_size=together, generated=0, spare=0)
 
     @property
     def all_positions(self) -> int:

@@ -118,8 +118,8 @@ def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> Non
     """Says of a folder that permtriton did not write what it is, and warns of one whose pattern was lost."""
     record = None if source.gguf is not None else find_record(source.location, source.hub)
     if record is None:
-        if (found := pattern_in_words(model)) != "dense":
-            shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {found}")
+        if (pattern := pattern_in_words(model)) != "dense":
+            shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {pattern}")
     elif problem := broken_claim(model, record):
         shown.say(f"warning: {problem}")
 

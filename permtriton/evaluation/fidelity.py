@@ -37,9 +37,9 @@ def _divergence(logits: Tensor, dense: Tensor) -> float:
     pairs = zip(logits.flatten(0, 1).split(tokens), dense.flatten(0, 1).split(tokens), strict=True)
     return sum(
         float(
-            kl_div(log_softmax(found.float(), -1), log_softmax(expected.float(), -1), reduction="sum", log_target=True)
+            kl_div(log_softmax(chunk.float(), -1), log_softmax(expected.float(), -1), reduction="sum", log_target=True)
         )
-        for found, expected in pairs
+        for chunk, expected in pairs
     )
 
 
@@ -171,14 +171,14 @@ def check_comparable(model: PreTrainedModel, dense: PreTrainedModel) -> None:
         ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ.
     """
     vocabularies, widths, kinds = ([read(each) for each in (model, dense)] for read in (_vocabulary, _width, _kind))
-    for what, (found, expected) in (
+    for what, (own, expected) in (
         ("has a vocabulary of {}", vocabularies),
         ("has a hidden size of {}", widths),
         ("{}", kinds),
     ):
-        if found != expected:
+        if own != expected:
             raise ModelError(
-                f"the model {what.format(found)}, but the model that it is compared with {what.format(expected)}: give "
+                f"the model {what.format(own)}, but the model that it is compared with {what.format(expected)}: give "
                 "the dense model that it was compiled from"
             )
 

@@ -52,9 +52,9 @@ class Evaluated(Fidelity):
     def __str__(self) -> str:
         numbers = {"perplexity": self.perplexity, "dense": self.dense_perplexity}
         numbers |= {distance.short: getattr(self, name) for name, distance in DISTANCES.items()}
-        found = [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
-        found += [f"{task.name} {name} {score.value:.4g}" for task in self.tasks for name, score in task.scores.items()]
-        return ", ".join(found) + (f" on {self.text} ({self.protocol})" if self.text else "")
+        parts = [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
+        parts += [f"{task.name} {name} {score.value:.4g}" for task in self.tasks for name, score in task.scores.items()]
+        return ", ".join(parts) + (f" on {self.text} ({self.protocol})" if self.text else "")
 
     @property
     def tokens(self) -> int:

@@ -85,11 +85,11 @@ class Tasks:
             raise ConfigError(f"tasks folder {folder} does not exist: give a folder with lm-eval's YAML files")
         self.names, self.limit = tuple(names), limit
         with _quiet():
-            manager, found = _find(self.names, folder)
+            manager, task_names = _find(self.names, folder)
             _seed()
             try:
                 with chdir(folder or "."):
-                    self._loaded = manager.load(found)
+                    self._loaded = manager.load(task_names)
             except Exception as error:  # the hub client, datasets and each task raise many kinds
                 hint = "check the files in the folder" if folder else "check the network, or use local tasks"
                 raise TaskError(
@@ -210,7 +210,7 @@ def _find(names: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[
             raise TaskError(
                 f"task {name!r} is unknown to {where} {metadata.version('lm_eval')}; did you mean {', '.join(close)}?"
             )
-    return manager, list(dict.fromkeys(found for name in names for found in manager.match_tasks([name])))
+    return manager, list(dict.fromkeys(task_name for name in names for task_name in manager.match_tasks([name])))
 
 
 def _seed() -> None:

@@ -58,7 +58,7 @@ def output_and_states(
     named = {name: result[name] or () for name in STATES if isinstance(result, Mapping) and name in result}
     tensors = {name: [each for each in states if isinstance(each, Tensor)] for name, states in named.items()}
     tensors |= {LAST: [each for each in last[-1:] if isinstance(each, Tensor)], EMBEDDED: embedded}
-    return result[0].float().cpu(), {name: [each.float().cpu() for each in found] for name, found in tensors.items()}
+    return result[0].float().cpu(), {name: [each.float().cpu() for each in states] for name, states in tensors.items()}
 
 
 @torch.no_grad()
@@ -237,8 +237,8 @@ def model_hash(model: PreTrainedModel) -> str:
     Of parameters and buffers, names, dtypes, shapes and bytes count; they are read one at a time.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_IN_HASH}
-    found = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
+    sha256 = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return sha256.hexdigest()

@@ -70,10 +70,10 @@ def _opened(path: Path) -> Any:
 
     class Reader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            found = super()._get(offset, dtype, count, override_order)
-            if len(found) < count:  # else gguf reads nothing as often as a damaged length says
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) < count:  # else gguf reads nothing as often as a damaged length says
                 raise ValueError(f"it ends before the {count} values at byte {offset}")
-            return found
+            return values
 
     return Reader(path)
 

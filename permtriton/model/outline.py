@@ -50,8 +50,8 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
     stored = {}
     if source.folder is None:
         with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
-            found = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
-            stored = {name: tensor for file in found.files_metadata.values() for name, tensor in file.tensors.items()}
+            headers = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)
+            stored = {name: tensor for file in headers.files_metadata.values() for name, tensor in file.tensors.items()}
     for name, parameter in model.named_parameters():
         if name in stored and list(parameter.shape) != stored[name].shape:
             raise ModelError(
@@ -69,5 +69,5 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
 
 def cached(source: Source, file: str) -> Path | None:
     """Returns a file of a hub name from the cache on this machine; None if it is not there."""
-    found = try_to_load_from_cache(source.name, file, revision=source.revision) if is_hub_name(source.name) else None
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(source.name, file, revision=source.revision) if is_hub_name(source.name) else None
+    return Path(path) if isinstance(path, str) else None

@@ -38,9 +38,9 @@ class Reference:
         self.verified = tuple(self._calls)
         self._routing = Routing(model)
         with self._routing.recorded():
-            found = {name: output_and_states(model, call) for name, call in self._calls.items()}
-        self._outputs = {name: output for name, (output, _) in found.items()}
-        self.output, self._states = found[samples.name]
+            returned = {name: output_and_states(model, call) for name, call in self._calls.items()}
+        self._outputs = {name: output for name, (output, _) in returned.items()}
+        self.output, self._states = returned[samples.name]
         self.unproved = ""
         if not bool(self.output.isfinite().all()):
             raise CalibrationError(
@@ -89,9 +89,9 @@ class Reference:
             states: takes the hidden states on the samples.
         """
         with self._routing.replayed():  # of all calls, in their order
-            found = {each: output_and_states(model, call) for each, call in self._calls.items()}
-        states.update(found[self.samples.name][1])
-        return found[name][0]
+            returned = {each: output_and_states(model, call) for each, call in self._calls.items()}
+        states.update(returned[self.samples.name][1])
+        return returned[name][0]
 
 
 def _ordered(dense: list[Tensor], present: list[Tensor], order: Tensor | None, model: PreTrainedModel) -> bool:

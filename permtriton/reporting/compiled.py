@@ -70,14 +70,14 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
     Raises:
         ModelError: a folder was not written by permtriton, or is damaged.
     """
-    found = [Compiled.open(folder) for folder in folders]
+    compiled = [Compiled.open(folder) for folder in folders]
     labels = [
         method_of(each.record["config"], each.record["model"]) + (", fp8" if each.is_quantized else "")
-        for each in found
+        for each in compiled
     ]
-    for each, label in zip(found, labels, strict=True):
+    for each, label in zip(compiled, labels, strict=True):
         each.label = label if len(set(labels)) == len(labels) else f"{label} ({real_path(each.path).name})"
-    return found
+    return compiled
 
 
 def method_of(config: Mapping[str, Any], model: str = "") -> str:
@@ -101,8 +101,8 @@ def method_of(config: Mapping[str, Any], model: str = "") -> str:
 
 def layer_of(name: str) -> int | None:
     """Returns the number of the layer in a module's name, or None."""
-    found = re.search(r"\.(\d+)\.", f".{name}.")
-    return int(found[1]) if found else None
+    match = re.search(r"\.(\d+)\.", f".{name}.")
+    return int(match[1]) if match else None
 
 
 def kind_of(linear: str) -> str:

@@ -36,8 +36,8 @@ def report(
         raise ConfigError("no folder: give at least one output of permtriton compile")
     output = output or Path(f"{real_path(folders[0]).name}-report.html")
     check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
-    found = read_comparison(comparison) if comparison else None
-    return write(page_of(read_folders(folders), found), output, overwrite=overwrite)
+    comparison_report = read_comparison(comparison) if comparison else None
+    return write(page_of(read_folders(folders), comparison_report), output, overwrite=overwrite)
 
 
 def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Page:

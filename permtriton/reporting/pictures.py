@@ -106,11 +106,11 @@ def importance(folders: Sequence[Compiled]) -> Section:
 
 def _means(values: Iterable[tuple[int | None, float]]) -> dict[int, float]:
     """Returns the mean of the values of each place, from the first place to the last."""
-    found: dict[int, list[float]] = {}
+    by_place: dict[int, list[float]] = {}
     for place, value in values:
         if place is not None:
-            found.setdefault(place, []).append(value)
-    return {place: fmean(found[place]) for place in sorted(found)}
+            by_place.setdefault(place, []).append(value)
+    return {place: fmean(by_place[place]) for place in sorted(by_place)}
 
 
 def weight_pictures(folders: Sequence[Compiled]) -> Section:

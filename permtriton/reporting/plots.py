@@ -82,11 +82,11 @@ class Scale:
             return [n * step for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
         exponents = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
         for steps in ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
-            found = [10.0**exponent * step for exponent in exponents for step in steps]
-            found = [value for value in found if self.low <= value <= self.high]
-            if len(found) <= most:
+            ticks = [10.0**exponent * step for exponent in exponents for step in steps]
+            ticks = [value for value in ticks if self.low <= value <= self.high]
+            if len(ticks) <= most:
                 break
-        return found
+        return ticks
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ def place_labels(
         line: height of a label.
     """
     covered = [*taken, *(Box(x - 5, y - 5, x + 5, y + 5) for x, y in points)]
-    found = []
+    places = []
     for (x, y), width in zip(points, widths, strict=True):
         boxes = list(_around(x, y, width, line))
         free = (box for box in boxes if box.within(page) and not any(map(box.hits, covered)))
-        found.append(next(free, boxes[0]))
-        covered += found[-1:] if width else []
-    return found
+        places.append(next(free, boxes[0]))
+        covered += places[-1:] if width else []
+    return places
 
 
 def _around(x: float, y: float, width: float, line: float) -> Iterator[Box]:
@@ -233,9 +233,9 @@ def weights(dense: Sequence[Sequence[float]], pruned: Sequence[Sequence[float]],
                 cells.setdefault(key, []).append(cell)
     bottom = LINE + 4 + rows * size
     parts = [_text(0, LINE - 2, "before"), _text(WIDTH - PANEL, LINE - 2, "after")]
-    for (name, shade), found in sorted(cells.items()):
+    for (name, shade), squares in sorted(cells.items()):
         if shade:
-            parts.append(f'<path d="{"".join(found)}" fill="var({name})" fill-opacity="{shade / SHADES:.2f}"/>')
+            parts.append(f'<path d="{"".join(squares)}" fill="var({name})" fill-opacity="{shade / SHADES:.2f}"/>')
     for shift in (0, WIDTH - PANEL):
         places = (shift + n * (group * size + GAP) - GAP / 2 for n in range(1, groups))
         lines = "".join(f"M{place:.1f} {LINE + 4}V{bottom:.1f}" for place in places)

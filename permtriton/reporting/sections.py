@@ -31,12 +31,12 @@ def verdict(folders: Sequence[Compiled]) -> str:
         return f"{folders[0].model} was pruned; how good it still is was not measured."
     sign = 1 if measured[0].record["evaluation"]["measure"] == "perplexity" else -1
     best = min(measured, key=lambda folder: sign * folder.record["evaluation"]["compiled"])
-    found = best.record["evaluation"]
-    dense, compiled = numbers([found["dense"], found["compiled"]], 4)
+    evaluation = best.record["evaluation"]
+    dense, compiled = numbers([evaluation["dense"], evaluation["compiled"]], 4)
     way = f"pruned by {best.label}" + f", the best of the {len(measured)} methods here" * (len(measured) > 1)
     if sign < 0:
         return f"The last hidden states of {best.model}, {way}, have a cosine of {compiled} with the dense model's."
-    change = found["compiled"] / found["dense"] - 1
+    change = evaluation["compiled"] / evaluation["dense"] - 1
     return (
         f"The perplexity of {best.model} on the held-out text goes from {dense} to {compiled} ({change:+.1%}) when it "
         f"is {way}."
@@ -45,9 +45,9 @@ def verdict(folders: Sequence[Compiled]) -> str:
 
 def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Section:
     """How good the dense and the compiled models are, what they took, and the result of ``permtriton compare``."""
-    found = [folder.record["evaluation"] for folder in folders]
-    measures = dict.fromkeys(each["measure"] for each in found if "dense" in each)
-    measured = [(each["dense"], each["compiled"]) if "dense" in each else (None, None) for each in found]
+    evaluations = [folder.record["evaluation"] for folder in folders]
+    measures = dict.fromkeys(each["measure"] for each in evaluations if "dense" in each)
+    measured = [(each["dense"], each["compiled"]) if "dense" in each else (None, None) for each in evaluations]
     ratios = [compiled / dense if dense and compiled is not None else None for dense, compiled in measured]
     cells = zip(
         (folder.label for folder in folders),
@@ -69,7 +69,7 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     for folder in folders:
         if (loss := folder.record.get("export", {}).get("loss")) is not None:
             text += f" {folder.label}: measured before its weights lost bits. What that costs: {loss_in_words(loss)}."
-    texts = dict.fromkeys(Path(each["text"]).name for each in found if {"dense", "text"} <= each.keys())
+    texts = dict.fromkeys(Path(each["text"]).name for each in evaluations if {"dense", "text"} <= each.keys())
     caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
     tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]
     pictures = list(_quality(folders, measured, name))
@@ -97,11 +97,11 @@ def _quality(
         yield Picture(svg, alt, "Quality against time.", legend(series))
 
 
-def _compared(found: Mapping[str, Any]) -> Picture:
+def _compared(comparison: Mapping[str, Any]) -> Picture:
     """Returns the picture of a comparison, with the names of the methods that no other one beats in both values."""
-    sign = 1 if found["measure"] == "perplexity" else -1
-    dense = next(row["mean"] for row in found["rows"] if row["method"] == DENSE)
-    rows = [row for row in found["rows"] if row["method"] != DENSE]
+    sign = 1 if comparison["measure"] == "perplexity" else -1
+    dense = next(row["mean"] for row in comparison["rows"] if row["method"] == DENSE)
+    rows = [row for row in comparison["rows"] if row["method"] != DENSE]
     points = [((row["compile_seconds"] or row["seconds"]) / len(row["values"]), row["mean"]) for row in rows]
     series = []
     for look, fused in (("dots", False), ("rings", True)):
@@ -109,36 +109,36 @@ def _compared(found: Mapping[str, Any]) -> Picture:
         labels = [
             ""
             if any(x < points[n][0] and sign * y <= sign * points[n][1] for x, y in points)
-            else _name(found, rows[n])
+            else _name(comparison, rows[n])
             for n in chosen
         ]
         if chosen:
             series.append(Series(look, [points[n] for n in chosen], 0, look, labels))
     line = (f"dense {numbers([dense], 4)[0]}", dense)
-    svg = chart(series, "seconds to compile", found["measure"], log=(True, True), reference=line)
+    svg = chart(series, "seconds to compile", comparison["measure"], log=(True, True), reference=line)
     caption = "All methods by permtriton compare. Named are those that no other beats in both; rings: layout fused."
-    return Picture(svg, f"{found['measure']} of {len(rows)} methods against seconds", caption)
+    return Picture(svg, f"{comparison['measure']} of {len(rows)} methods against seconds", caption)
 
 
-def _name(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    pattern = row["pattern"] if len(found["patterns"]) > 1 else ""
+def _name(comparison: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    pattern = row["pattern"] if len(comparison["patterns"]) > 1 else ""
     return ", ".join(filter(None, (row["method"].removesuffix(FUSED), pattern, row["setting"])))
 
 
-def _comparison(found: Mapping[str, Any]) -> Table:
-    headers, rows = columns(found)
+def _comparison(comparison: Mapping[str, Any]) -> Table:
+    headers, rows = columns(comparison)
     shown = [
         (name, [row[n] for row in rows]) for n, name in enumerate(headers) if any(row[n] is not None for row in rows)
     ]
-    cells = [_column(values, 4 if name == found["measure"] else 3) for name, values in shown]
-    seeds = len(found["seeds"])
+    cells = [_column(values, 4 if name == comparison["measure"] else 3) for name, values in shown]
+    seeds = len(comparison["seeds"])
     facts = (
-        f"text {Path(found['text']).name}",
-        f"{found['tokens']:,} tokens",
+        f"text {Path(comparison['text']).name}",
+        f"{comparison['tokens']:,} tokens",
         f"{seeds} seeds, ± is their sample standard deviation" if seeds > 1 else "",
-        found["device"],
+        comparison["device"],
     )
-    caption = f"All methods on {Path(found['model']).name}: {'; '.join(filter(None, facts))}"
+    caption = f"All methods on {Path(comparison['model']).name}: {'; '.join(filter(None, facts))}"
     return Table(caption, [name for name, _ in shown], list(zip(*cells, strict=True)), folded=True)
 
 
@@ -174,13 +174,13 @@ def _merged(
     folders: Sequence[Compiled], rows_of: Callable[[Compiled], Iterable[tuple[str, ...]]]
 ) -> list[tuple[str, ...]]:
     """Returns the rows of all folders, each once, and which folders have it if there are several."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    labels_by_row: dict[tuple[str, ...], list[str]] = {}
     for folder in folders:
         for row in rows_of(folder):
-            found.setdefault(row, []).append(folder.label)
+            labels_by_row.setdefault(row, []).append(folder.label)
     if len(folders) == 1:
-        return list(found)
-    return [(*row, "all" if len(of) == len(folders) else "; ".join(of)) for row, of in found.items()]
+        return list(labels_by_row)
+    return [(*row, "all" if len(of) == len(folders) else "; ".join(of)) for row, of in labels_by_row.items()]
 
 
 def _ends(folder: Compiled) -> Iterator[tuple[str, ...]]:
@@ -255,9 +255,9 @@ def _stages(folders: Sequence[Compiled]) -> Table:
             if stage not in order:
                 order.insert(place, stage)
             place = order.index(stage) + 1
-    found = [[folder.record["seconds"].get(stage) for stage in order] for folder in folders]
-    found = [[*values, sum(value for value in values if value is not None)] for values in found]
-    cells = [["–" if value is None else f"{value:,.1f}" for value in values] for values in found]
+    seconds = [[folder.record["seconds"].get(stage) for stage in order] for folder in folders]
+    seconds = [[*values, sum(value for value in values if value is not None)] for values in seconds]
+    cells = [["–" if value is None else f"{value:,.1f}" for value in values] for values in seconds]
     rows = list(zip([*order, "in all"], *cells, strict=True))
     return Table("Seconds by stage", ("", *(folder.label for folder in folders)), rows)
 
@@ -291,12 +291,12 @@ def _pruned(folder: Compiled) -> str:
 
 
 def _unverified(folder: Compiled) -> str:
-    found = folder.record["proof"]["unverified_inputs"]
-    return "; ".join(f"{name}: {why}" for name, why in found.items()) or "none"
+    unverified = folder.record["proof"]["unverified_inputs"]
+    return "; ".join(f"{name}: {why}" for name, why in unverified.items()) or "none"
 
 
 def _hidden_states(folder: Compiled) -> str:
-    found = folder.record["hidden_states"]
-    if "why" in found:
-        return f"in an order that is not known ({found['why']})"
-    return "in a new order; permtriton.json has its inverse" if found["permuted"] else "in the dense model's order"
+    order = folder.record["hidden_states"]
+    if "why" in order:
+        return f"in an order that is not known ({order['why']})"
+    return "in a new order; permtriton.json has its inverse" if order["permuted"] else "in the dense model's order"

@@ -93,8 +93,8 @@ def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, 
     experts = {name for name in linears if expert_of(model, name) is not None or stacked_name(model, name) is not None}
     watched = experts | {site.residual_reader for site in sites}
     around = {above for name in watched for above in _modules_around(name)}
-    found = [each for name in linears if name not in experts for each in (name, *_modules_around(name))]
-    return dict.fromkeys(each for each in found if each.startswith(f"{layer}.") and each not in around)
+    candidates = [each for name in linears if name not in experts for each in (name, *_modules_around(name))]
+    return dict.fromkeys(each for each in candidates if each.startswith(f"{layer}.") and each not in around)
 
 
 def _modules_around(name: str) -> list[str]:

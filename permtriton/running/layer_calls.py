@@ -98,12 +98,12 @@ class LayerCalls:
             during: the context that the layer runs in, on as many sequences as run in one call.
         """
         hidden, parts = hidden.to(self._device), [rows] if self.together else rows.split(1)
-        found = []
+        outputs = []
         for states, part in zip(hidden.split(len(parts[0])), parts, strict=True):
             leaves = [self._leaves[row] for row in part.tolist()]
             with during(part):
-                found.append(self._run(states, [_joined(values) for values in zip(*leaves, strict=True)]))
-        return found[0] if self.together else torch.cat(found)
+                outputs.append(self._run(states, [_joined(values) for values in zip(*leaves, strict=True)]))
+        return outputs[0] if self.together else torch.cat(outputs)
 
     def _run(self, hidden: Tensor, leaves: list[Any]) -> Tensor:
         assert self._structure is not None
@@ -133,10 +133,10 @@ class LayerCalls:
             result = torch.empty(0)
             for start in range(0, numbers.numel(), size):
                 part = numbers[start : start + size]
-                found = self(hidden[part], part, during)
+                output = self(hidden[part], part, during)
                 if not start:
-                    result = store.empty((numbers.numel(), *found.shape[1:]), dtype=found.dtype)
-                result[start : start + size] = found.cpu()
+                    result = store.empty((numbers.numel(), *output.shape[1:]), dtype=output.dtype)
+                result[start : start + size] = output.cpu()
             return result
 
         return MicroBatch(batch).run(outputs)
@@ -158,10 +158,10 @@ class LayerCalls:
         expected = self(hidden, rows)
         self.together = True
         try:
-            found = self(hidden, rows)
+            joint = self(hidden, rows)
         except (RuntimeError, ValueError, IndexError):  # shapes that hold for one sequence only
             return False
-        return found.shape == expected.shape and relative_difference(expected, found) <= TOLERANCE[hidden.dtype]
+        return joint.shape == expected.shape and relative_difference(expected, joint) <= TOLERANCE[hidden.dtype]
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, leaves: list[Any], structure: pytree.TreeSpec) -> Tensor:
@@ -189,18 +189,18 @@ def record_chain(
     """
     calls = {name: LayerCalls(layer, model.device) for name, layer in layers.items()}
     start, hidden = next(iter(layers)), torch.empty(0)
-    found = recorded(model, layers, samples[:1])
-    forms = {layers[name]: call.form for name, (call,) in found.items() if call.form is not None}
+    recorded_calls = recorded(model, layers, samples[:1])
+    forms = {layers[name]: call.form for name, (call,) in recorded_calls.items() if call.form is not None}
     for number, row in enumerate(samples.split(1)):
         if number:
             with left_out(forms):
-                found = recorded(model, layers, row)
-        first = found[start][0].hidden
+                recorded_calls = recorded(model, layers, row)
+        first = recorded_calls[start][0].hidden
         assert first is not None
         if not number:
             hidden = store.empty((len(samples), *first.shape[1:]), dtype=first.dtype)
         hidden[number] = first[0]
-        for name, (call,) in found.items():
+        for name, (call,) in recorded_calls.items():
             calls[name]._add(call)
     return calls, hidden
 
@@ -220,11 +220,11 @@ def find_chains(
             layers ends the chain. It may depend on other weights, which are final when the chain starts: a decoder's
             layers read what the encoder made.
     """
-    found = recorded(model, layers, sample)
+    recorded_calls = recorded(model, layers, sample)
     chains: list[list[str]] = []
     problems: dict[str, str] = {}
     previous = ""
-    for name, calls in found.items():
+    for name, calls in recorded_calls.items():
         if len(calls) != 1 or calls[0].problem:
             problems[name] = calls[0].problem if len(calls) == 1 else f"runs {len(calls)} times in a forward pass"
         elif previous and calls[0].follows == previous:
@@ -233,7 +233,8 @@ def find_chains(
             chains.append([name])
         previous = "" if name in problems else name
     changing = {id(weight) for weight in weights}
-    return [part for chain in chains for part in _parted(model, layers, sample, chain, changing, found)], problems
+    parts = [part for chain in chains for part in _parted(model, layers, sample, chain, changing, recorded_calls)]
+    return parts, problems
 
 
 def _parted(
@@ -242,19 +243,19 @@ def _parted(
     sample: Samples,
     chain: list[str],
     changing: set[int],
-    found: Mapping[str, list[_Call]],
+    recorded_calls: Mapping[str, list[_Call]],
 ) -> list[list[str]]:
     """Returns the parts of a chain inside which no layer's arguments depend on what the layers before it compute."""
     if len(chain) == 1:
         return [chain]
-    forms = {layers[name]: form for name in chain if (form := found[name][0].form) is not None}
+    forms = {layers[name]: form for name in chain if (form := recorded_calls[name][0].form) is not None}
     running = [layers[name] for name in chain if layers[name] not in forms]
     own = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
     with _half_negated(own), left_out(forms):
         others = recorded(model, layers, sample)
     parts = [chain[:1]]
     for name in chain[1:]:
-        if _independent(found[name][0], others[name]):
+        if _independent(recorded_calls[name][0], others[name]):
             parts[-1].append(name)
         else:
             parts.append([name])

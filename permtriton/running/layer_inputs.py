@@ -148,9 +148,9 @@ def _run(
     rows: Tensor,
 ) -> None:
     with within():
-        found = layer(hidden[rows], rows, during)
+        output = layer(hidden[rows], rows, during)
     if outputs is not None:
-        outputs[rows] = found.to(outputs.device)
+        outputs[rows] = output.to(outputs.device)
 
 
 def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
@@ -159,9 +159,9 @@ def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> li
     Also "" where other layers run the same linears: their inputs count, too.
     """
     layer_of = layer_names(model, plan)
-    found = []
+    layers = []
     for sites in groups:
         names = {layer_of.get(linear_module(model, linear), "") for site in sites for linear in site.linears}
-        found.append(names.pop() if len(names) == 1 and all(site.calls == 1 for site in sites) else "")
-    counts = Counter(found)
-    return [name if counts[name] == 1 else "" for name in found]
+        layers.append(names.pop() if len(names) == 1 and all(site.calls == 1 for site in sites) else "")
+    counts = Counter(layers)
+    return [name if counts[name] == 1 else "" for name in layers]

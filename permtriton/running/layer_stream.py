@@ -39,11 +39,11 @@ class LayerStream:
         self.differentiable = False
         first = batches[0][:1]
         chain = {name: layers[name] for name in max(find_chains(model, layers, first, ())[0], key=len, default=[])}
-        found = [calls[0].form for calls in recorded(model, chain, first).values()] if len(chain) > 1 else []
+        forms = [calls[0].form for calls in recorded(model, chain, first).values()] if len(chain) > 1 else []
         self._forms: dict[nn.Module, Form] = {
-            layer: form for layer, form in zip(chain.values(), found, strict=False) if form is not None
+            layer: form for layer, form in zip(chain.values(), forms, strict=False) if form is not None
         }
-        if not found or len(self._forms) < len(chain):
+        if not forms or len(self._forms) < len(chain):
             return
         self.layers = list(chain.values())
         with torch.enable_grad(), left_out(self._forms):
@@ -74,11 +74,11 @@ class LayerStream:
             if inputs:
                 read.append(list(self.hidden))
             for batch, hidden in enumerate(self.hidden):
-                found = self.call(layer, batch, hidden)
-                if inputs or found.shape != hidden.shape or found.dtype != hidden.dtype:
-                    self.hidden[batch] = self._kept(found)
+                output = self.call(layer, batch, hidden)
+                if inputs or output.shape != hidden.shape or output.dtype != hidden.dtype:
+                    self.hidden[batch] = self._kept(output)
                 else:
-                    hidden.copy_(found)
+                    hidden.copy_(output)
         return read
 
     @contextmanager

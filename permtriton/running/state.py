@@ -78,8 +78,8 @@ class StateFile:
         def read() -> dict[str, str] | None:
             if self.check() is None:
                 return None
-            found, texts = self._open(tensors=True)
-            tensors.update(found)
+            loaded, texts = self._open(tensors=True)
+            tensors.update(loaded)
             return texts
 
         texts = ranks.on_first(read)
@@ -117,18 +117,18 @@ class StateFile:
         for name in sorted({*tensors, *like}):
             if name not in tensors or name not in like:
                 raise self.damaged(f"{name} is missing" if name in like else f"{name} does not belong into it")
-            found, expected = tensors[name], like[name]
-            if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            tensor, expected = tensors[name], like[name]
+            if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
                 raise self.damaged(
-                    f"{name} is {found.dtype} of shape {list(found.shape)}, expected {expected.dtype} of shape "
+                    f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, expected {expected.dtype} of shape "
                     f"{list(expected.shape)}"
                 )
-            if found.dtype == torch.int64:
-                if not is_permutation(found):
+            if tensor.dtype == torch.int64:
+                if not is_permutation(tensor):
                     raise self.damaged(f"{name} is not a permutation")
-            elif not bool(found.isfinite().all()):
+            elif not bool(tensor.isfinite().all()):
                 raise self.damaged(f"{name} holds values that are not finite")
-            elif any(part in NEVER_NEGATIVE for part in name.split(".")) and bool((found < 0).any()):
+            elif any(part in NEVER_NEGATIVE for part in name.split(".")) and bool((tensor < 0).any()):
                 raise self.damaged(f"{name} holds negative values")
 
     def value(self, texts: Mapping[str, str], name: str, form: type[Value]) -> Value:
@@ -138,10 +138,10 @@ class StateFile:
             OutputError: The state is damaged: the text is missing, no JSON, or of another form.
         """
         try:
-            found = json.loads(texts[name])
+            parsed = json.loads(texts[name])
         except (KeyError, ValueError, RecursionError) as error:
             raise self.damaged(f"its {name} cannot be read ({type(error).__name__}: {error})") from error
-        return checked(form, found, lambda problem: self.damaged(f"{name}: {problem}"))
+        return checked(form, parsed, lambda problem: self.damaged(f"{name}: {problem}"))
 
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
@@ -196,8 +196,8 @@ def read_records(kind: type[Record], values: Any, most: int) -> list[Record]:
         ValueError: They are not such a history.
     """
     number = fields(kind)[0].name  # type: ignore[arg-type]
-    found = checked_list(kind, values, ValueError)
-    rows = [list(vars(each).values()) for each in found]
+    records = checked_list(kind, values, ValueError)
+    rows = [list(vars(each).values()) for each in records]
     if not rows:
         raise ValueError("expected a list of at least one entry")
     if len(rows) > most + 1:
@@ -206,4 +206,4 @@ def read_records(kind: type[Record], values: Any, most: int) -> list[Record]:
         raise ValueError(f"its entries are not numbered from 0: {number} is {numbers}")
     if negative := [value for row in rows for value in row if isinstance(value, int) and value < 0]:
         raise ValueError(f"it holds {negative[0]}, expected nothing below 0")
-    return found
+    return records

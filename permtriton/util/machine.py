@@ -115,8 +115,8 @@ def resident_memory() -> tuple[int, int]:
     """
     import psutil
 
-    found = psutil.Process().memory_info()
-    return found.rss, getattr(found, "shared", 0)
+    memory = psutil.Process().memory_info()
+    return memory.rss, getattr(memory, "shared", 0)
 
 
 def release_memory() -> None:

@@ -160,8 +160,8 @@ def given_options(kind: type[Config], values: Mapping[str, Any], also: Iterable[
         values: values by option name; those of other dataclasses are left out.
         also: names of fields that are no options, and are taken as they are.
     """
-    found = {each.field: each.convert(values[each.name]) for each in options_of(kind) if each.name in values}
-    return found | {name: values[name] for name in also if name in values}
+    arguments = {each.field: each.convert(values[each.name]) for each in options_of(kind) if each.name in values}
+    return arguments | {name: values[name] for name in also if name in values}
 
 
 def check_options(config: Any) -> None:

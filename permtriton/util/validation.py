@@ -10,30 +10,30 @@ from permtriton.errors import shown
 Form = TypeVar("Form")
 
 
-def checked(form: type[Form], found: Any, refuse: Callable[[str], Exception]) -> Form:
+def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) -> Form:
     """Returns what was read from a file, if it has a form: no other type, no unknown entry, no NaN or infinity.
 
     Args:
         form: a ``TypedDict``, a dataclass, of which an instance is returned, or any other type that pydantic knows.
-        found: values as `json` reads them.
+        content: values as `json` reads them.
         refuse: makes the error from what is wrong, such as ``sites[0].index is 7, expected a valid list``.
 
     Raises:
         Exception: the error that ``refuse`` made.
     """
-    return _checked(form, [found], refuse, 1)[0]
+    return _checked(form, [content], refuse, 1)[0]
 
 
-def checked_list(form: type[Form], found: Any, refuse: Callable[[str], Exception]) -> list[Form]:
+def checked_list(form: type[Form], contents: Any, refuse: Callable[[str], Exception]) -> list[Form]:
     """Does the same for a list of values of one form."""
-    return _checked(form, found, refuse, 0)
+    return _checked(form, contents, refuse, 0)
 
 
-def _checked(form: Any, found: Any, refuse: Callable[[str], Exception], skip: int) -> list[Any]:
+def _checked(form: Any, contents: Any, refuse: Callable[[str], Exception], skip: int) -> list[Any]:
     from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
 
     try:
-        values = _checker(form).validate_python(found)
+        values = _checker(form).validate_python(contents)
     except ValidationError as error:
         raise refuse(_words(error.errors(include_url=False)[0], skip)) from None
     return [form(**value) for value in values] if is_dataclass(form) else values  # type: ignore[operator]

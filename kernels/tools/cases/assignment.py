@@ -29,8 +29,8 @@ def assignment_case(blocks: int, size: int, device: torch.device) -> Case:
     def total(score: Tensor, index: Tensor) -> Tensor:
         return score.double().gather(1, index.long().unsqueeze(1)).sum((1, 2))
 
-    def error(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
-        (score, index), (_, best) = found, expected
+    def error(actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+        (score, index), (_, best) = actual, expected
         inside = bool((index.long().sort(1).values == torch.arange(size, device=index.device)).all())
         return float((total(score, best) - total(score, index)).abs().max()) if inside else float("inf")
 

@@ -81,8 +81,8 @@ def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: 
     )  # fmt: skip
 
 
-def _largest_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    return max(map(relative_error, found, expected))
+def _largest_error(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    return max(map(relative_error, actual, expected))
 
 
 def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:

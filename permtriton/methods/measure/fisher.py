@@ -97,35 +97,35 @@ def fisher_information(
     Raises:
         CalibrationError: A gradient is NaN or infinite.
     """
-    found: dict[str, Fisher] = {}
+    information: dict[str, Fisher] = {}
     for _, name in plan.linears():
         channels, rows = weight_in_out(linear_module(model, name)).shape
         row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
-        found[name] = Fisher(row, column)
+        information[name] = Fisher(row, column)
 
     def clear() -> None:
-        for each in found.values():
+        for each in information.values():
             each.clear()
 
     def watch(name: str, inputs: Tensor) -> Callable[[Tensor], None]:
         squares, tokens = _squares(inputs), inputs.shape[0]  # of an input that need not stay in memory
 
         def add(gradient: Tensor) -> None:
-            found[name].row += _squares(gradient)
-            found[name].column += squares
-            found[name].tokens += tokens
+            information[name].row += _squares(gradient)
+            information[name].column += squares
+            information[name].tokens += tokens
 
         return add
 
     _BackwardPasses(model, plan, kind, samples, config, progress, store).run("row weights", clear, watch)
-    for name, each in found.items():
+    for name, each in information.items():
         each.add_up()
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
             raise CalibrationError(
                 f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
                 "`dtype=float32`, or `heuristic_row_weights=none`"
             )
-    return found
+    return information
 
 
 def _squares(values: Tensor) -> Tensor:
@@ -157,17 +157,17 @@ def output_gradients(
         return lambda gradient: parts.setdefault(name, []).append(store.copied(gradient.to("cpu", torch.bfloat16)))
 
     _BackwardPasses(model, plan, kind, samples, config, progress, store).run("output gradients", parts.clear, watch)
-    found = {}
+    gradients = {}
     for site in plan.sites:
         for name in site.linears if reads_every_token(model, site) else ():
             own = torch.cat(parts.pop(name)) if name in parts else torch.empty(0)
-            found[name] = torch.cat([each for each in ranks.gather(own) if each.numel()])
-            if not bool(found[name].isfinite().all()):
+            gradients[name] = torch.cat([each for each in ranks.gather(own) if each.numel()])
+            if not bool(gradients[name].isfinite().all()):
                 raise CalibrationError(
                     f"{name}: the gradients of its outputs are not finite on the calibration text: try "
                     "`dtype=float32`, or `refit_metric_tokens=0`"
                 )
-    return found
+    return gradients
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,8 @@ def _backward(
     for layer in reversed(range(len(stream.layers))):
         for number, gradient in enumerate(gradients):
             read = inputs[layer][number].detach().requires_grad_()
-            found = stream.call(layer, number, read)
-            found.backward(gradient.to(found.device))
+            output = stream.call(layer, number, read)
+            output.backward(gradient.to(output.device))
             assert read.grad is not None
             gradient.copy_(read.grad)
     for number, batch in enumerate(batches):

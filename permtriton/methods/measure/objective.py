@@ -57,9 +57,9 @@ class Head:
                 expected = model(**probe).logits
             if core not in self._outputs:  # a head may call only what is inside its backbone
                 self._outputs[core] = core(**probe)
-            found = self(self._outputs[core][0])
+            logits = self(self._outputs[core][0])
         self.vocabulary = expected.shape[-1]
-        if found.shape != expected.shape or relative_difference(expected, found) > TOLERANCE[model.dtype]:
+        if logits.shape != expected.shape or relative_difference(expected, logits) > TOLERANCE[model.dtype]:
             raise ConfigError(
                 f"objective {kind}: the logits of {type(model).__name__} do not follow from its last hidden state: "
                 f"{CHOOSE}"
@@ -117,8 +117,8 @@ class _ChunkedKL(torch.autograd.Function):
             expected = log_softmax(head(dense.unsqueeze(0)).float(), -1)
             leaf = pruned.unsqueeze(0).detach().requires_grad_(ctx.needs_input_grad[0])
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-                found = log_softmax(head(leaf).float(), -1)
-                loss = kl_div(found, expected, reduction="sum", log_target=True)
+                log_probabilities = log_softmax(head(leaf).float(), -1)
+                loss = kl_div(log_probabilities, expected, reduction="sum", log_target=True)
             if ctx.needs_input_grad[0]:
                 grads += torch.autograd.grad(loss, leaf)
             total += loss.detach()

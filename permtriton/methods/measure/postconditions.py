@@ -50,7 +50,7 @@ def retained_importance(
             order.
         present: linear -> what a mask retains in the present order, where that is known.
     """
-    found, known = {}, present or {}
+    retained_by_name, known = {}, present or {}
     for site, name in plan.linears():
         scores = importances[name].scores(weight_in_out(linear_module(model, name)))
         pattern, before = plan.patterns[name], known.get(name)
@@ -58,8 +58,8 @@ def retained_importance(
             before = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
         index = indices.get(site.space.name)
         chosen = before if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
-        found[name] = Retained(float(scores.sum(dtype=torch.float64)), before, chosen)
-    return found
+        retained_by_name[name] = Retained(float(scores.sum(dtype=torch.float64)), before, chosen)
+    return retained_by_name
 
 
 def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> dict[str, float]:

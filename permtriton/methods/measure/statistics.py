@@ -57,8 +57,12 @@ def site_statistics(
     with progress.stage("calibrate", share * len(plan.layers())) as advance:
         for layer in layer_by_layer(model, plan, samples, batch, changing=False, store=store):
             layer_hessians = hessians(model, layer, advance)
-            found = ranks.deal(list(layer_hessians.items()), lambda each: inverse_diagonal(each[1], each[0]).cpu())
-            diagonals.update({name: each.to(model.device) for name, each in zip(layer_hessians, found, strict=True)})
+            layer_diagonals = ranks.deal(
+                list(layer_hessians.items()), lambda each: inverse_diagonal(each[1], each[0]).cpu()
+            )
+            diagonals.update(
+                {name: each.to(model.device) for name, each in zip(layer_hessians, layer_diagonals, strict=True)}
+            )
     for name, diagonal in diagonals.items():
         check_finite(name, diagonal)
     return diagonals
@@ -141,9 +145,9 @@ def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
         positions: positions of all samples.
     """
     counts = {name: each.sent for name, each in model.named_modules() if isinstance(each, RoutedExperts)}
-    found = {name: count for name, count in counts.items() if count is not None}
-    ranks.add_up(found.values())
-    return {name: (count[:-1] * positions // count[-1]).tolist() for name, count in found.items()}
+    sent = {name: count for name, count in counts.items() if count is not None}
+    ranks.add_up(sent.values())
+    return {name: (count[:-1] * positions // count[-1]).tolist() for name, count in sent.items()}
 
 
 def describe_few(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
@@ -263,15 +267,15 @@ def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, s
         layer: Sites to watch, as the dense model runs them.
         advance: As for `watch_inputs`.
     """
-    found: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
+    site_inputs: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
 
     def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
-        if site.name in found:
+        if site.name in site_inputs:
             # Copies, because the model may overwrite what it gives.
-            found[site.name].append((store.copied(inputs), None if residual is None else store.copied(residual)))
+            site_inputs[site.name].append((store.copied(inputs), None if residual is None else store.copied(residual)))
 
     watch_inputs(model, layer, keep, advance)
-    return found
+    return site_inputs
 
 
 def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advance: Advance) -> dict[str, Moments]:
@@ -357,14 +361,14 @@ def _add_gram(total: Tensor, inputs: Tensor) -> None:
 def _finished(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns sums of `_add_gram` over the ranks, whole, in float32; a site without inputs gets the identity."""
     ranks.add_up(sums.values())
-    found = {}
+    finished = {}
     for name, total in sums.items():
-        found[name] = hessian = total.float()
+        finished[name] = hessian = total.float()
         hessian.triu_().add_(hessian.triu(1).T)
         check_finite(name, hessian.diagonal())
         if not bool(hessian.diagonal().any()):
             hessian.fill_diagonal_(1)
-    return found
+    return finished
 
 
 def check_finite(name: str, values: Tensor) -> None:

@@ -159,7 +159,7 @@ class HardMasks:
             return
         reached = torch.tensor([linear.gradient is not None for linear in self._linears], dtype=torch.int64)
         ranks.add_up([reached])
-        linears = [linear for linear, found in zip(self._linears, reached.tolist(), strict=True) if found]
+        linears = [linear for linear, has_gradient in zip(self._linears, reached.tolist(), strict=True) if has_gradient]
         ranks.add_up(linear.total for linear in linears)
 
     def drop_gradients(self) -> None:

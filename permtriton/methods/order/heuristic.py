@@ -33,8 +33,8 @@ class Heuristic(Step):
 
         rows = min(MAX_ROWS, facts.pruned // facts.width)
         scores = 4 * max(facts.spaces, default=0) * rows * FLOAT32
-        found = {"heuristic": {"scores": scores, **facts.mask()}}
-        return found | ({"row weights": facts.gradients()} if self.gradients else {})
+        needs = {"heuristic": {"scores": scores, **facts.mask()}}
+        return needs | ({"row weights": facts.gradients()} if self.gradients else {})
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
         return speed.assignments + (speed.both if self.gradients else 0)

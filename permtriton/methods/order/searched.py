@@ -71,11 +71,11 @@ class Searched(Searching, Step):
         state = run.state(SearchFile, self.name)
         objective = run.objective(self)
         with run.running() as dense:
-            found = search(
+            searched = search(
                 dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.config, run.progress,
                 state,
             )  # fmt: skip
-        check_no_worse(found.history[0].loss, found.loss, "the search")
-        run.reorder(found.indices)
-        run.promise(self, found.loss)
-        return Outcome("round", [asdict(each) for each in found.history])
+        check_no_worse(searched.history[0].loss, searched.loss, "the search")
+        run.reorder(searched.indices)
+        run.promise(self, searched.loss)
+        return Outcome("round", [asdict(each) for each in searched.history])

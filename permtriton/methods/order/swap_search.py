@@ -257,9 +257,9 @@ class Searcher:
                 damping *= LOWER
                 continue
             indices = proposed.applied(self._spaces, result.indices)
-            found, trials = self.loss(indices), trials + 1
-            if found < before.loss:
-                result.indices, swaps, loss = indices, proposed, found
+            new_loss, trials = self.loss(indices), trials + 1
+            if new_loss < before.loss:
+                result.indices, swaps, loss = indices, proposed, new_loss
                 break
             damping *= RAISE
         self._masks.drop_gradients()
@@ -297,8 +297,8 @@ class Searcher:
 
         places = range(len(self._spaces))
         # Where each rank holds some rows of the weights, all ranks add up the gains of every space.
-        found = [of_space(place) for place in places] if self._masks.spread else ranks.deal(places, of_space)
-        return Swaps(*(torch.cat(parts) for parts in zip(*ranks.on_first(lambda: found), strict=True)))
+        per_space = [of_space(place) for place in places] if self._masks.spread else ranks.deal(places, of_space)
+        return Swaps(*(torch.cat(parts) for parts in zip(*ranks.on_first(lambda: per_space), strict=True)))
 
     def _partners(
         self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: "Sequence[_Panel]"
@@ -312,15 +312,15 @@ class Searcher:
         if self._masks.spread:
             ranks.add_up(totals)
         none = torch.empty(0, dtype=torch.int64)
-        found = [(none, none, torch.empty(0))]
+        partners = [(none, none, torch.empty(0))]
         for (left, right), total in zip(panels, totals, strict=False):  # no totals for experts that no token visits
             places = torch.arange(right.numel()), torch.arange(left.numel()).unsqueeze(1)
             twice = (places[0] <= places[1]) | (left.unsqueeze(1) // group == right // group)
             best = total.masked_fill_(twice.to(total.device), -math.inf).topk(min(PARTNERS, right.numel()), dim=1)
             useful = best.values > 0
             rows = useful.nonzero()[:, 0].cpu()
-            found.append((left[rows], right[best.indices[useful].cpu()], best.values[useful].cpu()))
-        left, right, gain = (torch.cat(each) for each in zip(*found, strict=True))
+            partners.append((left[rows], right[best.indices[useful].cpu()], best.values[useful].cpu()))
+        left, right, gain = (torch.cat(each) for each in zip(*partners, strict=True))
         return left, right, gain
 
 

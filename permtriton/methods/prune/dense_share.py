@@ -48,12 +48,12 @@ def costliest(
             weight_CO, importances[name], rows[name], plan.patterns[name]
         )
         held.setdefault(parameter, []).append(name)
-    left, found = share * sum(sizes.values()), list[str]()
+    left, dense = share * sum(sizes.values()), list[str]()
     for parameter in sorted(costs, key=lambda each: costs[each] / sizes[each], reverse=True):
-        if sizes[parameter] <= left and len(found) < len(sizes) - 1:
-            found.append(parameter)
+        if sizes[parameter] <= left and len(dense) < len(sizes) - 1:
+            dense.append(parameter)
             left -= sizes[parameter]
-    return [name for parameter in found for name in held[parameter]]
+    return [name for parameter in dense for name in held[parameter]]
 
 
 def _cost(weight_CO: Tensor, importance: ImportanceFactors, rows_O: Tensor, pattern: NMPattern) -> float:

@@ -105,15 +105,17 @@ def refit(
                 if low_memory or sites is groups[0]:
                     watched = sites if low_memory else reference.sites
                     targets = dense_inputs(model, replace(reference, sites=watched, parts=both), advance, store)
-                found = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
-                curvature = curvatures({site: moment.hessian for site, moment in found.items()})
-                linears = [(name, site.name, found[site.name], curvature) for site in sites for name in site.linears]
+                site_moments = moments(model, replace(layer, sites=sites, parts=both), targets, advance)
+                curvature = curvatures({site: moment.hessian for site, moment in site_moments.items()})
+                linears = [
+                    (name, site.name, site_moments[site.name], curvature) for site in sites for name in site.linears
+                ]
                 parts += ranks.deal(
                     linears, lambda linear: _fit(model, plan.patterns, *linear, options, gradients.get(linear[0]))
                 )
                 ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
                 layer.settle(sites)
-                del found, curvature, linears  # before the next turn takes as much
+                del site_moments, curvature, linears  # before the next turn takes as much
                 advance()
     return parts
 
@@ -135,21 +137,21 @@ def _fit(
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
     target = best_weight(weight.T.float(), moment, of_inputs, options)
     start = sparsegpt(target, of_inputs, pattern, None)
-    found = least_squares(start, target, of_inputs.damped, options.iterations)
+    fitted = least_squares(start, target, of_inputs.damped, options.iterations)
     if options.iterations:
-        found = better_mask(found, target, of_inputs, pattern, options.exchanges)
-    start, found = start.to(weight.dtype), found.to(weight.dtype)
-    found, metric = better_rows(found, start, target, of_inputs.damped), None
+        fitted = better_mask(fitted, target, of_inputs, pattern, options.exchanges)
+    start, fitted = start.to(weight.dtype), fitted.to(weight.dtype)
+    fitted, metric = better_rows(fitted, start, target, of_inputs.damped), None
     if gradients is not None and options.iterations:
         metric = metric_of(gradients.to(weight.device))
     error = partial(error_of, target=target, hessian=of_inputs.damped, metric=metric)
-    before, candidates = error(start), [(found, error(found))]
+    before, candidates = error(start), [(fitted, error(fitted))]
     if metric is not None:
-        coupled = coupled_least_squares(found.float(), target, of_inputs.damped, metric, options.metric_rounds)
+        coupled = coupled_least_squares(fitted.float(), target, of_inputs.damped, metric, options.metric_rounds)
         coupled = coupled.to(weight.dtype)
         candidates = [(coupled, error(coupled)), *candidates, (start, before)]
-    found, after = min(candidates, key=lambda candidate: candidate[1])
-    weight = found.T + 0.0  # the sum turns -0.0 into 0.0
+    best, after = min(candidates, key=lambda candidate: candidate[1])
+    weight = best.T + 0.0  # the sum turns -0.0 into 0.0
     check_kept(name, weight, zeros, pattern, CANCELLED_SHARE)
     stored.copy_(weight)
     size = max(error(torch.zeros_like(target)), torch.finfo(torch.float32).tiny)
@@ -229,9 +231,9 @@ def _conjugate_gradients(
         total: sums products of single weights, of each problem that is solved on its own.
         iterations: rounds.
     """
-    found = start.clone(memory_format=torch.contiguous_format)
-    mask = (found != 0).to(found.dtype)  # products with booleans are slower
-    residual = product(target - found).mul_(mask)
+    weight = start.clone(memory_format=torch.contiguous_format)
+    mask = (weight != 0).to(weight.dtype)  # products with booleans are slower
+    residual = product(target - weight).mul_(mask)
     direction = residual / scale
     scaled, products = torch.empty_like(direction), torch.empty_like(direction)
     size = total(torch.mul(residual, direction, out=products))
@@ -239,12 +241,12 @@ def _conjugate_gradients(
     for _ in range(iterations):
         change = product(direction).mul_(mask)
         step = size / total(torch.mul(direction, change, out=products)).clamp_min(tiny)
-        found += torch.mul(step, direction, out=products)
+        weight += torch.mul(step, direction, out=products)
         residual -= change.mul_(step)
         torch.div(residual, scale, out=scaled)
         before, size = size, total(torch.mul(residual, scaled, out=products))
         direction.mul_(size / before.clamp_min(tiny)).add_(scaled)
-    return found
+    return weight
 
 
 def metric_of(gradients: Tensor) -> Tensor:
@@ -284,12 +286,12 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
         tried = least_squares(tried, target, hessian, FIT_AFTER_EXCHANGE)
         difference = tried - target
         changed = difference @ hessian
-        found = (changed * difference).sum(1)
-        better = (found < errors).unsqueeze(1)
+        tried_errors = (changed * difference).sum(1)
+        better = (tried_errors < errors).unsqueeze(1)
         if not bool(better.any()):
             break
         weight, gradient = torch.where(better, tried, weight), torch.where(better, changed, gradient)
-        errors, share = torch.where(better[:, 0], found, errors), torch.where(better[:, 0], share, share / 2)
+        errors, share = torch.where(better[:, 0], tried_errors, errors), torch.where(better[:, 0], share, share / 2)
     return weight
 
 
@@ -311,11 +313,11 @@ def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
 def error_of(weight: Tensor, target: Tensor, hessian: Tensor, metric: Tensor | None) -> float:
     """Returns ``tr(K (V - W*) H (V - W*)^T)``, infinite where it overflows; ``K`` is the identity without a metric."""
     if metric is None:
-        found = row_errors(weight, target, hessian).sum()
+        error = row_errors(weight, target, hessian).sum()
     else:
         difference = weight.float().contiguous() - target
-        found = (metric @ (difference @ hessian) * difference).sum()
-    return float(found) if bool(found.isfinite()) else math.inf
+        error = (metric @ (difference @ hessian) * difference).sum()
+    return float(error) if bool(error.isfinite()) else math.inf
 
 
 def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> Within:

@@ -350,7 +350,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
 
 def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
     """Returns the weights that ``permtriton.json`` lists, by their names in the model."""
-    found, own = dict[str, _Weight](), record.get("patterns", {})
+    weights, own = dict[str, _Weight](), record.get("patterns", {})
     sparsity = str(record["config"]["sparsity"])
     known = {_plain(name): name for name, _ in model.named_parameters()}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
@@ -372,8 +372,8 @@ def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
                 f"which its shape {list(shape)} does not fit: the file is damaged"
             )
         _check_pattern(name, weight)
-        found[_plain(name)] = weight
-    return found
+        weights[_plain(name)] = weight
+    return weights
 
 
 def _check_pattern(name: str, weight: _Weight) -> None:
@@ -387,12 +387,12 @@ def _check_pattern(name: str, weight: _Weight) -> None:
 
 def _recognized(model: nn.Module) -> dict[str, _Weight]:
     """Returns the weights of linears and stacked experts whose groups all keep N of M values."""
-    found = {}
+    weights = {}
     for name, parameter in _linear_weights(model):
         dim = input_dim(model, name)
         if pattern := _pattern_of(_whole(parameter).detach(), dim):
-            found[_plain(name)] = _weight(model, name, dim, pattern)
-    return found
+            weights[_plain(name)] = _weight(model, name, dim, pattern)
+    return weights
 
 
 def _linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -231,9 +231,9 @@ class KeptWeights:
             VerificationError: one does; the message names its linear.
         """
         for name, weight in self._weights.items():
-            if found := int((weight.detach().masked_fill(self._mask(name), 0) != 0).sum()):
+            if written := int((weight.detach().masked_fill(self._mask(name), 0) != 0).sum()):
                 raise VerificationError(
-                    f"{name}: training wrote {found} weights that were pruned. Nothing was saved; this is a bug of "
+                    f"{name}: training wrote {written} weights that were pruned. Nothing was saved; this is a bug of "
                     "permtriton, please report it"
                 )
 
@@ -351,9 +351,9 @@ class WeightTrainer:
         Raises:
             OutputError: the state belongs to another run, or is damaged.
         """
-        if state is None or (found := state.read()) is None:
+        if state is None or (stored := state.read()) is None:
             return Trained()
-        tensors, texts = found
+        tensors, texts = stored
         try:
             result = Trained.read(json.loads(texts["result"]), len(self._course.rounds))
         except (KeyError, TypeError, ValueError) as error:

@@ -41,7 +41,7 @@ class Reconstruct(LayerTraining):
 
         state = run.state(StateFile, self.name)
         with run.running() as model:
-            found = reconstruct(
+            reconstructed = reconstruct(
                 model,
                 run.plan,
                 run.dense_weights,
@@ -52,4 +52,4 @@ class Reconstruct(LayerTraining):
                 state,
                 run.store,
             )
-        return Outcome(parts=found.parts, left=found.left)
+        return Outcome(parts=reconstructed.parts, left=reconstructed.left)

@@ -167,10 +167,10 @@ class _Problem:
 
     def loss(self, rows: Tensor) -> Tensor:
         """Returns the mean loss over the tokens of some sequences, float32 ``[]``."""
-        found = self.calls(self.hidden[rows], rows)
-        target = self.target[rows].to(found.device, non_blocking=True)
+        output = self.calls(self.hidden[rows], rows)
+        target = self.target[rows].to(output.device, non_blocking=True)
         kind = self.options.loss
-        return cosine_loss(found, target) if kind == "cosine" else squared_loss(found, target)
+        return cosine_loss(output, target) if kind == "cosine" else squared_loss(output, target)
 
     def train(
         self, model: nn.Module, weights: Mapping[str, nn.Parameter], name: str, advance: Advance
@@ -232,10 +232,10 @@ def _layers(model: nn.Module, plan: Plan, options: LayerTraining) -> tuple[dict[
     left: dict[str, str] = {}
     for _, name in plan.linears():
         module = linear_module(model, name)
-        found = owners[id(module.get_parameter("weight"))]
-        if found == {""}:
+        users = owners[id(module.get_parameter("weight"))]
+        if users == {""}:
             left[name] = "it stands outside the layers"
-        elif len(found) > 1:
+        elif len(users) > 1:
             left[name] = "its weight is used elsewhere, too"
         if module in layer_of:
             linears[layer_of[module]].append(name)
@@ -275,10 +275,10 @@ def _load(
     Raises:
         OutputError: the state belongs to another run, or is damaged.
     """
-    found = state.read()
-    if found is None:
+    stored = state.read()
+    if stored is None:
         return {}
-    tensors, texts = found
+    tensors, texts = stored
     entries = state.value(texts, "parts", list[_Entry])
     done = [(entry["name"], entry["linears"]) for entry in entries]
     try:

@@ -142,17 +142,17 @@ class TunedValues(KeptWeights):
     def _scaling(self, scale: Tensor) -> Callable[..., Tensor]:
         def scaled(linear: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
             factor, bias = scale.exp(), linear._parameters.get("bias")
-            found = output * factor if bias is None else output * factor + bias * (1 - factor)
-            return found.to(output.dtype)
+            scaled_output = output * factor if bias is None else output * factor + bias * (1 - factor)
+            return scaled_output.to(output.dtype)
 
         return scaled
 
     def drop_gradients(self) -> None:
         super().drop_gradients()
         for name in self._linears:
-            found = self.values[name].grad
-            assert found is not None
-            found.zero_()
+            gradient = self.values[name].grad
+            assert gradient is not None
+            gradient.zero_()
 
     def snapshot(self, device: str | None = "cpu") -> dict[str, Tensor]:
         scales = {name: self.values[name].detach().clone().to(device or "cpu") for name in self._linears}
@@ -202,9 +202,9 @@ def _linears(model: PreTrainedModel, plan: Plan) -> dict[str, list[nn.Module]]:
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(module)
     inside = {module for part in body_of(model) for module in part.modules()}
-    found = {}
+    linears_by_scale = {}
     for name, weight in weights_of(model, [name for _, name in plan.linears()]).items():
         linears = holders[id(weight)]
         if inside.issuperset(linears) and all(isinstance(linear, LINEAR_MODULES) for linear in linears):
-            found[f"{name}.scale"] = linears
-    return found
+            linears_by_scale[f"{name}.scale"] = linears
+    return linears_by_scale
