@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from benchmarks.real.inputs import calibration_file, held_out_file, made_model
 from benchmarks.real.rows import DENSE, OURS, ROWS, THEIRS, Job, command
+from benchmarks.real.table import FLOAT32_MATMUL
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.util.durable import replace_file
 from permtriton.util.machine import versions
@@ -128,7 +129,8 @@ def pruned(name: str, job: Job, folder: Path, threads: int) -> dict[str, Any]:
     """Prunes the model, and returns the cost of the whole command and the seconds of its stages."""
     cost, printed = run(command(name, job, folder), threads)
     if name in OURS:
-        return {**cost, "stages": json.loads((folder / "permtriton.json").read_text())["seconds"]}
+        record = json.loads((folder / "permtriton.json").read_text())
+        return {**cost, "stages": record["seconds"], FLOAT32_MATMUL: record["determinism"][FLOAT32_MATMUL]}
     found = next(line for line in printed.splitlines() if line.startswith("method_seconds "))
     return {**cost, "stages": {"method": float(found.split()[1])}}
 

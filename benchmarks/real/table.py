@@ -11,6 +11,7 @@ from permtriton.recipe import RECIPES
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 BY_ONEDNN = " by oneDNN"  # ends the name of a peer's row where it multiplies as permtriton does
+FLOAT32_MATMUL = "float32_matmul"  # what a row notes of its command: torch's precision, where "medium" means oneDNN
 LOSS = "Loss: the rise in log perplexity, log(perplexity / dense), as a share of SparseGPT's."
 HEADING = "method | seeds | perplexity | loss | KL to dense | CPU seconds | peak memory"
 
@@ -19,7 +20,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     """Returns a row per method, with the mean over seeds, and below the table how it was measured."""
     windows = next(row for row in report["rows"] if row["name"] == DENSE)["evaluation"]["windows"]
     command = f"```\n{report['command']}\n```"
-    return f"{_table(report)}\n\n{_measures(report, windows)} {_versions(report)}\n\n{command}"
+    words = f"{_measures(report, windows)}{_library(report['rows'])} {_versions(report)}"
+    return f"{_table(report)}\n\n{words}\n\n{command}"
 
 
 def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -32,11 +34,8 @@ def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
     if missing := set(names) - {row["name"] for row in rows}:
         raise KeyError(f"no rows of {', '.join(sorted(missing))}")
     windows = next(row for row in rows if row["name"] == DENSE)["evaluation"]["windows"]
-    more = (
-        "permtriton's rows use [oneDNN](docs/running.md#the-processor). "
-        "[All rows, versions and the command](docs/benchmarks.md#a-real-language-model)."
-    )
-    return f"{_table({**report, 'rows': rows})}\n\n{_measures(report, windows)} {more}"
+    more = "[All rows, versions and the command](docs/benchmarks.md#a-real-language-model)."
+    return f"{_table({**report, 'rows': rows})}\n\n{_measures(report, windows)}{_library(rows)} {more}"
 
 
 def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
@@ -128,6 +127,23 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
         "model writes); "
         f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
         "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder."
+    )
+
+
+def _library(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns which rows oneDNN multiplied, a sentence with a space before it; nothing where it multiplied none."""
+    by_onednn = {
+        row["name"]: None
+        for row in rows
+        if row["name"].endswith(BY_ONEDNN) or row.get("pruning", {}).get(FLOAT32_MATMUL) == "medium"
+    }
+    others = {row["name"] for row in rows if row["name"] not in (*by_onednn, DENSE)}
+    if not by_onednn:
+        return ""
+    *first, last = by_onednn
+    of = f"{', '.join(first)} and {last}" if first else last
+    return f" oneDNN multiplied in {of}" + (
+        ", MKL in the other rows, which takes up to twice the time here." if others else "."
     )
 
 
