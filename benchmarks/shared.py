@@ -78,7 +78,7 @@ def step_seconds(
     """
     rows, layers, importances = torch.arange(ids.shape[0]), layer_modules(model, plan), random_importances(model, plan)
     learn = Learned(batch_size=ids.shape[0], epochs=1000)
-    config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch)
+    config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch, activation_checkpointing=True)
     relaxation = Relaxation(learned_spaces(plan, learn), learn, 0, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=learn.learning_rate)
 

@@ -134,8 +134,8 @@ class CommonConfig:
     )
     activation_checkpointing: bool = _running(
         False,
-        "Always recompute activations in the backward pass, one layer at a time: less memory, more time. By default, "
-        "only where they would take more than half of the free memory.",
+        "Recompute activations in the backward pass, one layer at a time: less memory, more time. Without it, they are "
+        "kept only where everything fits in half of the free memory.",
         gradients=True,
     )
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)

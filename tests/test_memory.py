@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AlbertConfig, AlbertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import config_from
 from permtriton.data.samples import Samples
@@ -15,6 +15,7 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
 from permtriton.methods.order import learning
+from permtriton.model.experts import unstacked_experts
 from permtriton.running.placement import Way, ways_of
 from permtriton.util.machine import available_memory, format_bytes, peak_memory
 from permtriton.util.sparsity import NMPattern
@@ -190,21 +191,46 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
     assert low_memory == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
 
 
-def test_activations_are_recomputed_where_they_would_take_half_of_the_free_memory(model, plan):
-    def spared(free: int, **options: object) -> tuple[bool, memory.Needs]:
-        start = zoo.start(model, config_from({"recipe": "mask,tune", **options}), Samples.of(zoo.tiny_ids(8, 64)), plan)
+def spared(found: PreTrainedModel, free: int, **options: object) -> memory.Needs:
+    config = config_from({"recipe": "mask,tune", **options})
+    with unstacked_experts(found):
+        start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
         start, needs = memory.spared(start, None, memory.Devices("cuda", 1, free))
-        return start.config.activation_checkpointing, needs
+        assert start.facts.checkpointing == (needs.recomputes or config.activation_checkpointing)
+    assert bool(memory.describe_low_memory(needs, config)) == needs.recomputes == needs.report()["recomputes"]
+    return needs
 
-    recomputed, kept = spared(0), spared(10**12)
-    assert (recomputed[0], kept[0]) == (True, False)
-    most = 2 * (kept[1].added(kept[1].largest_needed))
-    assert not spared(most)[0]
-    assert spared(most - 2)[0]
-    assert recomputed[1].stages["tune"]["activations"] < kept[1].stages["tune"]["activations"]
-    assert [bool(memory.describe_low_memory(each[1], config_from())) for each in (recomputed, kept)] == [True, False]
-    assert spared(10**12, activation_checkpointing=True)[0], "as asked for"
-    assert not spared(0, recipe="mask")[0], "it has no backward pass"
+
+def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_memory(model):
+    kept, recomputed = spared(model, 10**12), spared(model, 0)
+    assert (kept.recomputes, recomputed.recomputes) == (False, True)
+    assert recomputed.stages["tune"]["activations"] < kept.stages["tune"]["activations"]
+    most = 2 * kept.added(kept.largest_needed)
+    assert not spared(model, most).recomputes
+    assert spared(model, most - 2).recomputes
+    assert not spared(model, 0, recipe="mask").recomputes, "it has no backward pass"
+    asked = spared(model, 0, activation_checkpointing=True)
+    assert not asked.recomputes
+    assert asked.stages["tune"] == recomputed.stages["tune"]
+
+
+def test_models_that_keep_more_than_a_llama_recompute(model):
+    shared = AlbertModel(AlbertConfig(**zoo.SIZES, embedding_size=32)).eval()
+    for found in (zoo.build("mixtral"), shared, zoo.build("llama", attn_implementation="eager")):
+        assert spared(found, 10**15).recomputes
+    assert spared(model, 10**15, targets=("re:.*layers.1.*",)).recomputes, "the other layers keep theirs, too"
+
+
+def test_a_step_of_one_sequence_at_a_time_measures_several(model, plan):
+    """So it holds the larger of a backward pass of one and of a pass without gradients of all of them."""
+    (one, four), alone = (
+        [
+            needs(model, plan, recipe="mask,tune", micro_batch_size=size).stages["tune"]["activations"]
+            for size in (1, 4)
+        ],
+        needs(model, plan, recipe="mask,tune", tune_batch_size=4, micro_batch_size=4).stages["tune"]["activations"],
+    )
+    assert one <= four < alone
 
 
 def test_peak_memory_of_this_process_is_plausible():

@@ -196,7 +196,7 @@ def measure(start: Planned) -> Speed:
     with torch.no_grad():
         forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
         masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
-    both = forward * (BOTH + config.activation_checkpointing) if config.gradients else 0.0
+    both = forward * (BOTH + start.facts.checkpointing) if config.gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
     token = _token_seconds(model, config, samples) if config.writes else 0.0
     return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
@@ -208,7 +208,7 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     forward = 2 * facts.model / facts.element * facts.positions / devices.count / PRODUCTS
     if needs.way is Way.ONLOADED:
         forward += facts.model / LINK
-    both = (BOTH + start.config.activation_checkpointing) * forward if start.config.gradients else 0.0
+    both = (BOTH + facts.checkpointing) * forward if start.config.gradients else 0.0
     masks = facts.pruned * FLOAT32 / HOST
     token = facts.model / MEMORY if start.config.writes else 0.0
     distances = 0.0

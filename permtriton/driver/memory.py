@@ -20,7 +20,9 @@ from permtriton.driver.step import FLOAT32, Facts, Stage
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
+from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import Plan, layer_modules
+from permtriton.running import ranks
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Way
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
@@ -134,6 +136,7 @@ class Needs:
             "model": self.model,
             "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
             "thrifty": self.low_memory,
+            "recomputes": self.recomputes,
             "spread": self.way is Way.SPREAD,
             "onload": self.way is Way.ONLOADED,
         }
@@ -147,6 +150,10 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     Args:
         windows: held-out samples; None without any.
     """
+    return replace(_estimate(start, windows, devices), recomputes=start.recomputes)
+
+
+def _estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     size, facts = start.facts.model, replace(start.facts, one_layer=devices.offloaded)
     stages = _stages(start, facts, windows)
     if devices.offloaded:
@@ -166,14 +173,27 @@ def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
 def spared(start: Planned, windows: Inputs | None, devices: Devices) -> tuple[Planned, Needs]:
     """Returns the start and its needs, with activations recomputed unless everything fits in half of the free memory.
 
-    The other half is for what estimates leave out: some layers keep several times the activations of a LLaMA's.
+    The other half is for what the estimate leaves out. All ranks do what the one with the least memory has to.
     """
     needs = estimate(start, windows, devices)
-    roomy = needs.way is Way.WHOLE and not devices.offloaded and fits(needs, replace(devices, free=devices.free // 2))
-    if roomy or not start.config.gradients or start.config.activation_checkpointing:
+    fits_twice = fits(needs, replace(devices, free=devices.free // 2))
+    roomy = needs.way is Way.WHOLE and not devices.offloaded and fits_twice and not _keeps_more(start)
+    if all(ranks.gather(roomy)) or not start.config.gradients or start.config.activation_checkpointing:
         return start, needs
-    start = replace(start, config=replace(start.config, activation_checkpointing=True))
-    return start, replace(estimate(start, windows, devices), recomputes=True)
+    start = replace(start, recomputes=True)
+    return start, estimate(start, windows, devices)
+
+
+def _keeps_more(start: Planned) -> bool:
+    """Whether a pass may keep several times the activations of the estimate, which knows those of a LLaMA."""
+    model, plan = start.model, start.plan
+    text = model.config.get_text_config()
+    return (
+        any(stacked_name(model, name) for _, name in plan.linears())  # a token is sent to several experts
+        or any(site.calls > 1 for site in plan.sites)
+        or len(plan.layers()) < (getattr(text, "num_hidden_layers", None) or 0)  # the others keep theirs, too
+        or getattr(text, "_attn_implementation", None) == "eager"  # which keeps its scores
+    )
 
 
 def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devices) -> Needs:

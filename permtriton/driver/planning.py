@@ -32,6 +32,7 @@ class Planned:
     Attributes:
         config: every option.
         graph: graph of the model, from which the plan was made.
+        recomputes: whether backward passes recompute activations, though the options do not ask for it.
     """
 
     model: PreTrainedModel
@@ -39,6 +40,7 @@ class Planned:
     samples: Samples
     plan: Plan
     graph: fx.GraphModule
+    recomputes: bool = False
 
     @cached_property
     def facts(self) -> Facts:
@@ -87,7 +89,7 @@ class Planned:
             longest=samples.longest,
             positions=samples.positions,
             micro_batch_size=config.micro_batch_size,
-            checkpointing=config.activation_checkpointing,
+            checkpointing=config.activation_checkpointing or self.recomputes,
             ranks=ranks.count(),
             generated=config.generated,
             spare=0 if samples.spare is None else len(samples.spare),

@@ -16,7 +16,7 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_inputs, check_samples, vocabulary_of
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import WRITING, identify
-from permtriton.driver.memory import IN_PLACE, Devices, Needs, describe_low_memory, fits, spared
+from permtriton.driver.memory import IN_PLACE, Devices, Needs, describe_low_memory, estimate, fits, spared
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
@@ -63,10 +63,10 @@ def prepare(  # noqa: PLR0913
     device, progress = device or model.device, workspace.progress
     held_out = held_out_samples(model, windows)  # refused before all else
     start = planned(model, tokenizer, config, workspace, ids, device)
-    for left in reasons_of(start.plan.skipped) if start.config.skip_indivisible else ():
+    config = start.config
+    for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
     start, needs, placement, devices = placed(start, held_out, workspace, device, ways)
-    config = start.config
     with workspace.timed("estimate"):
         forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
@@ -132,14 +132,14 @@ def placed(
     if chosen is not Way.WHOLE:
         check_way(chosen, start, device)
         devices = replace(devices, ways=(chosen,))
-        start, needs = (start, needs) if needs.way is chosen else spared(start, held_out, devices)
+        needs = needs if needs.way is chosen else estimate(start, held_out, devices)
         if chosen is Way.ONLOADED:
             workspace.store = HostMemory()
     elif device != model.device and fits(needs, devices):
         nn.Module.to(model, device)
         plan, graph = plan_model(model, start.config, start.samples)  # a graph is of one device
-        # Beside a model that is there:
-        start, needs = spared(replace(start, plan=plan, graph=graph), held_out, devices)
+        start = replace(start, plan=plan, graph=graph)
+        needs = estimate(start, held_out, devices)  # beside a model that is there
     return start, needs, Placement(chosen, device), devices
 
 

@@ -118,6 +118,12 @@ class Run:
         """Whether steps shall save memory, because what they could keep does not fit."""
         return self.needs.low_memory
 
+    @property
+    def working_config(self) -> CompileConfig:
+        """The options of work with gradients: activations are recomputed also where memory is short."""
+        recomputed = self.config.activation_checkpointing or self.needs.recomputes
+        return replace(self.config, activation_checkpointing=recomputed)
+
     def state(self, kind: type[State], step: str) -> State | None:
         """Returns the file that keeps the state of a step; None where no state is kept."""
         return self.workspace.state(kind, step, self.model)
@@ -162,7 +168,9 @@ class Run:
             return self.rows
         kind = default_objective(self.model)
         with self.running() as model:
-            fisher = fisher_information(model, self.plan, kind, self.samples, self.config, self.progress, self.store)
+            fisher = fisher_information(
+                model, self.plan, kind, self.samples, self.working_config, self.progress, self.store
+            )
         return {name: each.row.to(self.model.device) for name, each in fisher.items()}
 
     def output_gradients(self, tokens: int) -> dict[str, Tensor]:
@@ -170,7 +178,7 @@ class Run:
         kind, count = default_objective(self.model), max(tokens // self.samples.tokens, 1)
         with self.running() as model:
             # One sequence at a time: they are few, and the logits of more would take more memory than all else.
-            config = replace(self.config, micro_batch_size=1)
+            config = replace(self.working_config, micro_batch_size=1)
             return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.store)
 
     # -- the order of channels -----------------------------------------------------------------------------------------

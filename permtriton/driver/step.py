@@ -54,6 +54,7 @@ class Facts:
         longest: positions of a sample, in the longer half of an encoder-decoder.
         positions: positions of all samples that the last hidden state has.
         micro_batch_size: as the option.
+        at_once: most sequences of a step's backward pass, if they are fewer than ``micro_batch_size``; 0 if not.
         checkpointing: whether activations are recomputed.
         one_layer: whether gradients are of one layer at a time, as with an offload folder.
         low_memory: whether steps shall save memory, because what they could keep does not fit.
@@ -87,6 +88,7 @@ class Facts:
     generated: int = 0
     spare: int = 0
     vectors: int = 0
+    at_once: int = 0
 
     def read_by(self, step: "Step") -> "Facts":
         """Returns the facts of all samples that a step reads, which may be others than the calibration samples."""
@@ -95,8 +97,7 @@ class Facts:
         if step.draws:
             sequences = min(step.draws, sequences + self.spare)
         positions = self.positions // self.sequences * sequences
-        together = min(self.micro_batch_size, step.batch_size or self.micro_batch_size)
-        return replace(self, sequences=sequences, positions=positions, micro_batch_size=together, generated=0, spare=0)
+        return replace(self, sequences=sequences, positions=positions, at_once=step.at_once, generated=0, spare=0)
 
     @property
     def all_positions(self) -> int:
@@ -107,8 +108,11 @@ class Facts:
         """Returns the bytes that forward and backward passes keep."""
         layers = 1 if self.one_layer else self.layers
         kept = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
+        together = min(self.micro_batch_size, self.at_once or self.micro_batch_size)
+        backward = together * (layers * kept + 16 * self.width)
+        measuring = self.micro_batch_size * (self.hidden + 8 * self.width)  # samples without gradients
         return {
-            "activations": self.micro_batch_size * self.longest * (layers * kept + 16 * self.width) * FLOAT32,
+            "activations": self.longest * max(backward, measuring) * FLOAT32,
             "logits": self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32,
         }
 
@@ -215,8 +219,8 @@ class Step(Protocol):
         return False
 
     @property
-    def batch_size(self) -> int:
-        """Most sequences that it runs before it changes anything; 0 where it runs all of them."""
+    def at_once(self) -> int:
+        """Most sequences that it has gradients of before it changes anything; 0 where that is all of them."""
         return 0
 
     @property

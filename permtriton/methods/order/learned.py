@@ -46,6 +46,10 @@ class Learned(Learning, Step):
         return ""
 
     @property
+    def at_once(self) -> int:
+        return self.batch_size
+
+    @property
     def objective(self) -> str:
         return self.loss
 
@@ -81,8 +85,8 @@ class Learned(Learning, Step):
         objective = run.objective(self)
         masked = run.spread_twin()  # `learn` spreads the masked twin
         learned = learn(
-            masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.config, run.progress,
-            run.state(LearningFile, self.name), not run.low_memory, run.placement.spread_on,
+            masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.working_config,
+            run.progress, run.state(LearningFile, self.name), not run.low_memory, run.placement.spread_on,
         )  # fmt: skip
         start, kept = learned.history[0].loss, learned.history[learned.kept].loss
         if self.keep == "best":

@@ -72,8 +72,8 @@ class Searched(Searching, Step):
         objective = run.objective(self)
         with run.running() as dense:
             searched = search(
-                dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.config, run.progress,
-                state,
+                dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.working_config,
+                run.progress, state,
             )  # fmt: skip
         check_no_worse(searched.history[0].loss, searched.loss, "the search")
         run.reorder(searched.indices)

@@ -41,7 +41,7 @@ class Distill(Training):
         from permtriton.running.state import StateFile
 
         trained = distill(
-            run.model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress,
+            run.model, run.plan, run.read_by(self), run.objective(self), self, run.working_config, run.progress,
             run.state(StateFile, self.name),
         )  # fmt: skip
         return Outcome("round", **trained.report("round"))

@@ -24,7 +24,7 @@ class Reconstruct(LayerTraining):
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         return {
             "reconstruct": {
-                **replace(facts, one_layer=True).gradients(),
+                **replace(facts, one_layer=True, checkpointing=False).gradients(),
                 "targets": 2 * facts.all_positions * facts.hidden * facts.element,
                 "finished weights": int(facts.pruned * facts.kept) * facts.element,
                 "optimizer": int(facts.layer * facts.kept) * 6 * FLOAT32,

@@ -28,6 +28,10 @@ class Training(Step):
     )
 
     @property
+    def at_once(self) -> int:
+        return self.batch_size
+
+    @property
     def reads_generated(self) -> bool:
         return self.generated
 

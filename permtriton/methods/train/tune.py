@@ -37,6 +37,10 @@ class Tune(Tuning, Step):
         return True
 
     @property
+    def at_once(self) -> int:
+        return self.batch_size
+
+    @property
     def reads_generated(self) -> bool:
         return self.generated
 
@@ -79,7 +83,7 @@ class Tune(Tuning, Step):
         state = run.state(StateFile, self.name)
         with run.running() as model:
             tuned = tune(
-                model, run.plan, run.read_by(self), run.objective(self), self, run.config, run.progress, state,
+                model, run.plan, run.read_by(self), run.objective(self), self, run.working_config, run.progress, state,
                 store=run.store,
             )  # fmt: skip
         return Outcome("round", **tuned.report("round"))
