@@ -64,10 +64,7 @@ for line in sys.stdin:
 """
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 RENAMES = ("os.rename",)
-QUICK = (
-    *("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-data", "none", "--overwrite"),
-    "--no-activation-checkpointing",
-)
+QUICK = ("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-data", "none", "--overwrite")
 SEARCH = ("--search-rounds", 2)
 LEARN = ("--learn-epochs", 2, "--learn-batch-size", 4, "--learn-block-size", 8)
 RECONSTRUCT = ("--reconstruct-epochs", 2, "--reconstruct-batch-size", 4)

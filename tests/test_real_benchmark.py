@@ -66,7 +66,9 @@ class Stand:
         if self.broken and self.broken in folder.name:
             raise benchmark.subprocess.CalledProcessError(2, words[0], "Traceback\nRuntimeError: no GPU\n\n")
         folder.mkdir(exist_ok=True)
-        (folder / "permtriton.json").write_text('{"seconds": {"prove": 3.0}}')
+        (folder / "permtriton.json").write_text(
+            '{"seconds": {"prove": 3.0}, "determinism": {"float32_matmul": "highest"}}'
+        )
         return cost, "noise\nmethod_seconds 4.5\n"
 
 
@@ -86,6 +88,7 @@ def test_rows_are_written_one_by_one_and_kept(stand):
     assert "pruning" not in dense
     assert fast["method"] == "--recipe fast"
     assert re.fullmatch(r"[0-9a-f]{7,}\+?|unknown", fast["pruning"].pop("commit"))
+    assert fast["pruning"].pop("float32_matmul") == "highest"
     assert fast["pruning"] == {"seconds": 2.0, "cpu_seconds": 1.0, "peak_bytes": 5, "stages": {"prove": 3.0}}
     assert peer["pruning"]["stages"] == {"method": 4.5}
     assert fast["evaluation"]["perplexity"] == 7.0
