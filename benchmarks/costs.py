@@ -93,10 +93,8 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the seconds of the passes over all sequences, and those of all gains."""
     model = llama(args)
     plan, ids = find_plan(model, PATTERN, layout="fused"), torch.randint(0, args.vocabulary, (1, args.tokens))
-    config, options = (
-        CompileConfig(layout="fused", micro_batch_size=1, activation_checkpointing=True),
-        Searched(block=args.search_block),
-    )
+    config = CompileConfig(layout="fused", micro_batch_size=1, activation_checkpointing=True)
+    options = Searched(block=args.search_block)
     objective = dense_objective(model, "kl", Samples.of(ids), 1)
     fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig, Layout, OProj
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import FLOAT32, Facts
+from permtriton.driver.step import FLOAT32, Facts, without_gradients
 from permtriton.errors import ConfigError
 from permtriton.model.core import has_head
 from permtriton.model.experts import stacked_name, unstacked_experts
@@ -80,7 +80,7 @@ class Planned:
             between_turns=max(map(waiting, plan.layers())),
             vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
             hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
-            forward=tokens * (hidden + 8 * width) * FLOAT32,
+            forward=without_gradients(tokens, hidden, width),
             spaces=tuple(space.units for space in plan.spaces if not space.frozen),
             kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items())
             / sum(weights.values()),

@@ -16,6 +16,11 @@ FLOAT32 = 4  # bytes
 GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
+def without_gradients(tokens: int, hidden: int, width: int) -> int:
+    """Returns the bytes of the activations of a pass without gradients and logits; sizes as of `Facts`."""
+    return tokens * (hidden + 8 * width) * FLOAT32
+
+
 class Stage(IntEnum):
     """What a step does; the steps of a recipe stand in this order, and exactly one of them prunes."""
 
@@ -110,9 +115,9 @@ class Facts:
         kept = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
         together = min(self.micro_batch_size, self.at_once or self.micro_batch_size)
         backward = together * (layers * kept + 16 * self.width)
-        measuring = self.micro_batch_size * (self.hidden + 8 * self.width)  # samples without gradients
+        measuring = without_gradients(self.micro_batch_size * self.longest, self.hidden, self.width)
         return {
-            "activations": self.longest * max(backward, measuring) * FLOAT32,
+            "activations": max(self.longest * backward * FLOAT32, measuring),
             "logits": self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32,
         }
 
