@@ -182,7 +182,7 @@ def forward_left(original: Callable[..., None], model: Any, *more: Any) -> None:
 
 def outside(original: Callable[..., None], kept: KeptWeights, values: dict[str, Tensor]) -> None:
     original(kept, values)
-    for name, weight in kept._weights.items():
+    for name, weight in kept._parameters.items():
         weight.data.masked_fill_(kept._masks[name], 0).masked_scatter_(kept._masks[name].roll(1, 1), values[name])
 
 

@@ -1,5 +1,6 @@
 """Distillation trains the kept weights and nothing else, and never ends worse than it began."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -10,11 +11,13 @@ from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
-from permtriton.methods.train.kept_weights import schedule, split
+from permtriton.methods.train.trainer import schedule, split
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
+from permtriton.passes.plan import linear_module
 
 from . import zoo
+from .pretend_gpu import GPU, PretendGpu
 from .updating import (
     RATE,
     STEPS,
@@ -46,26 +49,43 @@ def test_the_kept_weights_move_and_the_loss_falls():
     json.dumps(result.report(), allow_nan=False)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
 @torch.enable_grad()
-def test_steps_are_those_of_adam_on_masked_gradients_relative_to_the_weights():
+def test_steps_are_those_of_the_optimizer_on_masked_gradients_relative_to_the_weights(optimizer):
     pruned = tiny()
-    pruned.distill(epochs=1)
+    pruned.distill(epochs=1, optimizer=optimizer)
     result, rows = pruned.trained_weights(), split(10, 0)[0]
     pruned.reset()
-    optimizer = torch.optim.Adam([{"params": weight} for weight in pruned.weights.values()])
+    groups = [{"params": weight} for weight in pruned.weights.values()]
+    eps = {"eps": (1e-18, 0.0)} if optimizer == "adafactor" else {}  # torch's is larger than these mean squares
+    plain = {"adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}[optimizer](groups, **eps)
     sizes = [weight[weight != 0].square().mean().sqrt().item() for weight in pruned.weights.values()]
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
     for step, batch in enumerate(rows[order].split(4)):
-        optimizer.zero_grad()
+        plain.zero_grad()
         pruned.objective.loss(last_hidden_state(pruned.model, pruned.ids[batch]), batch).backward()
         for name, weight in pruned.weights.items():
             weight.grad.masked_fill_(pruned.before[name] == 0, 0)
-        for group, size in zip(optimizer.param_groups, sizes, strict=True):
-            group["lr"] = RATE * size * schedule(step, STEPS)
-        optimizer.step()
+        for group, size in zip(plain.param_groups, sizes, strict=True):
+            group["lr"] = RATE * (size if optimizer == "adam" else 1) * schedule(step, STEPS)
+        plain.step()
     for name, weight in pruned.weights.items():
         torch.testing.assert_close(result[name], weight.detach(), rtol=0, atol=1e-6)
     assert pruned.moved() == set(pruned.weights)
+
+
+def test_gradients_of_all_weights_are_in_memory_only_where_a_step_is_several_passes():
+    model = zoo.tiny_llama(hidden_size=128, intermediate_size=256, num_hidden_layers=6)
+    options = {"samples": 4, "sequence_length": 8, "distill_epochs": 1, "distill_batch_size": 3}
+    config = config_from({**options, "distill_optimizer": "adafactor"}, "mask,distill")
+    weights = sum(linear_module(model, name).weight.numel() for _, name in find_plan(model, config.sparsity).linears())
+    most = {}
+    for size in (3, 1):
+        with PretendGpu().here() as gpu:
+            each = copy.deepcopy(model)
+            compile_model(each, config=replace(config, micro_batch_size=size), ids=zoo.tiny_ids(4, 8), device=GPU)
+        most[size] = gpu.most
+    assert most[1] - most[3] > 0.5 * weights * 4, "though three sequences at once keep more activations"
 
 
 def test_a_harmful_learning_rate_keeps_the_start():
@@ -120,12 +140,13 @@ def test_micro_batches_and_checkpointing_do_not_change_the_result():
             torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_small_steps_move_weights_in_half_precision(dtype):
-    """A step is far below the spacing of these weights: only in float32 do steps add up."""
+def test_small_steps_move_weights_in_half_precision(dtype, optimizer):
+    """A step is far below the spacing of these weights: what rounding leaves of it must add up."""
     pruned = tiny(dtype)
     with only_kept_weights_change(pruned):
-        result = pruned.distill(learning_rate=1e-3, epochs=12)
+        result = pruned.distill(learning_rate=1e-3, epochs=12, optimizer=optimizer)
     assert pruned.moved() == set(pruned.weights)
     changed = [(weight != pruned.before[name]).float().mean() for name, weight in pruned.weights.items()]
     assert sum(changed) / len(changed) > 0.2

@@ -76,8 +76,8 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name, offload):
 
 CONFIG = config_from(
     {"samples": 6, "sequence_length": 12, "reconstruct_epochs": 2, "reconstruct_batch_size": 2}
-    | {"tune_steps": 2, "tune_batch_size": 2},
-    "heuristic,sparsegpt,reconstruct,tune",
+    | {"tune_steps": 2, "tune_batch_size": 2, "distill_epochs": 1, "distill_batch_size": 2},
+    "heuristic,sparsegpt,reconstruct,tune,distill",
 )
 
 
@@ -127,7 +127,6 @@ def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
     [
         ("learned,mask", "learned"),
         ("values", "searched"),
-        ("heuristic,sparsegpt,distill", "distill"),
     ],
 )
 def test_steps_that_need_all_weights_at_once_are_refused(recipe, step, offload):

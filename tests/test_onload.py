@@ -30,6 +30,11 @@ RECIPES = {
     "refit": ("heuristic,refit", REFIT),
     "sparsegpt": ("heuristic,sparsegpt", {"importance": "wanda", "sparsegpt_mask": "keep"}),
     "tune": ("sparsegpt,tune", {"tune_steps": 4, "tune_batch_size": 2}),
+    "distill": ("sparsegpt,distill", {"distill_epochs": 1, "distill_batch_size": 2, "generated": 4}),
+    "distill in parts": (
+        "sparsegpt,distill",
+        {"distill_epochs": 1, "distill_batch_size": 4, "distill_optimizer": "adafactor"},
+    ),
     "reconstruct": ("heuristic,sparsegpt,reconstruct", {"layout": "fused", "heuristic_row_weights": "fisher"} | TRAIN),
 }
 
@@ -54,11 +59,14 @@ def run(model, steps: str, options: dict, **where):
         pytest.param("opt", "reconstruct", marks=pytest.mark.slow),
         pytest.param("gemma2", "refit", marks=pytest.mark.slow),
         ("llama_eager", "tune"),
+        ("llama_eager", "distill"),
+        pytest.param("bert", "distill in parts", marks=pytest.mark.slow),
+        pytest.param("llama_eager", "distill in parts", marks=pytest.mark.slow),
         pytest.param("opt", "tune", marks=pytest.mark.slow),
         pytest.param("bert", "tune", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow(but=["llama_eager-refit", "llama_eager-tune"])
+@pytest.mark.slow(but=["llama_eager-refit", "llama_eager-tune", "llama_eager-distill"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)
@@ -141,7 +149,7 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
     assert gpu.most <= size
 
 
-@pytest.mark.parametrize(("recipe", "step"), [("learned,mask", "learned"), ("refit,distill", "distill")])
+@pytest.mark.parametrize(("recipe", "step"), [("learned,mask", "learned"), ("searched,mask", "searched")])
 def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
     config = config_from(SMALL, recipe)
     with PretendGpu().here(), pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of `recipe=`"):

@@ -12,8 +12,8 @@ from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.train import reconstruction as module
-from permtriton.methods.train.kept_weights import split
 from permtriton.methods.train.reconstruction import squared_loss
+from permtriton.methods.train.trainer import split
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.plan import layer_modules
 from permtriton.running.layer_calls import find_chains, record_chain

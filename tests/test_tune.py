@@ -23,7 +23,7 @@ from permtriton.driver.forecast import stage_seconds
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.step import Speed
 from permtriton.errors import CalibrationError, ConfigError, OutputError
-from permtriton.methods.train.kept_weights import Trained, schedule
+from permtriton.methods.train.trainer import Trained, schedule
 from permtriton.methods.train.tune import Tune
 from permtriton.methods.train.tuning import TunedValues, tune
 from permtriton.model.experts import unstacked_experts

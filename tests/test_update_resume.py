@@ -30,17 +30,18 @@ def entries(result) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
 @pytest.mark.parametrize(("rate", "dtype"), [(0.01, torch.float32), (3.0, torch.float32), (0.01, torch.bfloat16)])
-def test_distilling_continues_to_the_same_end(path, rate, dtype):
-    pruned = tiny(dtype)
-    whole = pruned.distill(learning_rate=rate)
+def test_distilling_continues_to_the_same_end(path, rate, dtype, optimizer):
+    pruned, options = tiny(dtype), {"learning_rate": rate, "optimizer": optimizer}
+    whole = pruned.distill(**options)
     expected = pruned.trained_weights()
     at = 1 + 2 * STEPS + 2  # the first call reports what was done before; then in the third epoch
     with pytest.raises(KeyboardInterrupt):
-        pruned.reset().distill(Recording(at, interrupt), StateFile(path, MINE), learning_rate=rate)
+        pruned.reset().distill(Recording(at, interrupt), StateFile(path, MINE), **options)
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     progress = Recording()
-    continued = pruned.reset().distill(progress, StateFile(path, MINE), learning_rate=rate)
+    continued = pruned.reset().distill(progress, StateFile(path, MINE), **options)
     assert progress.steps == [2 * STEPS, *[1] * STEPS], "one epoch was left"
     assert "after round 2" in progress.lines[0]
     assert same(continued, whole)

@@ -17,9 +17,9 @@ from permtriton.methods.measure.objective import Objective, dense_objective, has
 from permtriton.methods.prune.weights import mask_weights
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.distillation import distill
-from permtriton.methods.train.kept_weights import Trained
 from permtriton.methods.train.reconstruct import Reconstruct
 from permtriton.methods.train.reconstruction import Reconstructed, reconstruct
+from permtriton.methods.train.trainer import Trained
 from permtriton.methods.train.training import Training
 from permtriton.model.checks import check_pruned
 from permtriton.passes.plan import Plan, linear_module, weight_in_out

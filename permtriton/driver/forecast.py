@@ -206,8 +206,8 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     """Returns the speed of a model on GPUs that are not here; arguments as in `make_forecast`."""
     facts = start.facts
     forward = 2 * facts.model / facts.element * facts.positions / devices.count / PRODUCTS
-    if needs.way is Way.ONLOADED:
-        forward += facts.model / LINK
+    copy = facts.model / LINK if needs.way is Way.ONLOADED else 0.0
+    forward += copy
     both = (BOTH + facts.checkpointing) * forward if start.config.gradients else 0.0
     masks = facts.pruned * FLOAT32 / HOST
     token = facts.model / MEMORY if start.config.writes else 0.0
@@ -215,7 +215,7 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     for space in (space for space in start.plan.spaces if not space.frozen):
         pairs = sum(size**2 for size in space.segments) / start.plan.pattern_of(space).group
         distances += 3 * SWEEPS * pairs * _rows(start.model, start.plan, space)
-    return Speed(forward, both, masks, distances / PRODUCTS / devices.count, token)
+    return Speed(forward, both, masks, distances / PRODUCTS / devices.count, token, copy)
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:

@@ -30,15 +30,17 @@ from permtriton.util.machine import available_memory, format_bytes, resident_mem
 RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model
 ON_DEVICE = {RUNS_THE_MODEL, "scores"}  # a stage without such a use works on the host
 SPREAD = ("dense weights", "gradients")  # uses that each device holds its share of, where weights are spread
+GENERATION = "generation"  # the stage in which the dense model writes text, for which all of it is on the device
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
+MOMENTS = "masks and moments"  # the use of a step that has an optimizer for all weights
 # What stands in files of an offload folder, where there is one.
 IN_FILES = (
     "inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "weights before",
-    "a second model",
+    MOMENTS, "a second model",
 )  # fmt: skip
 # What stands in host memory, where layers come to a GPU one by one.
-ON_HOST = (*IN_FILES, "output gradients")
+ON_HOST = (*IN_FILES, "output gradients", "collected gradients")
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,8 @@ def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
             beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
         if not ON_DEVICE.isdisjoint(uses):
             stages[stage] = {use: size for use, size in uses.items() if use not in ON_HOST}
+        if stage == GENERATION:
+            stages[stage]["the other layers"] = whole.model - resident
     host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
     return Needs(whole.program, resident, 0, stages, way=Way.ONLOADED, offloaded=host)
 
@@ -272,7 +276,7 @@ def _stages(start: Planned, facts: Facts, windows: Inputs | None) -> dict[str, d
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
     if config.writes:
-        stages["generation"] = {**activations, **_generation(model, facts)}
+        stages[GENERATION] = {**activations, **_generation(model, facts)}
     if config.dense_share:
         stages[DENSE_SHARE] = facts.gradients()
     for number, step in enumerate(config.steps):
@@ -319,11 +323,12 @@ def refusal(needs: Needs, devices: Devices) -> str:
     uses = needs.stages[stage]
     largest = max(uses, key=lambda use: uses[use])
     each = f"each {devices.kind} device" if devices.count > 1 else devices.kind
+    smaller = f"choose `{stage}_optimizer=adafactor`, or " if largest == MOMENTS else ""
     return (
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
-        "free: lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed), or "
-        "choose `dtype=bfloat16`, or use a larger machine"
+        f"free: {smaller}lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are "
+        "computed), or choose `dtype=bfloat16`, or use a larger machine"
     )
 
 

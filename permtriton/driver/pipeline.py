@@ -10,9 +10,9 @@ from permtriton.checkpoint.quantizer import attach
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
 from permtriton.driver.forecast import Forecast, make_forecast
-from permtriton.driver.memory import Devices, spared
+from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.prepare import check_offload, held_out_samples, placed, planned, prepare
+from permtriton.driver.prepare import check_offload, held_out_samples, placed, planned, prepare, with_needs
 from permtriton.driver.record import Origin, compilation_record
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
@@ -124,7 +124,7 @@ def forecast_model(  # noqa: PLR0913
         if devices is None:
             start, needs, _, devices = placed(start, held_out, workspace, device or model.device, ways)
         else:
-            start, needs = spared(start, held_out, devices)
+            start, needs = with_needs(start, held_out, devices, workspace.progress)
         return start.plan, make_forecast(start, needs, held_out, resume_path, devices, timed=True)
 
 

@@ -16,7 +16,7 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_inputs, check_samples, vocabulary_of
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import WRITING, identify
-from permtriton.driver.memory import IN_PLACE, Devices, Needs, describe_low_memory, estimate, fits, spared
+from permtriton.driver.memory import GENERATION, IN_PLACE, Devices, Needs, describe_low_memory, estimate, fits, spared
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
@@ -38,6 +38,8 @@ from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
 from permtriton.running.store import HostMemory
+from permtriton.util.machine import format_bytes
+from permtriton.util.progress import Progress
 
 
 def prepare(  # noqa: PLR0913
@@ -67,6 +69,7 @@ def prepare(  # noqa: PLR0913
     for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
     start, needs, placement, devices = placed(start, held_out, workspace, device, ways)
+    config = start.config
     with workspace.timed("estimate"):
         forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
@@ -77,7 +80,8 @@ def prepare(  # noqa: PLR0913
         if saved := describe_low_memory(needs, config):
             progress.say(f"to save memory: {saved}")
 
-    samples, generated = _with_text(start, workspace)
+    with placement.writing(model):
+        samples, generated = _with_text(start, workspace)
     reference = Reference(model, samples, start.plan.unseen)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
@@ -127,7 +131,7 @@ def placed(
     if offloaded and Way.WHOLE not in ways:
         raise ConfigError("`offload=` is for a model on the CPU: leave it out, or leave `onload=` and `shard=` out")
     devices = Devices.of(device, ranks.count(), ways, offloaded=offloaded)
-    start, needs = spared(start, held_out, devices)
+    start, needs = with_needs(start, held_out, devices, workspace.progress)
     chosen = max(ranks.gather(needs.way))  # where one rank cannot hold the model, none does
     if chosen is not Way.WHOLE:
         check_way(chosen, start, device)
@@ -141,6 +145,21 @@ def placed(
         start = replace(start, plan=plan, graph=graph)
         needs = estimate(start, held_out, devices)  # beside a model that is there
     return start, needs, Placement(chosen, device), devices
+
+
+def with_needs(start: Planned, held_out: Samples | None, devices: Devices, progress: Progress) -> tuple[Planned, Needs]:
+    """Returns the start and its needs; it writes no text where only the recipe asks for it, and it could not.
+
+    Raises:
+        ConfigError: the user asks for text.
+    """
+    start, needs = spared(start, held_out, devices)
+    cannot = needs.way is Way.ONLOADED and bool(start.config.writes) and not fits(needs, devices, GENERATION)
+    if not any(ranks.gather(cannot)):
+        return start, needs
+    reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.facts.model)}"
+    start = replace(start, config=_without_text(start.config, reason, progress))
+    return spared(start, held_out, devices)
 
 
 def planned(
@@ -256,9 +275,13 @@ def _writing(model: PreTrainedModel, config: CompileConfig, workspace: Workspace
     """
     if not config.generated or not (reason := why_not_generated(model, workspace.store, samples)):
         return config
-    if config.generated != suggested_text(config):
+    return _without_text(config, reason, workspace.progress)
+
+
+def _without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:
+    if config.alone or config.generated != suggested_text(config):
         raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")
-    workspace.progress.say(f"no text is generated: {reason}")
+    progress.say(f"no text is generated: {reason}")
     return replace(config, calibration=replace(config.calibration, generated=0))
 
 
@@ -285,12 +308,12 @@ def check_way(way: Way, start: Planned, device: torch.device) -> None:
         ConfigError: it cannot; the message says what to choose.
     """
     config = start.config
-    if config.writes:
-        raise ConfigError(
-            f"the dense model does not write text while {way.words}: give `calibration=` a text and `generated=0`, or "
-            "use GPUs that hold the whole model"
-        )
     if way is Way.SPREAD:
+        if config.writes:
+            raise ConfigError(
+                f"the dense model does not write text while {way.words}: give `calibration=` a text and "
+                "`generated=0`, or use GPUs that hold the whole model"
+            )
         check_spread(config, len(start.samples))
         return
     if device.type == "cpu":

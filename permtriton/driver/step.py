@@ -147,6 +147,7 @@ class Speed:
         masks: the masks of all pruned weights.
         assignments: assigning the channels of all spaces to groups, of one rank.
         token: the next token of the texts that the dense model writes together; 0 where it writes none.
+        copy: copying the model to the device, where its layers come one by one; 0 where they do not.
     """
 
     forward: float
@@ -154,6 +155,7 @@ class Speed:
     masks: float
     assignments: float
     token: float = 0.0
+    copy: float = 0.0
 
     def times(self, factor: float) -> "Speed":
         """Returns the speed with passes over so many times the calibration samples."""

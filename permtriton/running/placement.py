@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from permtriton.errors import ConfigError
 from permtriton.passes.plan import Plan
-from permtriton.running.onload import onloaded
+from permtriton.running.onload import all_onloaded, onloaded
 from permtriton.running.sharding import spread_twin
 
 
@@ -67,3 +67,7 @@ class Placement:
         if self.way is Way.SPREAD:
             return spread_twin(model, plan, self.device)
         return onloaded(model, plan, self.device) if self.way is Way.ONLOADED else nullcontext(model)
+
+    def writing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """Returns a context in which the model writes text: all of it is then on the device."""
+        return all_onloaded(model, self.device) if self.way is Way.ONLOADED else nullcontext()

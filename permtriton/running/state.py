@@ -20,7 +20,7 @@ from permtriton.util.validation import checked, checked_list
 Record = TypeVar("Record")
 Value = TypeVar("Value")
 INPUTS = "inputs"  # the text of a state that says which run it belongs to
-NEVER_NEGATIVE = ("step", "exp_avg_sq")  # parts of an optimizer's state
+NEVER_NEGATIVE = ("step", "exp_avg_sq", "row_var", "col_var")  # parts of an optimizer's state
 DIFFERS = {
     "text": "the calibration sequences differ",
     "generated": "the dense model wrote another text",

@@ -1,10 +1,11 @@
 """Step ``distill``: all kept weights are trained together, see `permtriton.methods.train.distillation`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, Facts, Outcome
+from permtriton.driver.step import Facts, Outcome, Speed
 from permtriton.methods.train.training import Training
 from permtriton.util.option import documented, option
 
@@ -20,7 +21,6 @@ class Distill(Training):
     name: ClassVar[str] = "distill"
     prefix: ClassVar[str] = "distill"
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
-    offloads: ClassVar[bool] = False
 
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
@@ -29,19 +29,37 @@ class Distill(Training):
         return self.loss
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        kept = int(facts.pruned * facts.kept)
-        optimizer = kept * 6 * FLOAT32 + facts.pruned  # and one byte per mask
-        return {"distill": {**facts.gradients(), **facts.targets(), "optimizer": optimizer, **facts.mask()}}
+        # Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
+        whole = replace(facts, one_layer=False, checkpointing=facts.checkpointing or facts.one_layer)
+        collected = facts.ranks > 1 or self.batch_size > facts.micro_batch_size
+        return {
+            "distill": {
+                **whole.gradients(),
+                **facts.targets(),
+                "masks and moments": facts.pruned + self.optimizer_bytes(facts.pruned, facts),
+                "finished weights": int(facts.pruned * facts.kept) * facts.element,
+                "collected gradients": facts.pruned * facts.element * collected,
+                **facts.mask(),
+            }
+        }
+
+    def seconds(self, facts: Facts, speed: Speed) -> float:
+        # Where layers come one by one, a step copies weights there twice and back, and what the optimizer keeps.
+        steps = self.epochs * ceil(facts.sequences / self.batch_size)
+        beside = facts.pruned + 2 * self.optimizer_bytes(facts.pruned, facts)
+        return super().seconds(facts, speed) + steps * (3 + beside / facts.model) * speed.copy
 
     def state_bytes(self, facts: Facts) -> int:
-        return int(facts.pruned * facts.kept) * (facts.element + 3 * FLOAT32)
+        return 2 * int(facts.pruned * facts.kept) * facts.element + self.optimizer_bytes(facts.pruned, facts)
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.train.distillation import distill
         from permtriton.running.state import StateFile
 
-        trained = distill(
-            run.model, run.plan, run.read_by(self), run.objective(self), self, run.working_config, run.progress,
-            run.state(StateFile, self.name),
-        )  # fmt: skip
+        state = run.state(StateFile, self.name)
+        with run.running() as model:
+            trained = distill(
+                model, run.plan, run.read_by(self), run.objective(self), self, run.working_config, run.progress, state,
+                store=run.store,
+            )  # fmt: skip
         return Outcome("round", **trained.report("round"))

@@ -7,19 +7,21 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
-from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of
+from permtriton.methods.train.kept_weights import KeptWeights, weights_of
+from permtriton.methods.train.trainer import Course, Trained, Trainer
 from permtriton.methods.train.training import Training
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, layer_modules
 from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 
 ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
 
 
 @torch.enable_grad()
-def distill(
+def distill(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     samples: Samples,
@@ -28,6 +30,8 @@ def distill(
     config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
+    *,
+    store: Store = MEMORY,
 ) -> Trained:
     """Trains the kept weights of all pruned linears on ``objective``; nothing else of the model changes.
 
@@ -39,21 +43,22 @@ def distill(
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
         state: file that keeps the state between rounds, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
+        store: where masks, copies of the weights, and what the optimizer keeps are.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite; the weights are then those of the last step.
         OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
-    kept = KeptWeights(weights_of(model, [name for _, name in plan.linears()]))
+    kept = KeptWeights(weights_of(model, [name for _, name in plan.linears()]), options.optimizer, store)
     samples = samples.to(model.device, model.dtype)
 
     def loss_of(rows: Tensor) -> Tensor:
         return objective.loss(last_hidden_state(model, samples[rows]), rows)
 
-    layers = layer_modules(model, plan) if config.activation_checkpointing else []
+    layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = Course.of(len(samples), samples.tokens, options, config.seed).in_rounds(ROUND, options.batch_size)
     with kept.trainable(model), checkpointed(layers):
-        trainer = WeightTrainer(kept, loss_of, course, config, "distill")
+        trainer = Trainer(kept, loss_of, course, config, "distill")
         result = trainer.load(state)
         if result.history:
             progress.say(f"distill: continuing after round {len(result.history) - 1} of an interrupted run")

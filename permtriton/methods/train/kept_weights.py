@@ -1,129 +1,32 @@
-"""Training the weights that pruning kept: their copies in float32, the schedule, and the round that is kept.
+"""The weights that pruning kept, changed in place by Adam or Adafactor.
 
-Only kept weights are trained and only they have optimizer states, so no step can change what was pruned, and Adam takes
-16 bytes per kept weight (copy, gradient and two moments): 8 per weight at 2:4. torch has no optimizer with smaller
-states.
+Only kept weights are trained, so no step can change what was pruned. A weight is changed as soon as a backward pass has
+its gradient, if that is all of the step's: then the gradients of a single weight are in memory at a time.
+
+Adam has two moments per weight. Adafactor (Shazeer and Stern, arXiv 1804.04235, here without a first moment) has one
+number per row and per column.
+
+A step may be far below the spacing of a weight in half precision. So each has a remainder, what rounding has left of
+its value, and both are added up in float32 while the weight is changed.
 """
 
-import json
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from permtriton.config import CommonConfig
-from permtriton.errors import CalibrationError, VerificationError
-from permtriton.methods.measure.postconditions import check_loss
-from permtriton.methods.train.training import Training
+from permtriton.config import OptimizerKind
+from permtriton.errors import VerificationError
+from permtriton.methods.train.trainer import Trainable
 from permtriton.passes.plan import linear_module
 from permtriton.running import ranks
-from permtriton.running.backward import frozen, loss_scale
-from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.state import StateFile, read_records
-from permtriton.util.progress import Advance
+from permtriton.running.store import MEMORY, Store
 
-HELD_OUT = 0.1  # share of the sequences that decides which round is kept
-WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-Loss = Callable[[Tensor], Tensor]  # numbers of sequences, int64 [...], to the mean loss over their tokens, float32 []
-
-
-@dataclass(frozen=True)
-class UpdateEpoch:
-    """The outcome of one round, which is an epoch or a part of one.
-
-    Attributes:
-        epoch: number of the round, from 1; 0 is before training.
-        loss: mean loss of the round's steps, each before its update; None for round 0.
-        held_out: mean loss over the held-out sequences, after the round.
-        seconds: time of training and evaluation.
-    """
-
-    epoch: int
-    loss: float | None
-    held_out: float
-    seconds: float
-
-
-@dataclass
-class Trained:
-    """The result of training.
-
-    Attributes:
-        history: all rounds so far.
-        kept: number of the round with the lowest held-out loss, whose weights are kept.
-    """
-
-    history: list[UpdateEpoch] = field(default_factory=list)
-    kept: int = 0
-
-    def report(self, unit: str = "epoch") -> dict[str, Any]:
-        """Returns all rounds, each with its number under ``unit``, and the one that is kept."""
-        rows = [asdict(epoch) for epoch in self.history]
-        return {"history": [{unit: row.pop("epoch"), **row} for row in rows], "kept": self.kept}
-
-    @classmethod
-    def read(cls, values: Any, rounds: int) -> "Trained":
-        """Returns the result that `report` gave, from JSON values; it has at most ``rounds`` rounds.
-
-        Raises:
-            KeyError, TypeError, ValueError: it cannot be read.
-        """
-        history, kept = read_records(UpdateEpoch, values["history"], rounds), values["kept"]
-        if type(kept) is not int or not 0 <= kept < len(history):
-            raise ValueError(f"it has {len(history)} rounds and keeps round {kept}")
-        return cls(history, kept)
-
-
-@dataclass(frozen=True)
-class Course:
-    """What is trained on, in which order.
-
-    Attributes:
-        rounds: numbers of the sequences of each step, int64 ``[...]``, round by round: epochs, or parts of one.
-        held_out: numbers of the sequences that decide which round is kept, int64 ``[...]``.
-        tokens: tokens of a sequence.
-        learning_rate: peak learning rate, relative to `KeptWeights.pace`.
-    """
-
-    rounds: Sequence[Sequence[Tensor]]
-    held_out: Tensor
-    tokens: int
-    learning_rate: float
-
-    @classmethod
-    def of(cls, sequences: int, tokens: int, options: Training, seed: int) -> "Course":
-        """Returns epochs over all sequences but those held out; the seed and the epoch's number decide its order."""
-        rows, held_out = split(sequences, seed)
-        epochs = []
-        for number in range(1, options.epochs + 1):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-            epochs.append(rows[torch.randperm(rows.numel(), generator=generator)].split(options.batch_size))
-        return cls(epochs, held_out, tokens, options.learning_rate)
-
-    @property
-    def steps(self) -> int:
-        """Number of all steps."""
-        return self.steps_until(len(self.rounds))
-
-    def steps_until(self, rounds: int) -> int:
-        """Returns the number of steps of the first so many rounds."""
-        return sum(map(len, self.rounds[:rounds]))
-
-    def in_rounds(self, steps: int, batch_size: int) -> "Course":
-        """Returns the same steps, with every round of more than ``steps`` cut into several.
-
-        They are longer where the held-out sequences are many, so that measuring these stays a small part.
-        """
-        steps = max(steps, 3 * self.held_out.numel() // batch_size)
-        starts = [(each, start) for each in self.rounds for start in range(0, len(each), steps)]
-        return replace(self, rounds=[each[start : start + steps] for each, start in starts])
+SMALLEST = 1e-18  # mean square of gradients: below it, they count as 0; its square is a normal float32
+MOMENTS: dict[OptimizerKind, tuple[str, str]] = {
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adafactor": ("row_var", "col_var"),
+}
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -135,94 +38,90 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter
     return dict(weights.values())
 
 
-class KeptWeights:
-    """The nonzero weights of some linears, copied in float32.
+class KeptWeights(Trainable):
+    """The nonzero weights of some linears.
+
+    The learning rate is relative to the root mean square of a linear's kept weights: models of different widths, whose
+    weights differ in size tenfold, so take one learning rate.
 
     Args:
         weights: name -> pruned weight, of any layout; changed in place only.
-        device: device of the copies; None for those of the weights.
-
-    Attributes:
-        values: name -> float32 ``[kept weights]`` (float64 for a float64 model) with their gradient, which adds up over
-            backward passes.
+        optimizer: what changes them.
+        store: where masks, remainders, moments and copies are.
     """
 
-    def __init__(self, weights: Mapping[str, nn.Parameter], device: torch.device | None = None) -> None:
-        self._weights = dict(weights)
-        self._masks = {name: self._trained(weight.detach()) for name, weight in weights.items()}
-        self.values: dict[str, Tensor] = {}
-        for name, weight in weights.items():
-            kept = weight.detach().masked_select(self._masks[name])
-            self.values[name] = with_gradient(kept.to(device, torch.promote_types(kept.dtype, torch.float32)))
+    changes_at_once = True
 
-    def _trained(self, weight: Tensor) -> Tensor:
-        """Returns which entries of a weight are trained, bool of its shape."""
-        return weight != 0
+    def __init__(
+        self, weights: Mapping[str, nn.Parameter], optimizer: OptimizerKind = "adam", store: Store = MEMORY
+    ) -> None:
+        super().__init__(weights)
+        self._masks = {name: store.moved(weight.detach() != 0) for name, weight in weights.items()}
+        self._kind, self._store = optimizer, store
+        self._optimizers = {name: _Optimizer(optimizer, self._pace(name), store) for name in weights}
+        self._gradients: dict[str, Tensor] = {}
+        self._changed: set[str] = set()
+        self._at_once = False
 
     def _mask(self, name: str) -> Tensor:
-        """Returns which entries are trained, on the device on which the weight is now (`permtriton.running.onload`)."""
-        return self._masks[name].to(self._weights[name].device)
+        """Returns which entries are kept, on the device on which the weight is now (`permtriton.running.onload`)."""
+        return self._masks[name].to(self._parameters[name].device)
 
-    def pace(self, name: str) -> float:
-        """Returns the size of ``values[name]``, to which the learning rate is relative: their root mean square.
+    def _pace(self, name: str) -> float:
+        """Returns the root mean square of the kept weights of a linear; 1 where there are none, or all are 0."""
+        weight = self._parameters[name].detach()
+        kept = weight.masked_select(self._mask(name)).to(torch.promote_types(weight.dtype, torch.float32))
+        return (float(kept.square().mean().sqrt()) if kept.numel() else 0.0) or 1.0
 
-        Models of different widths, whose weights differ in size tenfold, so take one learning rate. It is 1 where there
-        are no values, or all are 0.
-        """
-        values = self.values[name].detach()
-        return (float(values.square().mean().sqrt()) if values.numel() else 0.0) or 1.0
+    def begin(self, rate: float, scale: float) -> None:
+        super().begin(rate, scale)
+        self._changed.clear()
 
-    @contextmanager
-    def trainable(self, model: nn.Module) -> Iterator[None]:
-        """Inside the context, backward passes add to the gradients of `values` and leave none in the model."""
-        with frozen(model):
-            handles = []
-            try:
-                for name, weight in self._weights.items():
-                    weight.grad = None
-                    weight.requires_grad_(True)
-                    handles.append(weight.register_post_accumulate_grad_hook(self._collector(name)))
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-                for weight in self._weights.values():
-                    weight.grad = None
-                    weight.requires_grad_(False)
+    def forget(self, at_once: bool) -> None:
+        super().forget(at_once)
+        self._gradients.clear()
+        self._at_once = at_once
 
-    def _collector(self, name: str) -> Callable[[Tensor], None]:
-        total, mask = self.values[name].grad, self._masks[name]
-        assert total is not None
-
-        @torch.no_grad()
-        def collect(weight: Tensor) -> None:
-            assert weight.grad is not None
-            total.add_(weight.grad.masked_select(mask.to(weight.device)).to(total.device))
-            weight.grad = None
-
-        return collect
-
-    def drop_gradients(self) -> None:
-        """Sets the gradients to 0, also those that a backward pass which failed left in the model."""
-        for name, weight in self._weights.items():
-            weight.grad = None
-            total = self.values[name].grad
-            assert total is not None
-            total.zero_()
+    def take(self, name: str, gradient: Tensor) -> None:
+        if name in self._changed:  # by an attempt whose memory ran out later on
+            return
+        gradient = torch.where(self._mask(name), gradient, 0)
+        if self._at_once:
+            self._change(name, gradient)
+        elif name in self._gradients:
+            self._gradients[name] += gradient.to(self._gradients[name].device)
+        else:
+            self._gradients[name] = self._store.moved(gradient)
 
     @torch.no_grad()
-    def snapshot(self, device: str | None = "cpu") -> dict[str, Tensor]:
-        """Returns a copy of the model's kept weights in its dtype, each ``[kept weights]``, on ``device``."""
+    def finish(self) -> None:
+        for name, weight in self._parameters.items():
+            if name not in self._changed:
+                gradient = self._gradients.pop(name, None)
+                gradient = torch.zeros_like(weight) if gradient is None else gradient
+                ranks.add_up([gradient])
+                self._change(name, gradient.to(weight.device))
+
+    def _change(self, name: str, gradient: Tensor) -> None:
+        if not bool(gradient.isfinite().all()):
+            raise FloatingPointError(name)
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
+        self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
+        self._optimizers[name].change(self._parameters[name], wide, self.rate)
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, Tensor]:
+        """Returns a copy of the kept weights in the model's dtype, each ``[kept weights]``, never on a GPU."""
         return {
-            name: weight.detach().masked_select(self._mask(name)).to(device or weight.device)
-            for name, weight in self._weights.items()
+            name: self._store.moved(weight.detach().masked_select(self._mask(name)).cpu())
+            for name, weight in self._parameters.items()
         }
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Writes kept weights into the model, rounded to its dtype; the sum turns -0.0 into 0.0."""
-        for name, weight in self._weights.items():
-            weight.masked_scatter_(self._mask(name), values[name].to(weight) + 0.0)
+        """Writes kept weights into the model."""
+        for name, weight in self._parameters.items():
+            weight.masked_scatter_(self._mask(name), values[name].to(weight))
 
     def check(self) -> None:
         """Checks that no weight that was pruned holds a value now.
@@ -230,175 +129,99 @@ class KeptWeights:
         Raises:
             VerificationError: one does; the message names its linear.
         """
-        for name, weight in self._weights.items():
+        for name, weight in self._parameters.items():
             if written := int((weight.detach().masked_fill(self._mask(name), 0) != 0).sum()):
                 raise VerificationError(
                     f"{name}: training wrote {written} weights that were pruned. Nothing was saved; this is a bug of "
                     "permtriton, please report it"
                 )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the model's weights."""
-        return next(iter(self._weights.values())).dtype
+    def state(self) -> dict[str, Tensor]:
+        tensors = {f"value.{name}": values for name, values in self.snapshot().items()}
+        for name, optimizer in self._optimizers.items():
+            tensors |= {f"{key}.{name}": values for key, values in optimizer.state().items()}
+        return tensors
+
+    def empty_state(self) -> dict[str, Tensor]:
+        tensors = {f"value.{name}": values for name, values in self.snapshot().items()}
+        for name, weight in self._parameters.items():
+            tensors |= {f"{key}.{name}": values for key, values in _empty_state(weight, self._kind).items()}
+        return tensors
+
+    def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
+        self.write({name: state[f"value.{name}"] for name in self._parameters})
+        for name, weight in self._parameters.items():
+            own = {key: state[f"{key}.{name}"] for key in _empty_state(weight, self._kind)}
+            self._optimizers[name].restore(own, steps)
 
 
-def with_gradient(values: Tensor) -> Tensor:
-    """Returns a tensor as a leaf whose gradient is 0 so far."""
-    values.requires_grad_().grad = torch.zeros_like(values)
-    return values
-
-
-class WeightTrainer:
-    """Adam on kept weights: steps, schedule, and the held-out loss. Use it inside `KeptWeights.trainable`.
+class _Optimizer:
+    """The optimizer of one weight, which is widened to float32 only while it is changed.
 
     Args:
-        what: name of what is trained, for errors.
+        pace: size of the weight, to which Adam's learning rate is relative; Adafactor measures it at every step.
+        store: where the remainder and the moments are.
     """
 
-    def __init__(self, kept: KeptWeights, loss_of: Loss, course: Course, config: CommonConfig, what: str) -> None:
-        self._kept, self._loss_of, self._course, self._what = kept, loss_of, course, what
-        self._micro_batch = MicroBatch(config.micro_batch_size)
-        groups = [{"params": [values], "pace": kept.pace(name)} for name, values in kept.values.items()]
-        self.optimizer = torch.optim.Adam(groups, course.learning_rate, foreach=False)
-        self.best = kept.snapshot()
-
-    def fit(self, result: Trained, advance: Advance, save: Callable[[], None] = lambda: None) -> None:
-        """Trains the rounds that are left, and writes the weights of the best one into the model.
-
-        Args:
-            result: the rounds so far, extended in place.
-            save: called after every round.
-
-        Raises:
-            CalibrationError: a loss or a gradient is not finite.
-            VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
-        """
-        if not result.history:
-            result.history.append(UpdateEpoch(0, None, self.held_out_loss(), 0.0))
-        note = f", held-out {result.history[-1].held_out:.4f} (was {result.history[0].held_out:.4f})"
-        for number in range(len(result.history), len(self._course.rounds) + 1):
-            started, losses, done = time.perf_counter(), [], self._course.steps_until(number - 1)
-            for step, rows in enumerate(self._course.rounds[number - 1], start=done):
-                losses.append(self._step(rows, step))
-                advance(1, f"loss {losses[-1]:.4f}{note}")
-            held_out = self.held_out_loss()
-            seconds = time.perf_counter() - started
-            result.history.append(UpdateEpoch(number, sum(losses) / len(losses), held_out, seconds))
-            if held_out < result.history[result.kept].held_out:
-                result.kept, self.best = number, self._kept.snapshot()
-            note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
-            save()
-        self._kept.write(self.best)
-        self._kept.check()
-        best = result.history[result.kept].held_out
-        check_loss(best, self.held_out_loss(), self._kept.dtype, f"{self._what}, held out, when its weights were kept")
-
-    def _step(self, rows: Tensor, step: int) -> float:
-        scale = loss_scale(rows.numel() * self._course.tokens)
-        grads = [values.grad for values in self._kept.values.values() if values.grad is not None]
-
-        def backward(size: int) -> float:
-            self._kept.drop_gradients()
-            total = 0.0
-            for part in ranks.parts(rows, size):
-                loss = self._loss_of(part) * (part.numel() / rows.numel())
-                (loss * scale).backward()
-                total += float(loss.detach())
-            return total
-
-        total = self._check(ranks.total(self._micro_batch.run(backward)), "loss")
-        ranks.add_up(grads)
-        for grad in grads:
-            grad.div_(scale)
-        if not bool(torch.stack([grad.isfinite().all() for grad in grads]).all()):
-            self._check(math.inf, "gradient")
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._course.learning_rate * schedule(step, self._course.steps) * group["pace"]
-        self.optimizer.step()
-        self._kept.write(self._kept.values)
-        return total
+    def __init__(self, kind: OptimizerKind, pace: float, store: Store) -> None:
+        self._pace, self._store, self._moments = 1.0 if kind == "adafactor" else pace, store, MOMENTS[kind]
+        self._remainder: Tensor | None = None  # bfloat16, of the weight's shape
+        self._values = nn.Parameter(torch.empty(0))
+        self._optimizer: torch.optim.Optimizer = (
+            torch.optim.Adam([self._values], foreach=False)
+            if kind == "adam"
+            else torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
+        )
 
     @torch.no_grad()
-    def held_out_loss(self) -> float:
-        """Returns the mean loss over the held-out sequences.
+    def change(self, weight: Tensor, gradient: Tensor, rate: float) -> None:
+        """Changes a weight in place.
 
-        Raises:
-            CalibrationError: it is not finite.
+        Args:
+            weight: ``[..., rows, columns]``, with zeros that keep their places.
+            gradient: of its shape, 0 where it is 0, float32 (float64 for such a weight).
+            rate: learning rate, relative to the root mean square of the weight.
         """
-        held_out = self._course.held_out
+        values = self._values
+        values.data = weight.detach().to(gradient.dtype, copy=True)
+        if self._remainder is not None:
+            values.data += self._remainder.to(weight.device)
+        values.grad = gradient
+        self._move_moments(lambda moment: moment.to(weight.device))
+        self._optimizer.param_groups[0]["lr"] = rate * self._pace
+        self._optimizer.step()
+        self._move_moments(self._store.moved)
+        weight.copy_(values)
+        weight += 0.0  # turns -0.0, which rounding may give, into 0.0
+        if weight.dtype != values.dtype:
+            remainder = (values - weight).to(torch.bfloat16)
+            if self._remainder is None:
+                self._remainder = self._store.moved(remainder)
+            self._remainder.copy_(remainder)
+        values.data, values.grad = values.new_empty(0), None
 
-        def total(size: int) -> float:
-            losses = [self._loss_of(part) * part.numel() for part in ranks.parts(held_out, size)]
-            return float(torch.stack(losses).sum()) if losses else 0.0
+    def _move_moments(self, moved: Callable[[Tensor], Tensor]) -> None:
+        state = self._optimizer.state[self._values]
+        state.update({key: moved(state[key]) for key in self._moments if key in state})
 
-        return self._check(ranks.total(self._micro_batch.run(total)) / held_out.numel(), "loss")
+    def state(self) -> dict[str, Tensor]:
+        """Returns everything that further changes depend on, as `_empty_state`; there was one at least."""
+        moments = {key: self._optimizer.state[self._values][key] for key in self._moments}
+        return moments if self._remainder is None else {**moments, "remainder": self._remainder}
 
-    def save(self, state: StateFile | None, result: Trained) -> None:
-        """Writes everything that training continues from."""
-        if state is None:
-            return
-        tensors = {f"best.{name}": best for name, best in self.best.items()}
-        for name, values in self._kept.values.items():
-            tensors[f"value.{name}"] = values
-            for key in (*MOMENTS, "step"):
-                tensors[f"{key}.{name}"] = self.optimizer.state[values][key]
-        state.write(tensors, {"result": json.dumps(result.report())})
-
-    def load(self, state: StateFile | None) -> Trained:
-        """Restores weights and optimizer and returns the result so far, an empty one where there is no state.
-
-        Raises:
-            OutputError: the state belongs to another run, or is damaged.
-        """
-        if state is None or (stored := state.read()) is None:
-            return Trained()
-        tensors, texts = stored
-        try:
-            result = Trained.read(json.loads(texts["result"]), len(self._course.rounds))
-        except (KeyError, TypeError, ValueError) as error:
-            raise state.damaged(f"its history cannot be read ({error})") from error
-        like: dict[str, Tensor] = {}
-        for name, values in self._kept.values.items():
-            like |= {f"best.{name}": self.best[name], f"step.{name}": torch.tensor(0.0)}
-            like |= {f"{key}.{name}": values for key in ("value", *MOMENTS)}
-        state.check_tensors(tensors, like)
-        done = self._course.steps_until(len(result.history) - 1)
-        if any(int(tensors[f"step.{name}"]) != done for name in self._kept.values):
-            raise state.damaged(f"it is not after step {done}, where its {len(result.history) - 1} rounds end")
-        with torch.no_grad():
-            for name, values in self._kept.values.items():
-                values.copy_(tensors[f"value.{name}"])
-                moments = {key: tensors[f"{key}.{name}"].to(values) for key in MOMENTS}
-                self.optimizer.state[values] = {"step": tensors[f"step.{name}"], **moments}
-        self._kept.write(self._kept.values)
-        self.best = {name: tensors[f"best.{name}"] for name in self.best}
-        return result
-
-    def _check(self, value: float, kind: str) -> float:
-        if not math.isfinite(value):
-            raise CalibrationError(
-                f"{self._what}: the {kind} is not finite: activations overflow (try `dtype=float32`), "
-                f"its learning rate, {self._course.learning_rate:g} is too high, or the weights are damaged"
-            )
-        return value
+    def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Takes up what `state` returned after so many changes."""
+        moments = {key: self._store.moved(state[key]) for key in self._moments}
+        self._optimizer.state[self._values] = {"step": torch.tensor(float(steps)), **moments}
+        if "remainder" in state:
+            self._remainder = self._store.moved(state["remainder"])
 
 
-def schedule(step: int, total: int) -> float:
-    """Returns the share of the peak learning rate at a step: a linear warm-up, then a cosine down to 0."""
-    warm_up = max(round(WARM_UP * total), 1)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up + 1) / (total - warm_up + 1)))
-
-
-def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns the numbers of the sequences to train on, and of those held out.
-
-    A single sequence is both: its loss decides which round is kept.
-    """
-    if sequences == 1:
-        return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
-    held_out = max(int(HELD_OUT * sequences), 1)
-    return order[held_out:].sort().values, order[:held_out].sort().values
+def _empty_state(weight: Tensor, kind: OptimizerKind) -> dict[str, Tensor]:
+    """Returns tensors of the names, dtypes and shapes of an optimizer's state for a weight."""
+    wide, (*more, rows, columns) = torch.promote_types(weight.dtype, torch.float32), weight.shape
+    shapes = ((*more, rows, 1), (*more, 1, columns)) if kind == "adafactor" else (weight.shape, weight.shape)
+    tensors = {key: torch.empty(shape, dtype=wide) for key, shape in zip(MOMENTS[kind], shapes, strict=True)}
+    if weight.dtype != wide:
+        tensors["remainder"] = torch.empty(weight.shape, dtype=torch.bfloat16)
+    return tensors

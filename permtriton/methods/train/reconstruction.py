@@ -19,7 +19,8 @@ from typing_extensions import TypedDict
 
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of
+from permtriton.methods.train.kept_weights import KeptWeights, weights_of
+from permtriton.methods.train.trainer import Course, Trained, Trainer
 from permtriton.methods.train.training import LayerTraining
 from permtriton.model.forward import cosine_loss
 from permtriton.passes.plan import Plan, layer_names, linear_module
@@ -177,11 +178,11 @@ class _Problem:
     ) -> dict[str, Any]:
         """Trains some weights of the layer called ``name`` and returns their entry in the report."""
         started = time.perf_counter()
-        kept, trained = KeptWeights(weights), Trained()
+        kept, trained = KeptWeights(weights, self.options.optimizer), Trained()
         with kept.trainable(model):
             sequences, tokens = self.hidden.shape[:2]
             course = Course.of(sequences, tokens, self.options, self.config.seed)
-            trainer = WeightTrainer(kept, self.loss, course, self.config, name)
+            trainer = Trainer(kept, self.loss, course, self.config, name)
             trainer.fit(trained, advance)
         return {
             "linears": list(weights),

@@ -1,13 +1,14 @@
-"""What the steps that train kept weights have in common, see `permtriton.methods.train.kept_weights`."""
+"""What the steps that train kept weights have in common, see `permtriton.methods.train.trainer`."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from permtriton.config import SURPLUS
-from permtriton.driver.step import GENERATED, Facts, Speed, Stage, Step
+from permtriton.config import SURPLUS, OptimizerKind
+from permtriton.driver.step import FLOAT32, GENERATED, Facts, Speed, Stage, Step
 from permtriton.util.option import option
 
-RATE = "Peak Adam learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights."
+RATE = "Peak learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights."
+HALF = 2  # bytes
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class Training(Step):
     epochs: int = option(20, "Passes over all samples that it reads.", minimum=1)
     learning_rate: float = option(5e-3, RATE, positive=True)
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+    optimizer: Literal[OptimizerKind] = option(
+        "adam",
+        "What changes the weights: adam, or adafactor, which keeps a number per row and column in place of two per "
+        "weight.",
+    )
     generated: bool = option(True, GENERATED)
     further: int = option(
         0,
@@ -41,6 +47,11 @@ class Training(Step):
 
     def uses_importance(self) -> bool:
         return False
+
+    def optimizer_bytes(self, weights: int, facts: Facts) -> int:
+        """Returns what the optimizer keeps of so many weights: moments, and remainders in half precision."""
+        moments = 2 * FLOAT32 if self.optimizer == "adam" else 0
+        return weights * (moments + (HALF if facts.element < FLOAT32 else 0))
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
         return self.epochs * speed.both

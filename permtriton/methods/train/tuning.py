@@ -20,15 +20,18 @@ from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.options import Tuning
-from permtriton.methods.train.kept_weights import Course, KeptWeights, Trained, WeightTrainer, weights_of, with_gradient
+from permtriton.methods.train.kept_weights import weights_of
+from permtriton.methods.train.trainer import Course, Trainable, Trained, Trainer
 from permtriton.model.core import body_of
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import LINEAR_MODULES, Plan, layer_modules, weight_in_out
+from permtriton.running import ranks
 from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 ROUNDS = 4  # that all steps are divided into: after each, the held-out samples are measured
 
 
@@ -70,7 +73,7 @@ def tune(  # noqa: PLR0913
     layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = _course(len(samples), samples.tokens, options)
     with tuned.trainable(model), checkpointed(layers):
-        trainer = WeightTrainer(tuned, loss_of, course, config, "tune")
+        trainer = Trainer(tuned, loss_of, course, config, "tune")
         start = trainer.best
         result = trainer.load(state)
         if result.history:
@@ -102,10 +105,11 @@ def _course(samples: int, tokens: int, options: Tuning) -> Course:
     return Course(rounds, torch.arange(first), tokens, options.learning_rate)
 
 
-class TunedValues(KeptWeights):
+class TunedValues(Trainable):
     """The vectors of a model, copied in float32, and the logarithms of the scales of its pruned linears' rows.
 
-    What the head has stays as it is, because the dense model's logits follow from it, too.
+    Adam changes them, by a learning rate that is relative to the root mean square of a vector; to 1 for the logarithms,
+    which are relative already. What the head has stays as it is, because the dense model's logits follow from it, too.
 
     Attributes:
         values: parameter -> its values, and ``LINEAR.scale`` -> float32 ``[out_features]``, each once, however many
@@ -115,24 +119,24 @@ class TunedValues(KeptWeights):
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         own = {id(each) for part in body_of(model) for each in part.parameters()}
         vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1 and id(each) in own}
-        super().__init__({name: each for name, each in vectors.items() if name not in plan.unseen}, model.device)
+        super().__init__({name: each for name, each in vectors.items() if name not in plan.unseen})
         self._linears, self._dtype = _linears(model, plan), model.dtype
-        for name, linears in self._linears.items():
-            row = weight_in_out(linears[0])[0]
-            self.values[name] = with_gradient(
-                torch.zeros(row.shape, dtype=torch.promote_types(row.dtype, torch.float32), device=model.device)
-            )
+        starts = {name: vector.detach() for name, vector in self._parameters.items()}
+        starts |= {name: torch.zeros_like(weight_in_out(each[0])[0]) for name, each in self._linears.items()}
+        self.values = {
+            name: start.to(model.device, torch.promote_types(start.dtype, torch.float32), copy=True).requires_grad_()
+            for name, start in starts.items()
+        }
+        groups = [{"params": [values], "pace": self._pace(name)} for name, values in self.values.items()]
+        self._optimizer = torch.optim.Adam(groups, foreach=False)
 
-    def _trained(self, weight: Tensor) -> Tensor:
-        return torch.ones_like(weight, dtype=torch.bool)
-
-    def pace(self, name: str) -> float:
-        """Returns the root mean square of a vector; 1 for the logarithms of scales, which are relative already."""
-        return 1.0 if name in self._linears else super().pace(name)
+    def _pace(self, name: str) -> float:
+        """Returns the size of some values, to which the learning rate is relative; 1 where all are 0."""
+        return float(self.values[name].detach().square().mean().sqrt()) or 1.0
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
-        """Inside the context, linears give scaled outputs, and backward passes add to the gradients of `values`."""
+        """Inside the context, linears give scaled outputs, and backward passes give the gradients of `values`."""
         with super().trainable(model), ExitStack() as hooks:
             for name, linears in self._linears.items():
                 for linear in linears:
@@ -147,23 +151,61 @@ class TunedValues(KeptWeights):
 
         return scaled
 
-    def drop_gradients(self) -> None:
-        super().drop_gradients()
-        for name in self._linears:
-            gradient = self.values[name].grad
-            assert gradient is not None
-            gradient.zero_()
+    def take(self, name: str, gradient: Tensor) -> None:
+        values = self.values[name]
+        gradient = gradient.to(values)
+        values.grad = gradient if values.grad is None else values.grad + gradient
 
-    def snapshot(self, device: str | None = "cpu") -> dict[str, Tensor]:
-        scales = {name: self.values[name].detach().clone().to(device or "cpu") for name in self._linears}
-        return {**super().snapshot(device), **scales}
+    def forget(self, at_once: bool) -> None:
+        super().forget(at_once)
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        for values in self.values.values():
+            values.grad = torch.zeros_like(values) if values.grad is None else values.grad
+        gradients = {name: values.grad for name, values in self.values.items() if values.grad is not None}
+        ranks.add_up(gradients.values())
+        for name, gradient in gradients.items():
+            if not bool(gradient.div_(self.scale).isfinite().all()):
+                raise FloatingPointError(name)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.rate * group["pace"]
+        self._optimizer.step()
+        self.write(self.values)
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Returns a copy of the vectors, in the model's dtype, and of the logarithms of scales, on the CPU."""
+        copies = {name: vector.detach().to("cpu", copy=True) for name, vector in self._parameters.items()}
+        return {**copies, **{name: self.values[name].detach().to("cpu", copy=True) for name in self._linears}}
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Writes vectors into the model, rounded to its dtype, and sets scales."""
-        super().write(values)
+        for name, vector in self._parameters.items():
+            vector.copy_(values[name] + 0.0)  # -0.0 becomes 0.0
         for name in self._linears:
             self.values[name].copy_(values[name])
+
+    def check(self) -> None:
+        """Checks nothing: only whole vectors are written."""
+
+    def state(self) -> dict[str, Tensor]:
+        state = {f"value.{name}": values for name, values in self.values.items()}
+        for name, values in self.values.items():
+            state |= {f"{key}.{name}": self._optimizer.state[values][key] for key in MOMENTS}
+        return state
+
+    def empty_state(self) -> dict[str, Tensor]:
+        return {f"{key}.{name}": values for name, values in self.values.items() for key in ("value", *MOMENTS)}
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
+        for name, values in self.values.items():
+            values.copy_(state[f"value.{name}"])
+            moments = {key: state[f"{key}.{name}"].to(values) for key in MOMENTS}
+            self._optimizer.state[values] = {"step": torch.tensor(float(steps)), **moments}
+        self.write(self.values)
 
     @torch.no_grad()
     def fold(self, store: Store) -> dict[str, Tensor]:

@@ -1,0 +1,398 @@
+"""Training parameters of a pruned model: the schedule, the round that is kept, and what an interrupted run continues.
+
+What is trained, and how a step changes it, is a `Trainable`: the weights that pruning kept
+(`permtriton.methods.train.kept_weights`), or the vectors of a model (`permtriton.methods.train.tuning`).
+"""
+
+import json
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.config import CommonConfig
+from permtriton.errors import CalibrationError
+from permtriton.methods.measure.postconditions import check_loss
+from permtriton.methods.train.training import Training
+from permtriton.running import ranks
+from permtriton.running.backward import frozen, loss_scale
+from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.state import StateFile, read_records
+from permtriton.util.progress import Advance
+
+HELD_OUT = 0.1  # share of the sequences that decides which round is kept
+WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
+
+Loss = Callable[[Tensor], Tensor]  # numbers of sequences, int64 [...], to the mean loss over their tokens, float32 []
+
+
+@dataclass(frozen=True)
+class UpdateEpoch:
+    """The outcome of one round, which is an epoch or a part of one.
+
+    Attributes:
+        epoch: number of the round, from 1; 0 is before training.
+        loss: mean loss of the round's steps, each before its update; None for round 0.
+        held_out: mean loss over the held-out sequences, after the round.
+        seconds: time of training and evaluation.
+    """
+
+    epoch: int
+    loss: float | None
+    held_out: float
+    seconds: float
+
+
+@dataclass
+class Trained:
+    """The result of training.
+
+    Attributes:
+        history: all rounds so far.
+        kept: number of the round with the lowest held-out loss, whose weights are kept.
+    """
+
+    history: list[UpdateEpoch] = field(default_factory=list)
+    kept: int = 0
+
+    def report(self, unit: str = "epoch") -> dict[str, Any]:
+        """Returns all rounds, each with its number under ``unit``, and the one that is kept."""
+        rows = [asdict(epoch) for epoch in self.history]
+        return {"history": [{unit: row.pop("epoch"), **row} for row in rows], "kept": self.kept}
+
+    @classmethod
+    def read(cls, values: Any, rounds: int) -> "Trained":
+        """Returns the result that `report` gave, from JSON values; it has at most ``rounds`` rounds.
+
+        Raises:
+            KeyError, TypeError, ValueError: it cannot be read.
+        """
+        history, kept = read_records(UpdateEpoch, values["history"], rounds), values["kept"]
+        if type(kept) is not int or not 0 <= kept < len(history):
+            raise ValueError(f"it has {len(history)} rounds and keeps round {kept}")
+        return cls(history, kept)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What is trained on, in which order.
+
+    Attributes:
+        rounds: numbers of the sequences of each step, int64 ``[...]``, round by round: epochs, or parts of one.
+        held_out: numbers of the sequences that decide which round is kept, int64 ``[...]``.
+        tokens: tokens of a sequence.
+        learning_rate: peak learning rate, relative to the size of what is trained.
+    """
+
+    rounds: Sequence[Sequence[Tensor]]
+    held_out: Tensor
+    tokens: int
+    learning_rate: float
+
+    @classmethod
+    def of(cls, sequences: int, tokens: int, options: Training, seed: int) -> "Course":
+        """Returns epochs over all sequences but those held out; the seed and the epoch's number decide its order."""
+        rows, held_out = split(sequences, seed)
+        epochs = []
+        for number in range(1, options.epochs + 1):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            epochs.append(rows[torch.randperm(rows.numel(), generator=generator)].split(options.batch_size))
+        return cls(epochs, held_out, tokens, options.learning_rate)
+
+    @property
+    def steps(self) -> int:
+        """Number of all steps."""
+        return self.steps_until(len(self.rounds))
+
+    def steps_until(self, rounds: int) -> int:
+        """Returns the number of steps of the first so many rounds."""
+        return sum(map(len, self.rounds[:rounds]))
+
+    def in_rounds(self, steps: int, batch_size: int) -> "Course":
+        """Returns the same steps, with every round of more than ``steps`` cut into several.
+
+        They are longer where the held-out sequences are many, so that measuring these stays a small part.
+        """
+        steps = max(steps, 3 * self.held_out.numel() // batch_size)
+        starts = [(each, start) for each in self.rounds for start in range(0, len(each), steps)]
+        return replace(self, rounds=[each[start : start + steps] for each, start in starts])
+
+
+class Trainable(ABC):
+    """Parameters of a model that are trained, and how a step changes them. Use it inside `trainable`.
+
+    Args:
+        parameters: name -> parameter, of any layout; changed in place only.
+
+    Attributes:
+        changes_at_once: whether a step may change a parameter as soon as its gradient is known.
+        rate: learning rate of the present step.
+        scale: factor of its loss, which its gradients have, too.
+    """
+
+    changes_at_once: ClassVar[bool] = False
+    rate = scale = 1.0
+    _ignores = False
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+
+    @contextmanager
+    def trainable(self, model: nn.Module) -> Iterator[None]:
+        """Inside the context, backward passes give the gradients of the parameters here and leave none in the model."""
+        with frozen(model):
+            handles = []
+            try:
+                for name, parameter in self._parameters.items():
+                    parameter.grad = None
+                    parameter.requires_grad_(True)
+                    handles.append(parameter.register_post_accumulate_grad_hook(partial(self._take, name)))
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+                for parameter in self._parameters.values():
+                    parameter.grad = None
+                    parameter.requires_grad_(False)
+
+    @torch.no_grad()
+    def _take(self, name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if not self._ignores:
+            self.take(name, parameter.grad)
+        parameter.grad = None
+
+    @contextmanager
+    def ignored_gradients(self) -> Iterator[None]:
+        """Inside the context, gradients are neither collected nor used."""
+        self._ignores = True
+        try:
+            yield
+        finally:
+            self._ignores = False
+
+    @abstractmethod
+    def take(self, name: str, gradient: Tensor) -> None:
+        """Takes the gradient of a parameter, in the backward pass that computed it.
+
+        Raises:
+            FloatingPointError: it is not finite, and the parameter would be changed by it; the message is ``name``.
+        """
+
+    def begin(self, rate: float, scale: float) -> None:
+        """Begins a step."""
+        self.rate, self.scale = rate, scale
+
+    def forget(self, at_once: bool) -> None:
+        """Forgets the gradients of a backward pass that failed, or of a step that is over.
+
+        Args:
+            at_once: whether the next backward pass has all gradients of the step, which then need not be collected.
+        """
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Ends a step: adds what was collected up over the ranks, and changes what has not been changed yet.
+
+        Raises:
+            FloatingPointError: a gradient is not finite; the message names its parameter.
+        """
+
+    @abstractmethod
+    def snapshot(self) -> dict[str, Tensor]:
+        """Returns a copy of the values that the model has now, never on a GPU."""
+
+    @abstractmethod
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Gives the model the values of a snapshot."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Checks that nothing else was written.
+
+        Raises:
+            VerificationError: something was.
+        """
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """Returns everything that further steps depend on."""
+
+    @abstractmethod
+    def empty_state(self) -> dict[str, Tensor]:
+        """Returns tensors of the same names, dtypes and shapes as those of `state`."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
+        """Takes up the state that `state` returned after so many steps."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the model's weights."""
+        return next(iter(self._parameters.values())).dtype
+
+
+class Trainer:
+    """Steps, their schedule, and the held-out loss. Use it inside `Trainable.trainable`.
+
+    Args:
+        what: name of what is trained, for errors.
+    """
+
+    def __init__(self, trained: Trainable, loss_of: Loss, course: Course, config: CommonConfig, what: str) -> None:
+        self._trained, self._loss_of, self._course, self._what = trained, loss_of, course, what
+        self._micro_batch = MicroBatch(config.micro_batch_size)
+        self.best = trained.snapshot()
+
+    def fit(self, result: Trained, advance: Advance, save: Callable[[], None] = lambda: None) -> None:
+        """Trains the rounds that are left, and writes the weights of the best one into the model.
+
+        Args:
+            result: the rounds so far, extended in place.
+            save: called after every round.
+
+        Raises:
+            CalibrationError: a loss or a gradient is not finite.
+            VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
+        """
+        if not result.history:
+            result.history.append(UpdateEpoch(0, None, self.held_out_loss(), 0.0))
+        note = f", held-out {result.history[-1].held_out:.4f} (was {result.history[0].held_out:.4f})"
+        if len(result.history) <= len(self._course.rounds):
+            self._find_size(self._course.rounds[0][0])
+        for number in range(len(result.history), len(self._course.rounds) + 1):
+            started, losses, done = time.perf_counter(), [], self._course.steps_until(number - 1)
+            for step, rows in enumerate(self._course.rounds[number - 1], start=done):
+                losses.append(self._step(rows, step))
+                advance(1, f"loss {losses[-1]:.4f}{note}")
+            held_out = self.held_out_loss()
+            seconds = time.perf_counter() - started
+            result.history.append(UpdateEpoch(number, sum(losses) / len(losses), held_out, seconds))
+            if held_out < result.history[result.kept].held_out:
+                result.kept, self.best = number, self._trained.snapshot()
+            note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
+            save()
+        self._trained.write(self.best)
+        self._trained.check()
+        best = result.history[result.kept].held_out
+        check_loss(
+            best, self.held_out_loss(), self._trained.dtype, f"{self._what}, held out, when its weights were kept"
+        )
+
+    def _step(self, rows: Tensor, step: int) -> float:
+        rate = self._course.learning_rate * schedule(step, self._course.steps)
+        self._trained.begin(rate, loss_scale(rows.numel() * self._course.tokens))
+        try:
+            total = self._check(ranks.total(self._micro_batch.run(partial(self._backward, rows))))
+            self._trained.finish()
+        except FloatingPointError as error:
+            raise self._not_finite(f"gradient of {error}") from error
+        return total
+
+    def _backward(self, rows: Tensor, size: int) -> float:
+        """Runs some sequences, so many at a time, and returns this rank's part of their mean loss."""
+        parts = ranks.parts(rows, size)
+        at_once = self._trained.changes_at_once and ranks.count() == len(parts) == 1
+        self._trained.forget(at_once)
+        total = 0.0
+        for part in parts:
+            loss = self._loss_of(part) * (part.numel() / rows.numel())
+            total += float(loss.detach())
+            if at_once:
+                self._check(total)
+            (loss * self._trained.scale).backward()
+        return total
+
+    def _find_size(self, rows: Tensor) -> None:
+        """Lowers the micro-batch to what fits, by a pass that changes nothing.
+
+        Memory that ran out in a step which changes weights at once would leave it half done.
+        """
+        if self._trained.changes_at_once and ranks.count() == 1 and rows.numel() > 1:
+            with self._trained.ignored_gradients():
+                self._micro_batch.run(partial(self._backward, rows))
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Returns the mean loss over the held-out sequences.
+
+        Raises:
+            CalibrationError: it is not finite.
+        """
+        held_out = self._course.held_out
+
+        def total(size: int) -> float:
+            losses = [self._loss_of(part) * part.numel() for part in ranks.parts(held_out, size)]
+            return float(torch.stack(losses).sum()) if losses else 0.0
+
+        return self._check(ranks.total(self._micro_batch.run(total)) / held_out.numel())
+
+    def save(self, state: StateFile | None, result: Trained) -> None:
+        """Writes everything that training continues from."""
+        if state is not None:
+            best = {f"best.{name}": values for name, values in self.best.items()}
+            done = self._course.steps_until(len(result.history) - 1)
+            texts = {"result": json.dumps(result.report()), "steps": json.dumps(done)}
+            state.write({**best, **self._trained.state()}, texts)
+
+    def load(self, state: StateFile | None) -> Trained:
+        """Restores what `save` wrote and returns the result so far, an empty one where there is no state.
+
+        Raises:
+            OutputError: the state belongs to another run, or is damaged.
+        """
+        if state is None or (stored := state.read()) is None:
+            return Trained()
+        tensors, texts = stored
+        try:
+            result = Trained.read(json.loads(texts["result"]), len(self._course.rounds))
+        except (KeyError, TypeError, ValueError) as error:
+            raise state.damaged(f"its history cannot be read ({error})") from error
+        done = self._course.steps_until(len(result.history) - 1)
+        if state.value(texts, "steps", int) != done:
+            raise state.damaged(f"it is not after step {done}, where its {len(result.history) - 1} rounds end")
+        best = {f"best.{name}": values for name, values in self.best.items()}
+        state.check_tensors(tensors, {**best, **self._trained.empty_state()})
+        self._trained.restore(tensors, done)
+        self.best = {name: tensors[f"best.{name}"] for name in self.best}
+        return result
+
+    def _check(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            raise self._not_finite("loss")
+        return loss
+
+    def _not_finite(self, what: str) -> CalibrationError:
+        return CalibrationError(
+            f"{self._what}: the {what} is not finite: activations overflow (try `dtype=float32`), "
+            f"its learning rate, {self._course.learning_rate:g} is too high, or the weights are damaged"
+        )
+
+
+def schedule(step: int, total: int) -> float:
+    """Returns the share of the peak learning rate at a step: a linear warm-up, then a cosine down to 0."""
+    warm_up = max(round(WARM_UP * total), 1)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.5 * (1 + math.cos(math.pi * (step - warm_up + 1) / (total - warm_up + 1)))
+
+
+def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Returns the numbers of the sequences to train on, and of those held out.
+
+    A single sequence is both: its loss decides which round is kept.
+    """
+    if sequences == 1:
+        return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
+    held_out = max(int(HELD_OUT * sequences), 1)
+    return order[held_out:].sort().values, order[:held_out].sort().values
