@@ -23,8 +23,7 @@ class Training(Step):
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
     optimizer: Literal[OptimizerKind] = option(
         "adam",
-        "What changes the weights: adam, or adafactor, which keeps a number per row and column in place of two per "
-        "weight.",
+        "What changes the weights: adam, which keeps two numbers per weight, or adafactor: one per row and column.",
     )
     generated: bool = option(True, GENERATED)
     further: int = option(

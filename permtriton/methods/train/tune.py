@@ -72,7 +72,9 @@ class Tune(Tuning, Step):
     def seconds(self, facts: Facts, speed: Speed) -> float:
         one = speed.times(1 / facts.sequences)
         copies = 2 * self.steps * speed.copy  # for the forward and the backward pass
-        return self.trained * one.both + MEASURED * self.held_out(facts.sequences) * one.forward + speed.forward + copies
+        return (
+            self.trained * one.both + MEASURED * self.held_out(facts.sequences) * one.forward + speed.forward + copies
+        )
 
     def state_bytes(self, facts: Facts) -> int:
         return facts.vectors * (facts.element + 3 * FLOAT32)
