@@ -18,7 +18,7 @@ from permtriton.errors import VerificationError
 from permtriton.methods.measure import postconditions
 from permtriton.methods.order import relaxation
 from permtriton.methods.prune import refitting, weights
-from permtriton.methods.train import kept_weights, tuning
+from permtriton.methods.train import trainer, tuning
 from permtriton.methods.train.kept_weights import KeptWeights
 from permtriton.passes.plan import ChannelSpace
 from permtriton.passes.verify_graph import Verifier
@@ -50,7 +50,7 @@ CHECKS = (
     Check("a step ends no worse than it began", ((postconditions, "check_no_worse"), (refitting, "check_no_worse"))),
     Check("every group keeps N weights", ((weights, "check_kept"), (refitting, "check_kept"))),
     Check("training writes no pruned weight", ((KeptWeights, "check"),)),
-    Check("trained weights have the loss that was measured", ((kept_weights, "check_loss"), (tuning, "check_loss"))),
+    Check("trained weights have the loss that was measured", ((trainer, "check_loss"), (tuning, "check_loss"))),
     Check("pruned weights are N:M, finite and free of -0.0", ((compiler, "check_pruned"),)),
     Check("the pruned model gives the outputs of the lowered graph", ((compiler, "check_same_outputs"),)),
     Check(

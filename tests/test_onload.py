@@ -1,6 +1,7 @@
 """A model whose layers come to the GPU one by one compiles to the bits of a whole one, in the memory of one layer."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import permtriton
 from permtriton import config_from
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
-from permtriton.driver.memory import Devices, estimate
+from permtriton.driver.memory import GENERATION, RELOADING, Devices, estimate
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.errors import ConfigError
@@ -20,6 +21,7 @@ from permtriton.running.placement import Way
 
 from . import zoo
 from .pretend_gpu import GPU, PretendGpu
+from .updating import Recording
 
 IDS = zoo.token_ids(6, 12)
 SMALL = {"samples": 6, "sequence_length": 12, "micro_batch_size": 2, "activation_checkpointing": False}
@@ -147,6 +149,31 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
         found = compile_model(model, config=config_from(SMALL, "mask"), ids=IDS, device=GPU)
     assert found.report["memory"]["estimate"]["onload"]
     assert gpu.most <= size
+
+
+def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
+    """A recipe does without; who asks for text is told."""
+    model = zoo.build("llama_eager", intermediate_size=512, num_hidden_layers=12)
+    few = {"tune_steps": 2, "distill_epochs": 1, "distill_batch_size": 2, "heuristic_row_weights": "none", **REFIT}
+    config, samples = config_from({**SMALL, **few}, "best"), Samples.of(IDS)
+    start = Planned(model, config, samples, *plan_model(model, config, samples))
+    needs = estimate(start, None, Devices("cuda", 1, 1 << 40, ONLOADED))
+    others = max(needs.extra(stage) for stage in needs.stages if stage not in (GENERATION, RELOADING))
+    assert needs.extra(GENERATION) > others
+    size, progress = needs.model + (others + needs.extra(GENERATION)) // 2, Recording()
+    with PretendGpu(size).here():
+        found = compile_model(model, config=config, ids=IDS, device=GPU, ways=ONLOADED, progress=progress)
+        assert any(line.startswith("no text is generated: the dense model writes text") for line in progress.lines)
+        assert found.config.generated == 0
+        asked = replace(config, calibration=replace(config.calibration, generated=1))
+        with pytest.raises(ConfigError, match="`generated=1`: the dense model writes text only where a GPU holds"):
+            compile_model(
+                zoo.build("llama_eager", intermediate_size=512, num_hidden_layers=12),
+                config=asked,
+                ids=IDS,
+                device=GPU,
+                ways=ONLOADED,
+            )
 
 
 @pytest.mark.parametrize(("recipe", "step"), [("learned,mask", "learned"), ("searched,mask", "searched")])
