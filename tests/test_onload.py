@@ -149,6 +149,7 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
         found = compile_model(model, config=config_from(SMALL, "mask"), ids=IDS, device=GPU)
     assert found.report["memory"]["estimate"]["onload"]
     assert gpu.most <= size
+    assert gpu.most < 0.9 * sum(each.numel() * each.element_size() for each in model.parameters())
 
 
 def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():

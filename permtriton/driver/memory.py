@@ -33,14 +33,13 @@ SPREAD = ("dense weights", "gradients")  # uses that each device holds its share
 GENERATION = "generation"  # the stage in which the dense model writes text, for which all of it is on the device
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
-MOMENTS = "masks and moments"  # the use of a step that has an optimizer for all weights
 # What stands in files of an offload folder, where there is one.
 IN_FILES = (
     "inputs of layers", "inputs of sites", "targets", "dense weights", "finished weights", "weights before",
-    MOMENTS, "a second model",
+    "masks and moments", "collected gradients", "a second model",
 )  # fmt: skip
 # What stands in host memory, where layers come to a GPU one by one.
-ON_HOST = (*IN_FILES, "output gradients", "collected gradients")
+ON_HOST = (*IN_FILES, "output gradients")
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,10 @@ def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devic
         return whole
     steps = start.config.steps
     possible = {
-        Way.SPREAD: devices.count > 1 and all(step.shards for step in steps) and layer_modules(start.model, start.plan),
+        Way.SPREAD: devices.count > 1
+        and not start.config.writes
+        and all(step.shards for step in steps)
+        and layer_modules(start.model, start.plan),
         Way.ONLOADED: all(step.offloads for step in steps) and not why_not_onloaded(start.model, start.plan),
     }
     choices = [needs[way]() for way, can_be in possible.items() if can_be and way in devices.ways]
@@ -323,12 +325,11 @@ def refusal(needs: Needs, devices: Devices) -> str:
     uses = needs.stages[stage]
     largest = max(uses, key=lambda use: uses[use])
     each = f"each {devices.kind} device" if devices.count > 1 else devices.kind
-    smaller = f"choose `{stage}_optimizer=adafactor`, or " if largest == MOMENTS else ""
     return (
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
-        f"free: {smaller}lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are "
-        "computed), or choose `dtype=bfloat16`, or use a larger machine"
+        "free: lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed), or "
+        "choose `dtype=bfloat16`, or use a larger machine"
     )
 
 

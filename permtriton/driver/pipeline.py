@@ -10,6 +10,7 @@ from permtriton.checkpoint.quantizer import attach
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
 from permtriton.driver.forecast import Forecast, make_forecast
+from permtriton.driver.identity import identify
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.prepare import check_offload, held_out_samples, placed, planned, prepare, with_needs
@@ -125,6 +126,7 @@ def forecast_model(  # noqa: PLR0913
             start, needs, _, devices = placed(start, held_out, workspace, device or model.device, ways)
         else:
             start, needs = with_needs(start, held_out, devices, workspace.progress)
+        identify(workspace, model, start.config, start.samples, model.device)
         return start.plan, make_forecast(start, needs, held_out, resume_path, devices, timed=True)
 
 

@@ -70,6 +70,8 @@ def prepare(  # noqa: PLR0913
         progress.say(f"left dense: {left}")
     start, needs, placement, devices = placed(start, held_out, workspace, device, ways)
     config = start.config
+    with workspace.timed("identify"):
+        identify(workspace, model, config, start.samples, device)
     with workspace.timed("estimate"):
         forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
@@ -80,8 +82,7 @@ def prepare(  # noqa: PLR0913
         if saved := describe_low_memory(needs, config):
             progress.say(f"to save memory: {saved}")
 
-    with placement.writing(model):
-        samples, generated = _with_text(start, workspace)
+    samples, generated = _with_text(start, workspace, placement)
     reference = Reference(model, samples, start.plan.unseen)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
@@ -184,8 +185,6 @@ def planned(
         ranks.check_shares(len(samples))
         samples = with_tokens(model, samples.to("cpu"))
         config = _writing(model, config, workspace, samples)
-    with workspace.timed("identify"):
-        identify(workspace, model, config, samples, device)
     with workspace.timed("trace"):
         plan, graph = plan_model(model, config, samples)
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
@@ -211,7 +210,7 @@ def without_dense_share(run: Run) -> Run:
     return replace(run, plan=plan, graph=graph, statistics=statistics, rows=rows)
 
 
-def _with_text(start: Planned, workspace: Workspace) -> tuple[Samples, Tensor | None]:
+def _with_text(start: Planned, workspace: Workspace, placement: Placement) -> tuple[Samples, Tensor | None]:
     """Lets the dense model write its text, if it shall; returns the calibration samples, and the text beside them.
 
     Raises:
@@ -227,7 +226,8 @@ def _with_text(start: Planned, workspace: Workspace) -> tuple[Samples, Tensor | 
         ids = None if state is None else _stored_text(state, shape, vocabulary_of(start.model))
         if ids is None:
             starts = beginnings(samples, config.writes, 1 if config.alone else max(samples.tokens // BEGINNING, 1))
-            ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
+            with placement.writing(start.model):
+                ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             if state is not None:
                 state.write({"text": ids}, {})
         workspace.note(generated=Samples.of(ids).sha256)
@@ -279,7 +279,9 @@ def _writing(model: PreTrainedModel, config: CompileConfig, workspace: Workspace
 
 
 def _without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:
-    if config.alone or config.generated != suggested_text(config):
+    if config.alone:
+        raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text")
+    if config.generated != suggested_text(config):
         raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")
     progress.say(f"no text is generated: {reason}")
     return replace(config, calibration=replace(config.calibration, generated=0))

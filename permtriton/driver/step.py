@@ -195,7 +195,7 @@ class Step(Protocol):
         keeps_values: whether the weights that are kept keep their values.
         dense_weights: whether it needs the dense weights after the model is pruned.
         shards: whether it can run while the weights of layers are spread over several GPUs.
-        offloads: whether it can run on a model in files, with the gradients of one layer at a time.
+        offloads: whether it can run on a model in files, or whose layers come to a GPU one by one.
         not_offloaded: why it cannot, where it cannot.
         low_memory_words: what it does where memory is short, in words; empty if it has no choice.
     """

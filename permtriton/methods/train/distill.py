@@ -5,7 +5,7 @@ from math import ceil
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import ObjectiveKind, minimises
-from permtriton.driver.step import Facts, Outcome, Speed
+from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
 from permtriton.methods.train.training import Training
 from permtriton.util.option import documented, option
 
@@ -37,17 +37,19 @@ class Distill(Training):
                 **whole.gradients(),
                 **facts.targets(),
                 "masks and moments": facts.pruned + self.optimizer_bytes(facts.pruned, facts),
-                "finished weights": int(facts.pruned * facts.kept) * facts.element,
-                "collected gradients": facts.pruned * facts.element * collected,
+                "finished weights": 2 * int(facts.pruned * facts.kept) * facts.element,  # and those of a state
+                "collected gradients": facts.pruned * FLOAT32 * collected,
                 **facts.mask(),
             }
         }
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        # Where layers come one by one, a step copies weights there twice and back, and what the optimizer keeps.
+        # Where layers come one by one, each pass copies weights there twice, and a step what the optimizer keeps, there
+        # and back.
         steps = self.epochs * ceil(facts.sequences / self.batch_size)
+        passes = ceil(self.batch_size / facts.micro_batch_size)
         beside = facts.pruned + 2 * self.optimizer_bytes(facts.pruned, facts)
-        return super().seconds(facts, speed) + steps * (3 + beside / facts.model) * speed.copy
+        return super().seconds(facts, speed) + steps * (2 * passes + 1 + beside / facts.model) * speed.copy
 
     def state_bytes(self, facts: Facts) -> int:
         return 2 * int(facts.pruned * facts.kept) * facts.element + self.optimizer_bytes(facts.pruned, facts)

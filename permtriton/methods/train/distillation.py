@@ -46,10 +46,13 @@ def distill(  # noqa: PLR0913
         store: where masks, copies of the weights, and what the optimizer keeps are.
 
     Raises:
-        CalibrationError: a loss or a gradient is not finite; the weights are then those of the last step.
+        CalibrationError: a loss or a gradient is not finite; some weights may have changed in that step already.
         OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
-    kept = KeptWeights(weights_of(model, [name for _, name in plan.linears()]), options.optimizer, store)
+    names = [name for _, name in plan.linears()]
+    weights = weights_of(model, names)
+    alone = len(weights) == len(names) and all(site.calls == 1 for site in plan.sites)
+    kept = KeptWeights(weights, options.optimizer, store, changes_at_once=alone)
     samples = samples.to(model.device, model.dtype)
 
     def loss_of(rows: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ A step may be far below the spacing of a weight in half precision. So each has a
 its value, and both are added up in float32 while the weight is changed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,7 @@ from permtriton.passes.plan import linear_module
 from permtriton.running import ranks
 from permtriton.running.store import MEMORY, Store
 
-SMALLEST = 1e-18  # mean square of gradients: below it, they count as 0; its square is a normal float32
-MOMENTS: dict[OptimizerKind, tuple[str, str]] = {
-    "adam": ("exp_avg", "exp_avg_sq"),
-    "adafactor": ("row_var", "col_var"),
-}
+SMALLEST = 1e-18  # keeps Adafactor from dividing by 0 where all gradients are; its square is a normal float32
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -48,30 +45,39 @@ class KeptWeights(Trainable):
         weights: name -> pruned weight, of any layout; changed in place only.
         optimizer: what changes them.
         store: where masks, remainders, moments and copies are.
+        changes_at_once: as in `Trainable`. It must not be where several layers share a weight: while layers come to a
+            GPU one by one, a backward pass has its gradient in parts.
     """
 
-    changes_at_once = True
-
     def __init__(
-        self, weights: Mapping[str, nn.Parameter], optimizer: OptimizerKind = "adam", store: Store = MEMORY
+        self,
+        weights: Mapping[str, nn.Parameter],
+        optimizer: OptimizerKind = "adam",
+        store: Store = MEMORY,
+        *,
+        changes_at_once: bool = True,
     ) -> None:
         super().__init__(weights)
+        self.changes_at_once = changes_at_once
         self._masks = {name: store.moved(weight.detach() != 0) for name, weight in weights.items()}
         self._kind, self._store = optimizer, store
-        self._optimizers = {name: _Optimizer(optimizer, self._pace(name), store) for name in weights}
+        self._optimizers: dict[str, _Optimizer] = {}
         self._gradients: dict[str, Tensor] = {}
         self._changed: set[str] = set()
         self._at_once = False
 
+    @contextmanager
+    def trainable(self, model: nn.Module) -> Iterator[None]:
+        self._optimizers = {
+            name: _Optimizer(weight, self._mask(name), self._kind, self._store)
+            for name, weight in self._parameters.items()
+        }
+        with super().trainable(model):
+            yield
+
     def _mask(self, name: str) -> Tensor:
         """Returns which entries are kept, on the device on which the weight is now (`permtriton.running.onload`)."""
         return self._masks[name].to(self._parameters[name].device)
-
-    def _pace(self, name: str) -> float:
-        """Returns the root mean square of the kept weights of a linear; 1 where there are none, or all are 0."""
-        weight = self._parameters[name].detach()
-        kept = weight.masked_select(self._mask(name)).to(torch.promote_types(weight.dtype, torch.float32))
-        return (float(kept.square().mean().sqrt()) if kept.numel() else 0.0) or 1.0
 
     def begin(self, rate: float, scale: float) -> None:
         super().begin(rate, scale)
@@ -85,7 +91,7 @@ class KeptWeights(Trainable):
     def take(self, name: str, gradient: Tensor) -> None:
         if name in self._changed:  # by an attempt whose memory ran out later on
             return
-        gradient = torch.where(self._mask(name), gradient, 0)
+        gradient = torch.where(self._mask(name), gradient, 0).to(_wide(gradient.dtype))
         if self._at_once:
             self._change(name, gradient)
         elif name in self._gradients:
@@ -98,16 +104,16 @@ class KeptWeights(Trainable):
         for name, weight in self._parameters.items():
             if name not in self._changed:
                 gradient = self._gradients.pop(name, None)
-                gradient = torch.zeros_like(weight) if gradient is None else gradient
+                if gradient is None:
+                    gradient = self._store.moved(torch.zeros_like(weight, dtype=_wide(weight.dtype)))
                 ranks.add_up([gradient])
                 self._change(name, gradient.to(weight.device))
 
     def _change(self, name: str, gradient: Tensor) -> None:
         if not bool(gradient.isfinite().all()):
             raise FloatingPointError(name)
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32)) / self.scale
         self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
-        self._optimizers[name].change(self._parameters[name], wide, self.rate)
+        self._optimizers[name].change(self._parameters[name], gradient.div_(self.scale), self.rate)
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
@@ -139,39 +145,45 @@ class KeptWeights(Trainable):
     def state(self) -> dict[str, Tensor]:
         tensors = {f"value.{name}": values for name, values in self.snapshot().items()}
         for name, optimizer in self._optimizers.items():
-            tensors |= {f"{key}.{name}": values for key, values in optimizer.state().items()}
+            tensors |= {f"{key}.{name}": values for key, values in optimizer.state.items()}
         return tensors
 
-    def empty_state(self) -> dict[str, Tensor]:
-        tensors = {f"value.{name}": values for name, values in self.snapshot().items()}
-        for name, weight in self._parameters.items():
-            tensors |= {f"{key}.{name}": values for key, values in _empty_state(weight, self._kind).items()}
-        return tensors
-
+    @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
         self.write({name: state[f"value.{name}"] for name in self._parameters})
-        for name, weight in self._parameters.items():
-            own = {key: state[f"{key}.{name}"] for key in _empty_state(weight, self._kind)}
-            self._optimizers[name].restore(own, steps)
+        for name, optimizer in self._optimizers.items():
+            optimizer.steps = steps
+            for key, values in optimizer.state.items():
+                values.copy_(state[f"{key}.{name}"])
 
 
 class _Optimizer:
     """The optimizer of one weight, which is widened to float32 only while it is changed.
 
     Args:
-        pace: size of the weight, to which Adam's learning rate is relative; Adafactor measures it at every step.
-        store: where the remainder and the moments are.
+        mask: which entries of the weight are kept.
+
+    Attributes:
+        state: the moments, and in half precision the remainder, bfloat16 of the weight's shape: all that further
+            changes depend on, beside the weight and the number of `steps`.
     """
 
-    def __init__(self, kind: OptimizerKind, pace: float, store: Store) -> None:
-        self._pace, self._store, self._moments = 1.0 if kind == "adafactor" else pace, store, MOMENTS[kind]
-        self._remainder: Tensor | None = None  # bfloat16, of the weight's shape
-        self._values = nn.Parameter(torch.empty(0))
-        self._optimizer: torch.optim.Optimizer = (
-            torch.optim.Adam([self._values], foreach=False)
-            if kind == "adam"
-            else torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
-        )
+    def __init__(self, weight: Tensor, mask: Tensor, kind: OptimizerKind, store: Store) -> None:
+        (*more, rows, columns), wide = weight.shape, _wide(weight.dtype)
+        self._values = nn.Parameter(torch.empty(0, dtype=wide))
+        self._optimizer: torch.optim.Optimizer
+        shapes: dict[str, Sequence[int]]
+        if kind == "adam":
+            self._optimizer, self._pace = torch.optim.Adam([self._values], foreach=False), _size(weight, mask)
+            shapes = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight.shape)
+        else:  # it measures the size of the weight at every step
+            self._optimizer = torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
+            self._pace, shapes = 1.0, {"row_var": (*more, rows, 1), "col_var": (*more, 1, columns)}
+        self._moments = tuple(shapes)
+        state = {key: torch.zeros(shape, dtype=wide, device=weight.device) for key, shape in shapes.items()}
+        if weight.dtype != wide:
+            state["remainder"] = torch.zeros(weight.shape, dtype=torch.bfloat16, device=weight.device)
+        self.state, self.steps = {key: store.moved(values) for key, values in state.items()}, 0
 
     @torch.no_grad()
     def change(self, weight: Tensor, gradient: Tensor, rate: float) -> None:
@@ -182,46 +194,32 @@ class _Optimizer:
             gradient: of its shape, 0 where it is 0, float32 (float64 for such a weight).
             rate: learning rate, relative to the root mean square of the weight.
         """
-        values = self._values
+        values, remainder = self._values, self.state.get("remainder")
         values.data = weight.detach().to(gradient.dtype, copy=True)
-        if self._remainder is not None:
-            values.data += self._remainder.to(weight.device)
+        if remainder is not None:
+            values.data += remainder.to(weight.device)
         values.grad = gradient
-        self._move_moments(lambda moment: moment.to(weight.device))
+        moments = {key: self.state[key].to(weight.device) for key in self._moments}
+        self._optimizer.state[values] = {"step": torch.tensor(float(self.steps)), **moments}
         self._optimizer.param_groups[0]["lr"] = rate * self._pace
         self._optimizer.step()
-        self._move_moments(self._store.moved)
+        self.steps += 1
+        for key, moment in moments.items():
+            self.state[key].copy_(moment)  # itself, where it has not been copied
         weight.copy_(values)
         weight += 0.0  # turns -0.0, which rounding may give, into 0.0
-        if weight.dtype != values.dtype:
-            remainder = (values - weight).to(torch.bfloat16)
-            if self._remainder is None:
-                self._remainder = self._store.moved(remainder)
-            self._remainder.copy_(remainder)
+        if remainder is not None:
+            remainder.copy_(values - weight)
         values.data, values.grad = values.new_empty(0), None
-
-    def _move_moments(self, moved: Callable[[Tensor], Tensor]) -> None:
-        state = self._optimizer.state[self._values]
-        state.update({key: moved(state[key]) for key in self._moments if key in state})
-
-    def state(self) -> dict[str, Tensor]:
-        """Returns everything that further changes depend on, as `_empty_state`; there was one at least."""
-        moments = {key: self._optimizer.state[self._values][key] for key in self._moments}
-        return moments if self._remainder is None else {**moments, "remainder": self._remainder}
-
-    def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Takes up what `state` returned after so many changes."""
-        moments = {key: self._store.moved(state[key]) for key in self._moments}
-        self._optimizer.state[self._values] = {"step": torch.tensor(float(steps)), **moments}
-        if "remainder" in state:
-            self._remainder = self._store.moved(state["remainder"])
+        self._optimizer.state.clear()
 
 
-def _empty_state(weight: Tensor, kind: OptimizerKind) -> dict[str, Tensor]:
-    """Returns tensors of the names, dtypes and shapes of an optimizer's state for a weight."""
-    wide, (*more, rows, columns) = torch.promote_types(weight.dtype, torch.float32), weight.shape
-    shapes = ((*more, rows, 1), (*more, 1, columns)) if kind == "adafactor" else (weight.shape, weight.shape)
-    tensors = {key: torch.empty(shape, dtype=wide) for key, shape in zip(MOMENTS[kind], shapes, strict=True)}
-    if weight.dtype != wide:
-        tensors["remainder"] = torch.empty(weight.shape, dtype=torch.bfloat16)
-    return tensors
+def _size(weight: Tensor, mask: Tensor) -> float:
+    """Returns the root mean square of the kept weights of a linear; 1 where there are none, or all are 0."""
+    kept = weight.detach().masked_select(mask).to(_wide(weight.dtype))
+    return (float(kept.square().mean().sqrt()) if kept.numel() else 0.0) or 1.0
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which weights of a dtype are changed: float32, or float64 for such weights."""
+    return torch.promote_types(dtype, torch.float32)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from permtriton.driver.step import Facts, Outcome
+from permtriton.driver.step import FLOAT32, Facts, Outcome
 from permtriton.methods.train.training import LayerTraining
 from permtriton.util.option import documented
 
@@ -27,7 +27,7 @@ class Reconstruct(LayerTraining):
                 **replace(facts, one_layer=True, checkpointing=False).gradients(),
                 "targets": 2 * facts.all_positions * facts.hidden * facts.element,
                 "finished weights": int(facts.pruned * facts.kept) * facts.element,
-                "optimizer": facts.layer * (1 + facts.element) + self.optimizer_bytes(facts.layer, facts),
+                "optimizer": facts.layer * (1 + FLOAT32) + self.optimizer_bytes(facts.layer, facts),
                 **facts.mask(),
             }
         }

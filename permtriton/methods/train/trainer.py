@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,7 @@ class Trainable(ABC):
         scale: factor of its loss, which its gradients have, too.
     """
 
-    changes_at_once: ClassVar[bool] = False
+    changes_at_once = False
     rate = scale = 1.0
     _ignores = False
 
@@ -225,11 +225,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Returns everything that further steps depend on."""
-
-    @abstractmethod
-    def empty_state(self) -> dict[str, Tensor]:
-        """Returns tensors of the same names, dtypes and shapes as those of `state`."""
+        """Returns everything that further steps depend on; inside `trainable`."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
@@ -278,6 +274,7 @@ class Trainer:
             seconds = time.perf_counter() - started
             result.history.append(UpdateEpoch(number, sum(losses) / len(losses), held_out, seconds))
             if held_out < result.history[result.kept].held_out:
+                self.best.clear()  # not to have two in memory
                 result.kept, self.best = number, self._trained.snapshot()
             note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
             save()
@@ -317,7 +314,7 @@ class Trainer:
 
         Memory that ran out in a step which changes weights at once would leave it half done.
         """
-        if self._trained.changes_at_once and ranks.count() == 1 and rows.numel() > 1:
+        if self._trained.changes_at_once and ranks.count() == 1 and 1 < rows.numel() <= self._micro_batch.size:
             with self._trained.ignored_gradients():
                 self._micro_batch.run(partial(self._backward, rows))
 
@@ -361,7 +358,7 @@ class Trainer:
         if state.value(texts, "steps", int) != done:
             raise state.damaged(f"it is not after step {done}, where its {len(result.history) - 1} rounds end")
         best = {f"best.{name}": values for name, values in self.best.items()}
-        state.check_tensors(tensors, {**best, **self._trained.empty_state()})
+        state.check_tensors(tensors, {**best, **self._trained.state()})
         self._trained.restore(tensors, done)
         self.best = {name: tensors[f"best.{name}"] for name in self.best}
         return result

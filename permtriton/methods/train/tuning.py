@@ -129,6 +129,9 @@ class TunedValues(Trainable):
         }
         groups = [{"params": [values], "pace": self._pace(name)} for name, values in self.values.items()]
         self._optimizer = torch.optim.Adam(groups, foreach=False)
+        for values in self.values.values():
+            moments = {key: torch.zeros_like(values, requires_grad=False) for key in MOMENTS}
+            self._optimizer.state[values] = {"step": torch.tensor(0.0), **moments}
 
     def _pace(self, name: str) -> float:
         """Returns the size of some values, to which the learning rate is relative; 1 where all are 0."""
@@ -195,9 +198,6 @@ class TunedValues(Trainable):
         for name, values in self.values.items():
             state |= {f"{key}.{name}": self._optimizer.state[values][key] for key in MOMENTS}
         return state
-
-    def empty_state(self) -> dict[str, Tensor]:
-        return {f"{key}.{name}": values for name, values in self.values.items() for key in ("value", *MOMENTS)}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
