@@ -184,8 +184,9 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
         compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, ways=ONLOADED)
 
 
+@pytest.mark.parametrize("recipe", ["default", "best"])
 @pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
-def test_the_default_recipe_of_a_model_of_70b_fits_a_gpu_of_80_gib(layers, tmp_path):
+def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):
     """Of the model there is a config, and no weight."""
     model, text = tmp_path / "model", tmp_path / "text.safetensors"
     config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": layers, "num_attention_heads": 64}
@@ -193,7 +194,7 @@ def test_the_default_recipe_of_a_model_of_70b_fits_a_gpu_of_80_gib(layers, tmp_p
     LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(model)
     save_file({"input_ids": torch.zeros(128, 2048, dtype=torch.int64)}, text)
     command = ["compile", str(model), "--dry-run", "--devices", "1x80", "--calibration", str(text), "--json"]
-    options = ["--onload", "--eval-data", "none", "--output", str(tmp_path / "out")]
+    options = ["--recipe", recipe, "--onload", "--eval-data", "none", "--output", str(tmp_path / "out")]
     found = CliRunner().invoke(app, [*command, *options])
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)

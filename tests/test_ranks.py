@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 ROUNDING = 1e-5
 QUICK = ["refitted"]
 COMPILED = [
-    *(*QUICK, "learned", "spread_search", "spread_learning", "every_update", "onloaded", "wrote"),
+    *(*QUICK, "learned", "spread_search", "spread_learning", "every_update", "onloaded", "trained_onloaded", "wrote"),
     *("searched_mixture", "encoder"),
 ]
 

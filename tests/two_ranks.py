@@ -112,6 +112,14 @@ def onloaded(_folder: Path) -> dict:
         return compiled(model, ids, device=GPU, ways=(Way.ONLOADED,), recipe="heuristic,refit", **options)
 
 
+def trained_onloaded(_folder: Path) -> dict:
+    """The same, and one rank has no share of a step. In float32: the GPU that is not there has no backward casts."""
+    options = {"distill_epochs": 1, "distill_batch_size": 1, "distill_optimizer": "adafactor"}
+    with PretendGpu().here():
+        model, ids = updating.tiny_model(3), zoo.tiny_ids(5, 12)
+        return compiled(model, ids, device=GPU, ways=(Way.ONLOADED,), recipe="mask,distill", **options)
+
+
 def wrote(_folder: Path) -> dict:
     """Eleven texts, of which one rank writes six and the other five; ten are kept."""
     model = updating.tiny_model().double()
