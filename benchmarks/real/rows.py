@@ -31,6 +31,7 @@ OURS = {
     "default without residual targets": "--recipe default --refit-residual-targets 0",
     "default with written text": "--recipe default --generated 64",  # two sequences per sample
     "best": "--recipe best",
+    "best by Adafactor": "--recipe best --distill-optimizer adafactor",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
