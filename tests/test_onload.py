@@ -194,7 +194,17 @@ def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):
     LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(model)
     save_file({"input_ids": torch.zeros(128, 2048, dtype=torch.int64)}, text)
     command = ["compile", str(model), "--dry-run", "--devices", "1x80", "--calibration", str(text), "--json"]
-    options = ["--recipe", recipe, "--onload", "--eval-data", "none", "--output", str(tmp_path / "out")]
+    options = [
+        "--recipe",
+        recipe,
+        "--generated",
+        "0",
+        "--onload",
+        "--eval-data",
+        "none",
+        "--output",
+        str(tmp_path / "out"),
+    ]
     found = CliRunner().invoke(app, [*command, *options])
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from permtriton import CompileConfig, config_from
+from permtriton.data.samples import Samples
 from permtriton.driver import identity
-from permtriton.driver.prepare import check_offload, check_spread, planned
+from permtriton.driver.prepare import check_offload, check_spread
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, ModelError
 from permtriton.running import ranks
@@ -142,7 +143,7 @@ def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path
     """Under torchrun the model is loaded on the CPU."""
     monkeypatch.setattr(identity, "device_name", str)
     model, workspace = zoo.tiny_llama(), Workspace(NoProgress(), tmp_path / "state.safetensors")
-    planned(model, None, config_from(), workspace, zoo.tiny_ids(2, 12), torch.device("cuda"))
+    identity.identify(workspace, model, config_from(), Samples.of(zoo.tiny_ids(2, 12)), torch.device("cuda"))
     state = workspace.state(StateFile, "searched", model)
     state.write({}, {})
     assert state.check() == "cuda"

@@ -121,7 +121,7 @@ def forecast_model(  # noqa: PLR0913
     config, workspace = _checked(config, offload), Workspace(NoProgress(), resume_path, offload or MEMORY)
     with working(offload, model.eval()), unstacked_experts(model), shared_linears(model):
         held_out = held_out_samples(model, evaluation_windows)
-        start = planned(model, tokenizer, config, workspace, ids, model.device)
+        start = planned(model, tokenizer, config, workspace, ids)
         if devices is None:
             start, needs, _, devices = placed(start, held_out, workspace, device or model.device, ways)
         else:

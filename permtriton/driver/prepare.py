@@ -64,7 +64,7 @@ def prepare(  # noqa: PLR0913
     """
     device, progress = device or model.device, workspace.progress
     held_out = held_out_samples(model, windows)  # refused before all else
-    start = planned(model, tokenizer, config, workspace, ids, device)
+    start = planned(model, tokenizer, config, workspace, ids)
     config = start.config
     for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
@@ -169,7 +169,6 @@ def planned(
     config: CompileConfig,
     workspace: Workspace,
     ids: Inputs | None,
-    device: torch.device,
 ) -> Planned:
     """Reads the calibration samples and traces the model; arguments and errors are those of `prepare`."""
     check_original(model)
