@@ -274,7 +274,7 @@ class Trainer:
             seconds = time.perf_counter() - started
             result.history.append(UpdateEpoch(number, sum(losses) / len(losses), held_out, seconds))
             if held_out < result.history[result.kept].held_out:
-                self.best.clear()  # not to have two in memory
+                self.best = {}  # not to have two in memory
                 result.kept, self.best = number, self._trained.snapshot()
             note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
             save()
