@@ -61,7 +61,7 @@ def tune(  # noqa: PLR0913
 
     Raises:
         CalibrationError: a loss or a gradient is not finite; the model is then as the last step left it.
-        VerificationError: folded scales do not give the loss that was measured.
+        VerificationError: folded scales do not give the loss that was measured, in float32 or wider.
         OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
     tuned = TunedValues(model, plan)
@@ -83,7 +83,8 @@ def tune(  # noqa: PLR0913
             trainer.fit(result, advance, lambda: trainer.save(state, result))
         before = tuned.fold(store)
         best, folded = result.history[result.kept].held_out, trainer.held_out_loss()
-        check_loss(best, folded, tuned.dtype, "tune, held out, before its scales were folded into the weights")
+        if tuned.dtype.itemsize >= 4:  # in half precision, rounding may change a small loss by any share of it
+            check_loss(best, folded, tuned.dtype, "tune, held out, before its scales were folded into the weights")
         if folded > result.history[0].held_out:  # rounding of the folded weights outweighs what was gained
             tuned.unfold(before)
             tuned.write(start)
