@@ -164,6 +164,19 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     ] == []
 
 
+@pytest.mark.parametrize(("optimizer", "advised"), [("adam", True), ("adafactor", False)])
+def test_the_smaller_optimizer_is_advised(optimizer, advised):
+    config = config_from({"distill_optimizer": optimizer}, "mask,distill")
+    onloaded = {"way": Way.ONLOADED, "offloaded": {memory.IN_PLACE: 0, "copies": 1000}}
+    for needs in (
+        memory.Needs(0, 0, 0, {"distill": {"moments": 1000}}),
+        memory.Needs(0, 0, 0, {"distill": {}}, **onloaded),
+    ):
+        message = memory.refusal(needs, memory.Devices("cuda", 1, 999, host=999), config)
+        assert ("`distill_optimizer=adafactor`" in message) == advised
+        assert "are free" in message
+
+
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     free_memory(monkeypatch, 1000)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -1,5 +1,6 @@
 """Compiling with an offload folder gives the bits of a compilation in memory, and leaves nothing behind."""
 
+import errno
 import hashlib
 import json
 import os
@@ -149,13 +150,19 @@ def test_a_gpu_is_refused(offload):
         offload.move(SimpleNamespace(parameters=lambda: [parameter]))
 
 
-def test_a_full_disk_is_one_line_and_no_killed_process(offload, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("code", "advice"), [(errno.ENOSPC, "free some space"), (errno.EMFILE, "raise the limit of open files")]
+)
+def test_a_file_that_cannot_be_made_is_one_line_and_no_killed_process(code, advice, offload, monkeypatch):
+    def failing(*_):
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OutputError, match="cannot hold 1 MiB more: No space left"):
+    monkeypatch.setattr(os, "posix_fallocate", failing)
+    with pytest.raises(OutputError, match=f"cannot hold 1 MiB more: {os.strerror(code)}; {advice}"):
         offload.empty((512, 512), dtype=torch.float32)
+
+
+def test_a_disk_that_is_too_small_is_refused(offload):
     with pytest.raises(OutputError, match="this compilation writes"):
         check_disk({"the model": 1 << 60}, offload.folder)
 

@@ -304,11 +304,12 @@ def _generation(model: PreTrainedModel, facts: Facts) -> dict[str, int]:
     }
 
 
-def refusal(needs: Needs, devices: Devices) -> str:
+def refusal(needs: Needs, devices: Devices, config: CompileConfig | None = None) -> str:
     """Returns why a compilation cannot run: it needs more memory, in addition to what it holds already, than is free.
 
-    The text names the largest use and the options to lower; it is empty if the memory is enough.
+    The text names the largest use and the options to change; it is empty if the memory is enough.
     """
+    choices = [f"`{step.saves_memory}`" for step in config.steps if step.saves_memory] if config else []
     stage = needs.largest_needed
     if needs.way is Way.ONLOADED and devices.host is not None:
         # Pages of the model that are mapped from its files become the process's own as soon as they change.
@@ -318,7 +319,8 @@ def refusal(needs: Needs, devices: Devices) -> str:
             return (
                 f"this compilation needs about {format_bytes(host)} more host memory, because the model stays there "
                 f"while its layers come to the GPU one by one, but only {format_bytes(devices.host)} are free: use a "
-                "machine with more memory, fewer processes, or lower `samples=`"
+                f"machine with more memory, fewer processes, {''.join(f'{choice}, ' for choice in choices)}or lower "
+                "`samples=`"
             )
     if fits(needs, devices):
         return ""
@@ -329,7 +331,7 @@ def refusal(needs: Needs, devices: Devices) -> str:
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
         "free: lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed), or "
-        "choose `dtype=bfloat16`, or use a larger machine"
+        f"choose {', '.join(['`dtype=bfloat16`', *choices])}, or use a larger machine"
     )
 
 

@@ -231,6 +231,11 @@ class Step(Protocol):
         return 0
 
     @property
+    def saves_memory(self) -> str:
+        """An option that lowers the memory it needs, as ``name=value``; empty if there is none."""
+        return ""
+
+    @property
     def draws(self) -> int:
         """Number of new samples that it reads in place of the calibration samples; 0 where it reads these."""
         return 0

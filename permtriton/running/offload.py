@@ -6,6 +6,7 @@ any tensor, and gives the same bits. The files have no name: the system removes 
 ends.
 """
 
+import errno
 import mmap
 import os
 import resource
@@ -76,9 +77,10 @@ class OffloadFolder(Store):
                     file.truncate(size)
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
+            problem, many = error.strerror or error, error.errno in (errno.EMFILE, errno.ENFILE)
+            advice = "raise the limit of open files" if many else "free some space, or choose a folder on another disk"
             raise OutputError(
-                f"offload folder {self.folder} cannot hold {format_bytes(size)} more: {error.strerror or error}; free "
-                "some space, or choose a folder on another disk"
+                f"offload folder {self.folder} cannot hold {format_bytes(size)} more: {problem}; {advice}"
             ) from error
         tensor = torch.frombuffer(mapped, dtype=dtype)
         self._maps[tensor.data_ptr()] = mapped

@@ -41,6 +41,10 @@ class Training(Step):
         return self.generated
 
     @property
+    def saves_memory(self) -> str:
+        return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
+
+    @property
     def gradients(self) -> bool:
         return True
 
