@@ -1,6 +1,6 @@
 """Step ``distill``: all kept weights are trained together, see `permtriton.methods.train.distillation`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -29,13 +29,10 @@ class Distill(Training):
         return self.loss
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        # Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
-        whole = replace(facts, one_layer=False, checkpointing=facts.checkpointing or facts.one_layer)
         collected = facts.ranks > 1 or self.batch_size > facts.micro_batch_size
         return {
             "distill": {
-                **whole.gradients(),
-                **facts.targets(),
+                **self.passes(facts),
                 "masks and moments": facts.pruned + self.optimizer_bytes(facts.pruned, facts),
                 "finished weights": 2 * int(facts.pruned * facts.kept) * facts.element,  # and those of a state
                 "collected gradients": facts.pruned * FLOAT32 * collected,

@@ -1,6 +1,6 @@
-"""What the steps that train kept weights have in common, see `permtriton.methods.train.trainer`."""
+"""What the steps that train have in common, see `permtriton.methods.train.trainer`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from permtriton.config import SURPLUS, OptimizerKind
@@ -11,12 +11,48 @@ RATE = "Peak learning rate, with cosine decay to 0: relative to the root mean sq
 HALF = 2  # bytes
 
 
-@dataclass(frozen=True)
-class Training(Step):
-    """Options of training kept weights."""
+class TrainingStep(Step):
+    """A step that trains.
+
+    Attributes:
+        batch_size: sequences per optimiser step.
+        generated: whether it reads what the dense model wrote.
+    """
 
     stage: ClassVar[Stage] = Stage.TRAIN
     shards: ClassVar[bool] = False
+
+    batch_size: int
+    generated: bool
+
+    @property
+    def at_once(self) -> int:
+        return self.batch_size
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    def uses_importance(self) -> bool:
+        return False
+
+    @staticmethod
+    def passes(facts: Facts) -> dict[str, int]:
+        """Returns the bytes that passes through the whole model keep, and those of its targets.
+
+        Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
+        """
+        facts = replace(facts, one_layer=False, checkpointing=facts.checkpointing or facts.one_layer)
+        return {**facts.gradients(), **facts.targets()}
+
+
+@dataclass(frozen=True)
+class Training(TrainingStep):
+    """Options of training kept weights."""
 
     epochs: int = option(20, "Passes over all samples that it reads.", minimum=1)
     learning_rate: float = option(5e-3, RATE, positive=True)
@@ -33,23 +69,8 @@ class Training(Step):
     )
 
     @property
-    def at_once(self) -> int:
-        return self.batch_size
-
-    @property
-    def reads_generated(self) -> bool:
-        return self.generated
-
-    @property
     def saves_memory(self) -> str:
         return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
-
-    @property
-    def gradients(self) -> bool:
-        return True
-
-    def uses_importance(self) -> bool:
-        return False
 
     def optimizer_bytes(self, weights: int, facts: Facts) -> int:
         """Returns what the optimizer keeps of so many weights: moments, and remainders in half precision."""

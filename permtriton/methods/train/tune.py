@@ -1,12 +1,13 @@
 """Step ``tune``: norms, biases and a scale per row, trained on new text, see `permtriton.methods.train.tuning`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
+from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Step
 from permtriton.methods.options import Tuning
+from permtriton.methods.train.training import TrainingStep
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ MEASURED = 7  # times that the held-out samples are, in rounds and at the end
 
 @documented
 @dataclass(frozen=True)
-class Tune(Tuning, Step):
+class Tune(Tuning, TrainingStep):
     """Options of tuning."""
 
     name: ClassVar[str] = "tune"
@@ -25,31 +26,14 @@ class Tune(Tuning, Step):
     summary: ClassVar[str] = (
         "norms, biases and a scale per row trained together, on text that calibration does not read: minutes"
     )
-    stage: ClassVar[Stage] = Stage.TRAIN
     keeps_values: ClassVar[bool] = False
-    shards: ClassVar[bool] = False
 
     generated: bool = option(True, GENERATED)
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
     @property
-    def gradients(self) -> bool:
-        return True
-
-    @property
-    def at_once(self) -> int:
-        return self.batch_size
-
-    @property
-    def reads_generated(self) -> bool:
-        return self.generated
-
-    @property
     def objective(self) -> str:
         return self.loss
-
-    def uses_importance(self) -> bool:
-        return False
 
     def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
         after = steps[[step.name for step in steps].index(self.name) + 1 :]
@@ -62,10 +46,8 @@ class Tune(Tuning, Step):
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         targets, state = facts.targets(), {"optimizer": facts.vectors * 6 * FLOAT32}
-        # Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
-        whole = replace(facts, one_layer=False, checkpointing=facts.checkpointing or facts.one_layer)
         return {
-            "tune": {**whole.gradients(), **targets, **state},
+            "tune": {**self.passes(facts), **state},
             "scales": {**targets, **state, "weights before": facts.pruned * facts.element, **facts.mask()},
         }
 
