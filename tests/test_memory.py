@@ -117,7 +117,7 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     }
     found = needs(model, plan, **learned)
     assert not found.low_memory
-    assert not found.report()["thrifty"]
+    assert not found.report()["low_memory"]
     assert memory.describe_low_memory(found, config_from(learned)) == ""
     assert found.largest_needed == "learning"
     most = found.added("learning")

@@ -115,13 +115,13 @@ class Packing(Storing):
         return self._entries(hashes, self._packed)
 
 
-def check_names(expected: list[str], found: list[str]) -> None:
+def check_names(expected: list[str], written: list[str]) -> None:
     """Refuses a checkpoint that lacks tensors, or has others.
 
     Raises:
         VerificationError: the message names the first such tensor.
     """
-    if differing := sorted(set(expected) ^ set(found)):
+    if differing := sorted(set(expected) ^ set(written)):
         raise VerificationError(f"{differing[0]}: it was read but not written, or written but not read")
 
 

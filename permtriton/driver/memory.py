@@ -136,7 +136,7 @@ class Needs:
             "program": self.program,
             "model": self.model,
             "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
-            "thrifty": self.low_memory,
+            "low_memory": self.low_memory,
             "recomputes": self.recomputes,
             "spread": self.way is Way.SPREAD,
             "onload": self.way is Way.ONLOADED,

@@ -68,50 +68,50 @@ def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, Imp
     return {name: float(importances[name].scores(w).sum(dtype=torch.float64)) for name, w in weights.items()}
 
 
-def check_retained(promised: Mapping[str, float], found: Mapping[str, float]) -> None:
+def check_retained(promised: Mapping[str, float], kept: Mapping[str, float]) -> None:
     """Compares the importance that a mask should retain with what it does retain, in every linear.
 
     Raises:
         VerificationError: naming the first linear where they differ.
     """
     for name, expected in promised.items():
-        if not abs(found[name] - expected) <= RETAINED_TOLERANCE * abs(expected):
+        if not abs(kept[name] - expected) <= RETAINED_TOLERANCE * abs(expected):
             raise VerificationError(
                 f"{name}: the mask should retain an importance of {expected:.6g} in the chosen channel order and "
-                f"retains {found[name]:.6g}: the order or the mask was not applied as it was found. Nothing was saved; "
+                f"retains {kept[name]:.6g}: the order or the mask was not applied as it was found. Nothing was saved; "
                 "this is a bug of permtriton, please report it"
             )
 
 
-def check_no_worse(start: float, found: float, what: str) -> None:
+def check_no_worse(start: float, end: float, what: str) -> None:
     """Checks that the order or the weights that were kept are no worse than those that the stage began with.
 
     Raises:
         VerificationError: the loss is higher.
     """
-    if not found <= start:
+    if not end <= start:
         raise VerificationError(
-            f"{what} began with a loss of {start:.6g} and kept one of {found:.6g}, although it must never end worse. "
+            f"{what} began with a loss of {start:.6g} and kept one of {end:.6g}, although it must never end worse. "
             "Nothing was saved; this is a bug of permtriton, please report it"
         )
 
 
 def check_loss(
-    measured: float, found: float, dtype: torch.dtype, when: str = "calibration, when the order was chosen"
+    measured: float, loss: float, dtype: torch.dtype, when: str = "calibration, when the order was chosen"
 ) -> None:
     """Compares the last loss that a stage measured with that of the model that it leaves.
 
     Args:
         measured: loss that the stage reported.
-        found: loss of the model now.
+        loss: of the model now.
         when: what was measured and when, for the error.
 
     Raises:
         VerificationError: they differ by more than ``dtype`` explains.
     """
     tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
-    if not abs(found - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
+    if not abs(loss - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
         raise VerificationError(
-            f"the loss ({when}) was {measured:.6g} and is {found:.6g} in the pruned model: what was found was not "
+            f"the loss ({when}) was {measured:.6g} and is {loss:.6g} in the pruned model: what was found was not "
             "applied as it was measured. Nothing was saved; this is a bug of permtriton, please report it"
         )

@@ -295,10 +295,10 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
     return weight
 
 
-def better_rows(found: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """Returns ``found`` with the rows of ``start`` that have no larger error: rounding or overflow may spoil a fit."""
-    errors = [row_errors(each, target, hessian) for each in (found, start)]
-    return torch.where((errors[0] < errors[1]).unsqueeze(1), found, start)
+def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """Returns ``fitted`` with the rows of ``start`` that have no larger error: rounding or overflow may spoil a fit."""
+    errors = [row_errors(each, target, hessian) for each in (fitted, start)]
+    return torch.where((errors[0] < errors[1]).unsqueeze(1), fitted, start)
 
 
 def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
