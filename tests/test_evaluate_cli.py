@@ -18,8 +18,9 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.measure import measure_model
 from permtriton.evaluation.tasks import Tasks
-from permtriton.model.load import load_model, load_tokenizer
+from permtriton.model.load import load_model
 from permtriton.model.source import Source
+from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
 from .desk import RUNNER

@@ -16,8 +16,9 @@ from permtriton.errors import ConfigError, TaskError
 from permtriton.evaluation import tasks as library
 from permtriton.evaluation.measure import measure_model
 from permtriton.evaluation.tasks import Tasks
-from permtriton.model.load import load_model, load_tokenizer
+from permtriton.model.load import load_model
 from permtriton.model.source import Source
+from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
 from .lm_tasks import CHOICE, QUESTIONS, TEXTS, datasets_cache, write_task, write_tasks  # noqa: F401 (a fixture)

@@ -18,9 +18,10 @@ from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
-from permtriton.model import load
-from permtriton.model.load import load_empty_model, load_model, load_original, load_tokenizer, unchanged_weights
+from permtriton.model.load import load_empty_model, load_model, load_original, unchanged_weights
+from permtriton.model.prunable import check_original
 from permtriton.model.source import Source
+from permtriton.model.tokenizer import load_tokenizer
 from permtriton.util.extras import install_command
 
 from . import zoo
@@ -225,7 +226,7 @@ def test_weights_that_are_still_blocks_are_refused(pristine):
     model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ModelError, match=r"lm_head.weight is still in GGUF's blocks.*GgufConfig\(dequantize=True\)"):
-        load.check_original(model)
+        check_original(model)
 
 
 def test_a_compilation_of_a_file_in_a_folder(workplace):

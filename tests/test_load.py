@@ -14,13 +14,15 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, BertConfig, BertModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import permtriton
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
-from permtriton.model.load import load_empty_model, load_model, load_tokenizer
+from permtriton.model.load import load_empty_model, load_model
+from permtriton.model.prunable import check_weights
 from permtriton.model.source import Source, resolve_device
+from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
 from .folders import LAST_UP, configure, edit_json, edit_tensors
@@ -376,7 +378,7 @@ def test_a_lost_connection_to_the_hub_is_one_line(monkeypatch, folder):
     with pytest.raises(ModelError, match=r"someone/model cannot be loaded.*Name or service") as caught:
         load_model(source)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lost)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lost)
     with pytest.raises(ModelError, match=r"its tokenizer cannot be fetched.*Name or service.*local folder") as caught:
         load_tokenizer(source)
     assert "\n" not in str(caught.value)
@@ -390,7 +392,7 @@ def test_weights_of_float8_are_checked_to_be_finite():
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.requires_grad_(False)
     weight.data = weight.data.to(torch.float8_e4m3fn)
-    load.check_weights(model)
+    check_weights(model)
     weight.data.view(torch.uint8)[0, 0] = 0x7F  # NaN
     with pytest.raises(ModelError, match=r"up_proj\.weight: 1 of "):
-        load.check_weights(model)
+        check_weights(model)

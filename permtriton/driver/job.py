@@ -34,6 +34,8 @@ from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline
 from permtriton.model.name import shown_name
+from permtriton.model.prunable import check_loaded, check_not_compiled
+from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
@@ -285,10 +287,10 @@ class Job:
                 model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
         else:
-            load.check_loaded(model)
-            load.check_not_compiled(model)
+            check_loaded(model)
+            check_not_compiled(model)
             if self.output is not None:
-                load.rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
+                rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
         windows, text = held_out_windows(source.name if source else "", self.asked.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")

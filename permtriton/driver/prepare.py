@@ -28,7 +28,7 @@ from permtriton.methods.measure.statistics import describe_few, site_statistics,
 from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest
 from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
-from permtriton.model.load import check_original
+from permtriton.model.prunable import check_original
 from permtriton.model.reference import Reference
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import suggested_text

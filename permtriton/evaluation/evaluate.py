@@ -17,7 +17,9 @@ from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.measure import Evaluated, measure_model
 from permtriton.model import load
 from permtriton.model.name import DEMO, location_of
+from permtriton.model.prunable import check_loaded
 from permtriton.model.source import Source, source_of
+from permtriton.model.tokenizer import load_processor
 from permtriton.util.asking import asking
 from permtriton.util.bars import reporter
 from permtriton.util.machine import available_memory, format_bytes
@@ -82,12 +84,12 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         shown.say(f"loading {source.described}")
         measured = load.load_model(source)
         _say_pattern(source, measured, shown)
-        tokenizer = tokenizer or load.load_processor(source, measured)
+        tokenizer = tokenizer or load_processor(source, measured)
         if against is not None:
             hidden_order = _hidden_order(source)
     else:
         measured = source
-        load.check_loaded(measured)
+        check_loaded(measured)
     dense = _dense(against, loading)
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
@@ -133,7 +135,7 @@ def _dense(against: Against, loading: dict[str, Any]) -> Source | PreTrainedMode
             f"against is a {type(against).__name__}: expected a folder, a hub name, demo, or a transformers model"
         )
     if isinstance(against, PreTrainedModel):
-        load.check_loaded(against)
+        check_loaded(against)
     return against
 
 

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import CONFIG_FILE, DTYPES, checkpoint_files
-from permtriton.model.load import check_folder, load_empty_model, load_processor
+from permtriton.model.load import check_folder, load_empty_model
 from permtriton.model.name import is_hub_name
 from permtriton.model.source import Source, dtype_of
+from permtriton.model.tokenizer import load_processor
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 

@@ -83,6 +83,12 @@ class Source:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def loading(self) -> dict[str, Any]:
+        """What every ``from_pretrained`` is given beside the location."""
+        file = {} if self.gguf is None else {"gguf_file": self.gguf.path.name}
+        return {"trust_remote_code": self.trust_remote_code, **file, **self.hub}
+
+    @property
     def location(self) -> str:
         """The folder or hub name."""
         if self.gguf is not None:

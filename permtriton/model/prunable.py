@@ -1,0 +1,87 @@
+"""Which models in memory can be pruned: those with finite weights, that permtriton has not compiled already."""
+
+import os
+
+from transformers import PreTrainedModel
+
+from permtriton.errors import ModelError
+from permtriton.model.core import check_towers
+from permtriton.model.headers import REPORT_FILE
+from permtriton.model.modules import is_packed, is_permuted
+from permtriton.model.source import Source
+
+
+def check_original(model: PreTrainedModel) -> None:
+    """Refuses a model that is compiled already, that only compares others' outputs, or whose weights are damaged.
+
+    One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
+
+    Raises:
+        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite
+            or in GGUF's blocks.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
+        for name, parameter in model.named_parameters():
+            if not parameter.is_floating_point():
+                raise ModelError(
+                    f"{name} is still in GGUF's blocks: load the model with quantization_config="
+                    "GgufConfig(dequantize=True)"
+                )
+        quantizer.remove_quantization_config(model)
+    for name, module in model.named_modules():
+        if is_permuted(module) or is_packed(module):
+            raise ModelError(
+                f"this model is compiled already ({name} is a {type(module).__name__}): compile the original model "
+                "instead"
+            )
+    check_towers(model)
+    check_weights(model)
+
+
+def check_not_compiled(model: PreTrainedModel) -> None:
+    """Refuses a model in memory that was loaded from a folder which permtriton wrote.
+
+    Raises:
+        ModelError: its folder holds the record of a compilation.
+    """
+    if model.name_or_path and os.path.isfile(os.path.join(model.name_or_path, REPORT_FILE)):
+        raise compiled_already(Source(model.name_or_path))
+
+
+def check_loaded(model: PreTrainedModel) -> None:
+    """Refuses a model that was given in memory without its weights.
+
+    Raises:
+        ModelError: a weight is on the meta device.
+    """
+    if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+        raise ModelError(
+            f"{empty} of this {type(model).__name__} has no values (it is on the meta device): load the weights first, "
+            "or give the folder in place of the model"
+        )
+
+
+def check_weights(model: PreTrainedModel) -> None:
+    """Refuses weights that are complex, NaN or infinite.
+
+    Raises:
+        ModelError: a weight is not finite; the message names the first such parameter.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
+        values = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # torch has no isfinite of float8
+        if parameter.is_complex():
+            raise ModelError(
+                f"{name} is {parameter.dtype}, expected floating-point weights: permtriton prunes no other"
+            )
+        if not bool(values.isfinite().all()):
+            bad = int((~values.isfinite()).sum())
+            raise ModelError(
+                f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"
+            )
+
+
+def compiled_already(source: Source) -> ModelError:
+    return ModelError(f"{source.name} has already been compiled by permtriton: pass the original model")

@@ -1,0 +1,67 @@
+"""Can a model be saved at the end? All but its weights are saved at the start, into a temporary folder."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from permtriton.errors import ModelError, OutputError, reading
+from permtriton.util.output_files import disk_error
+
+
+def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Refuses now what could not be saved at the end: saves all but the weights, and asks which of these are shared.
+
+    Transformers checks some values of configs, and whether a class declares the weights that it shares, only there.
+
+    Args:
+        name: what the model is called in the error.
+        tokenizer: tokenizer or processor; None for none.
+
+    Raises:
+        ModelError: a config, the tokenizer or the weights could not be saved.
+        OutputError: the folder for temporary files cannot be written.
+    """
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    parts: dict[str, Callable[[str], object]] = {
+        "its config.json cannot be saved again": model.config.save_pretrained,
+        "with this config.json, it cannot be saved again": lambda folder: model.save_pretrained(
+            folder, state_dict={}, is_main_process=False
+        ),
+        "weights that share their values, which its class does not declare, cannot be saved (give each a copy)": (
+            lambda folder: remove_tied_weights_from_state_dict(model.state_dict(), model)
+        ),
+    }
+    if model.can_generate():
+        parts["its generation_config.json cannot be saved again"] = model.generation_config.save_pretrained
+    if tokenizer is not None:
+        parts["its tokenizer cannot be saved again"] = tokenizer.save_pretrained
+    with _temporary_folder() as folder:
+        for problem, save in parts.items():
+            with reading(f"{name}: {problem}", ModelError), _temporary_files():
+                save(folder)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    with ExitStack() as stack:
+        with _temporary_files():
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+        yield folder
+
+
+@contextmanager
+def _temporary_files() -> Iterator[None]:
+    """Says of an error of the disk which folder it is about."""
+    try:
+        yield
+    except Exception as error:  # transformers raises many kinds
+        if (reported := disk_error(error)) is None:
+            raise
+        named = "the folder for temporary files"
+        with suppress(OSError):  # where there is none
+            named = f"{named}, {tempfile.gettempdir()},"
+        raise OutputError(f"{named} cannot be written: {reported.strerror}") from error

@@ -1,0 +1,142 @@
+"""Loads what makes a model's inputs, a tokenizer or a processor, and refuses one that would fill the memory."""
+
+import struct
+import unicodedata
+from base64 import b64decode
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from permtriton.errors import ModelError, first_line, reading, shown, without_panics
+from permtriton.model.headers import read_json
+from permtriton.model.source import Source
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER_FILE = "tokenizer.json"
+MOST_TOKENS, MOST_GROWTH = 2**24, 1000
+
+
+def load_processor(source: Source, model: PreTrainedModel) -> Any:
+    """Loads what makes a model's inputs: its tokenizer, or the processor of images or sound; None if there is none.
+
+    Raises:
+        ModelError: the folder holds one that cannot be loaded, or the connection to the hub is lost.
+    """
+    if model.main_input_name == "input_ids":
+        return load_tokenizer(source)
+    problems: list[Exception] = []
+    loaders: list[Any] = [
+        transformers.AutoProcessor,
+        transformers.AutoImageProcessor,
+        transformers.AutoFeatureExtractor,
+    ]
+    if source.folder is not None and not source.holds("tokenizer_config.json"):
+        loaders.append(loaders.pop(0))  # it would make an empty tokenizer up, which would then be saved
+    for loader in loaders:
+        try:
+            return loader.from_pretrained(source.location, **source.loading)
+        except Exception as error:  # they raise many kinds, also where a folder holds a processor of another kind
+            problems.append(error)
+    if any(map(source.holds, PROCESSOR_FILES)) or _is_connection_lost(problems[0]):
+        raise ModelError(f"{source.name}: its processor cannot be loaded: {first_line(problems[0])}") from problems[0]
+    return None
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
+    """Loads the tokenizer; returns None if there is none.
+
+    Raises:
+        ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
+    """
+    try:
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
+            _check_growth(source)
+            tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
+            _check_vocabulary(source, tokenizer)
+            return tokenizer
+    except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
+        if source.holds("tokenizer_config.json") or (source.gguf and source.gguf.has_tokenizer):
+            raise
+        if source.folder is None and _is_connection_lost(error):
+            problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
+            raise ModelError(f"{problem} Check the network, or give a local folder") from error
+        return None
+
+
+def _check_growth(source: Source) -> None:
+    """Refuses a tokenizer that replaces characters by many, again and again: any text would fill the memory."""
+    if not source.holds(TOKENIZER_FILE):
+        return
+    path = Path(source.location, TOKENIZER_FILE)
+    grown: list[tuple[str, float]] = []  # what a character may have become, "" for any -> by how many times longer
+    for step in _steps_of(read_json(path).get("normalizer")):
+        text, content = map(_folded, _replaced(step))
+        if not content:
+            continue
+        again = [growth for before, growth in grown if not text or not before or set(text) <= set(before)]
+        growth = max(len(content) / len(_replaced(step)[0] or "x"), 1) * max([1, *again])
+        grown.append(("" if step["type"] in ("ByteLevel", "Precompiled") else content, growth))
+        if growth > MOST_GROWTH:
+            raise ModelError(
+                f"{path}: its normalizers make text {growth:.0e} times as long: expected at most {MOST_GROWTH}"
+            )
+
+
+def _replaced(step: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns what a normalizer replaces, "" for any text, and by what at the longest; "" if it adds no characters."""
+    kind, pattern = step.get("type"), step.get("pattern")
+    if kind == "ByteLevel":
+        return "", "byte"  # a character has at most four
+    if kind == "Precompiled":
+        with suppress(ValueError, TypeError, struct.error):  # the tokenizer itself refuses it
+            table = b64decode(step.get("precompiled_charsmap", ""))
+            (tree,) = struct.unpack_from("<I", table)  # what follows the tree are the replacements, each with a zero
+            return "", max(table[4 + tree :].split(b"\0"), key=len).decode("latin1")
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    content = step.get({"Replace": "content", "Prepend": "prepend"}.get(str(kind), ""))
+    return text if isinstance(text, str) else "", content if isinstance(content, str) else ""
+
+
+def _folded(text: str) -> str:
+    """Returns a text as NFKD and lower case, which other normalizers may make of it."""
+    return unicodedata.normalize("NFKD", text).casefold()
+
+
+def _steps_of(normalizer: Any) -> Iterator[dict[str, Any]]:
+    """Yields the normalizers of a sequence, and of those inside it, in their order."""
+    if not isinstance(normalizer, dict):
+        return
+    yield normalizer
+    inner = normalizer.get("normalizers")
+    for each in inner if isinstance(inner, list) else []:
+        yield from _steps_of(each)
+
+
+def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses absurd ids and additions: saving lists all ids below the largest one, and the process would die of it."""
+    vocabulary: dict[str, int] = {}
+    with suppress(NotImplementedError):  # a tokenizer with code of its own
+        vocabulary = tokenizer.get_vocab()
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
+    if largest >= MOST_TOKENS:
+        raise ModelError(
+            f"{source.name}: its tokenizer gives {shown(token)} the id {largest}, expected less than {MOST_TOKENS}: it "
+            "is damaged"
+        )
+    if (added := tokenizer.num_special_tokens_to_add()) > MOST_GROWTH:
+        raise ModelError(
+            f"{source.name}: its tokenizer adds {added} tokens to each text: expected at most {MOST_GROWTH}"
+        )
+
+
+def _is_connection_lost(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError | ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
