@@ -23,7 +23,7 @@ LINEARS = (
     "names of linears or of modules that hold them, globs (*.down_proj), regular expressions after re:, or names of "
     "classes"
 )
-SURPLUS = 4  # tokens of a text that are encoded per token drawn, so that the windows are a sample of the documents
+SURPLUS = 4  # tokens of a text that are mixed per token drawn, so that the windows are a sample of the documents
 WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
 
 
@@ -150,6 +150,11 @@ class CommonConfig:
     def patterns(self) -> tuple[NMPattern, ...]:
         """Every pattern that a linear may have."""
         return self.sparsity, *(NMPattern.of_some(text)[1] for text in self.pattern)
+
+    @property
+    def surplus(self) -> int:
+        """Sequences that are drawn of a text where it has them, per calibration sample."""
+        return SURPLUS
 
     @property
     def alone(self) -> bool:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from permtriton import config_from
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Samples
-from permtriton.data.text import HUB_DATASETS, calibration_ids, check_samples, evaluation_ids, fitted
+from permtriton.data.text import HUB_DATASETS, all_windows, calibration_ids, check_samples, evaluation_ids, fitted
 from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
@@ -75,6 +76,20 @@ def test_the_draw_depends_on_the_seed_alone(tmp_path):
     draws = [calibration_ids(source, None, 1000, seed) for seed in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize(("further", "expected"), [(0, 16), (3, 16), (9, 40), (63, 49)])
+def test_more_of_a_text_is_drawn_for_steps_that_read_it(tmp_path, further, expected):
+    """What is drawn without them stays first, whatever they ask for."""
+    path = tmp_path / "many.jsonl"
+    rows = torch.arange(800).view(40, 20).tolist()
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
+    wanted = config_from({"distill_further": further}, "mask,distill").surplus
+    first = all_windows(config(path), None, 1000, 0)
+    drawn = all_windows(config(path), None, 1000, 0, None, wanted)
+    assert torch.equal(drawn[: len(first)], first)
+    assert drawn.unique().numel() == drawn.numel()
+    assert len(drawn) - expected in (0, 1), "as many as are asked for, and what a document has beside them"
 
 
 @pytest.mark.parametrize("tokens", [63, 64])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
     from permtriton.evaluation.tasks import Tasks
 
 # None where the dense model writes all text itself, while it is compiled.
-Draws = Mapping[tuple[CalibrationConfig, int], Samples | None]
+Draws = Mapping[tuple[CalibrationConfig, int, int], Samples | None]  # by source, surplus and seed
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def compare(
         by_seed = []
         for seed, key in zip(seeds, keys[row], strict=True):
             config = dataclasses.replace(row.config, seed=seed)
-            drawn = draws[row.config.calibration, seed]
+            drawn = draws[row.config.calibration, row.config.surplus, seed]
             by_seed.append(kept.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
         results.append(RowResult(row.method, row.pattern, row.setting, tuple(by_seed)))
         finished(results[-1])
@@ -163,10 +163,10 @@ def _draws(benchmark: Benchmark, rows: Sequence[Row], seeds: Sequence[int], ids:
     """
     model = benchmark.dense
     given = None if ids is None else check_samples(model, ids)
-    draws: dict[tuple[CalibrationConfig, int], Samples | None] = {}
+    draws: dict[tuple[CalibrationConfig, int, int], Samples | None] = {}
     for row in rows:
         for seed in seeds:
-            key = row.config.calibration, seed
+            key = row.config.calibration, row.config.surplus, seed
             if key not in draws:
                 config = dataclasses.replace(row.config, seed=seed)
                 alone = config.alone and given is None
@@ -175,7 +175,7 @@ def _draws(benchmark: Benchmark, rows: Sequence[Row], seeds: Sequence[int], ids:
 
 
 def _key(row: Row, seed: int, draws: Draws) -> Key:
-    drawn = draws[row.config.calibration, seed]
+    drawn = draws[row.config.calibration, row.config.surplus, seed]
     return Key(row.method, row.pattern, row.setting, seed, "" if drawn is None else drawn.sha256)
 
 

@@ -76,14 +76,16 @@ def all_windows(
     vocabulary: int,
     seed: int,
     documents: Documents | None = None,
+    surplus: int = SURPLUS,
 ) -> Tensor:
-    """Draws all sequences of the text that is encoded, at most `SURPLUS` times the wanted ones of many documents.
+    """Draws all sequences of the text that is encoded, of many documents about ``surplus`` times the wanted ones.
 
     Args:
         config: Source, wanted number, and length of the sequences.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         documents: What is drawn from, where it is in memory; the source then only names it.
+        surplus: At least `SURPLUS`. It does not change which sequences come first.
 
     Returns:
         int64 ``[at least samples, sequence_length]``: windows that do not overlap, in random order. Where each is drawn
@@ -103,10 +105,14 @@ def all_windows(
             raise ConfigError("`one_document=true` has no effect on pairs of a source and its labels: leave it out")
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=config.calibration)
         length, name = config.sequence_length, config.calibration
-        return paired_windows(documents, encode, length, config.samples, generator, name, SURPLUS)
+        return paired_windows(documents, encode, length, config.samples, generator, name, surplus)
     if config.one_document:
         return _in_vocabulary(_one_document_each(config, documents, tokenizer, seed), vocabulary, config.calibration)
-    stream = _encode(config.calibration, documents, tokenizer, vocabulary, wanted, generator)
+    cut_off = config.sequence_length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
+    pieces = _encode(config.calibration, documents, tokenizer, vocabulary, surplus * wanted + cut_off, generator)
+    ends = torch.tensor([each.numel() for each in pieces]).cumsum(0)
+    first = int((ends < SURPLUS * wanted).sum()) + 1  # documents that are mixed, however many follow
+    stream = torch.cat(pieces[:first])
     windows = stream.numel() // config.sequence_length
     if windows < config.samples:
         raise CalibrationError(
@@ -116,7 +122,12 @@ def all_windows(
     slack = stream.numel() - windows * config.sequence_length
     offset = int(torch.randint(0, slack + 1, (1,), generator=generator))
     order = torch.randperm(windows, generator=generator)
-    return stream[offset : offset + windows * config.sequence_length].view(windows, -1)[order].contiguous()
+    mixed = stream[offset : offset + windows * config.sequence_length].view(windows, -1)[order]
+    if not pieces[first:]:
+        return mixed.contiguous()
+    rest = torch.cat(pieces[first:])
+    count = rest.numel() // config.sequence_length
+    return torch.cat([mixed, rest[: count * config.sequence_length].view(count, -1)])
 
 
 def _one_document_each(
@@ -171,7 +182,7 @@ def evaluation_ids(
     if are_pairs(documents):
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=source)
         return paired_windows(documents, encode, sequence_length, None, None, source)
-    stream = _encode(source, documents, tokenizer, vocabulary, None, None)
+    stream = torch.cat(_encode(source, documents, tokenizer, vocabulary, None, None))
     length = min(sequence_length, stream.numel())
     if length < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
@@ -201,7 +212,7 @@ def calibration_samples(
         generator = torch.Generator().manual_seed(config.seed)
         return check_samples(model, media_samples(source, model, tokenizer, count, generator))
     check_length(model, config.calibration.sequence_length)
-    ids = all_windows(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents)
+    ids = all_windows(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus)
     spare = samples_of(model, ids[count:]) if len(ids) > count else None
     return replace(samples_of(model, ids[:count]), spare=spare)
 
@@ -308,11 +319,11 @@ def _encode(
     vocabulary: int,
     wanted: int | None,
     generator: torch.Generator | None,
-) -> Tensor:
-    """Returns the ids of a source's documents as one stream, int64 ``[tokens]``.
+) -> list[Tensor]:
+    """Returns the ids of a source's documents, int64 ``[tokens]`` each.
 
     The documents are in random order where ``generator`` is given. Where ``wanted`` is given, encoding stops once there
-    are `SURPLUS` times as many tokens.
+    are so many tokens.
     """
     if not len(documents):
         raise CalibrationError(f"{source} is empty: no text to use")
@@ -324,12 +335,12 @@ def _encode(
         piece = _encode_one(document, tokenizer, source)
         pieces.append(piece)
         total += piece.numel()
-        if wanted is not None and total >= SURPLUS * wanted:
+        if wanted is not None and total >= wanted:
             break
-    stream = torch.cat(pieces)
-    if not stream.numel():
+    if not total:
         raise CalibrationError(f"{source} is empty: no text to use")
-    return _in_vocabulary(stream, vocabulary, source)
+    _in_vocabulary(torch.cat(pieces), vocabulary, source)
+    return pieces
 
 
 def _encode_one(

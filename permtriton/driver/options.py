@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from permtriton.config import WRITTEN, CommonConfig
+from permtriton.config import SURPLUS, WRITTEN, CommonConfig
 from permtriton.driver.step import Step
 from permtriton.errors import ConfigError
 from permtriton.util.option import Option, documented, options_of
@@ -54,6 +54,10 @@ class CompileConfig(CommonConfig):
     def gradients(self) -> bool:
         """Whether gradients are computed."""
         return bool(self.dense_share) or any(step.gradients for step in self.steps)
+
+    @property
+    def surplus(self) -> int:
+        return max([SURPLUS, *(1 + step.further for step in self.steps)])
 
     @property
     def generated(self) -> int:

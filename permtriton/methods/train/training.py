@@ -3,12 +3,13 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from permtriton.config import SURPLUS, OptimizerKind
+from permtriton.config import OptimizerKind
 from permtriton.driver.step import FLOAT32, GENERATED, Facts, Speed, Stage, Step
 from permtriton.util.option import option
 
 RATE = "Peak learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights."
 HALF = 2  # bytes
+MOST_FURTHER = 63
 
 
 class TrainingStep(Step):
@@ -65,7 +66,7 @@ class Training(TrainingStep):
     further: int = option(
         0,
         "Further samples of the calibration text to train on, per sample of --samples; fewer where it has no more.",
-        maximum=SURPLUS - 1,
+        maximum=MOST_FURTHER,
     )
 
     @property
