@@ -115,7 +115,7 @@ def test_held_out_sequences_are_not_trained_on():
     assert seen == set(rows.tolist())
 
 
-@pytest.mark.parametrize(("sequences", "held_out"), [(1, 1), (2, 1), (19, 1), (64, 6)])
+@pytest.mark.parametrize(("sequences", "held_out"), [(1, 1), (2, 1), (19, 1), (64, 6), (240, 24), (1000, 24)])
 def test_a_tenth_is_held_out(sequences, held_out):
     assert [part.numel() for part in split(sequences, 0)] == [max(sequences - held_out, 1), held_out]
 

@@ -35,8 +35,9 @@ def distill(  # noqa: PLR0913
 ) -> Trained:
     """Trains the kept weights of all pruned linears on ``objective``; nothing else of the model changes.
 
-    A tenth of the sequences is held out. It is measured after every epoch, or after every round of one that has more
-    than `ROUND` steps; the weights with the lowest loss on it are kept, which may be those before training.
+    A tenth of the sequences, at most 24, is held out. It is measured after every epoch, or after every round of one
+    that has more than `ROUND` steps; the weights with the lowest loss on it are kept, which may be those before
+    training.
 
     Args:
         model: pruned model; its weights change in place.

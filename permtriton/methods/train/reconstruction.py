@@ -81,9 +81,10 @@ def reconstruct(  # noqa: PLR0913
 ) -> Reconstructed:
     """Trains the kept weights of the pruned linears layer by layer; nothing else of the model changes.
 
-    A tenth of the sequences is held out. For each layer, the weights of the epoch with the lowest loss on it are kept,
-    which may be those before training. With ``window`` mlp, the linears in the submodule that holds the layer's first
-    linear (the attention) are trained first, and the others after them; the target is the layer's output for both.
+    A tenth of the sequences, at most 24, is held out. For each layer, the weights of the epoch with the lowest loss on
+    it are kept, which may be those before training. With ``window`` mlp, the linears in the submodule that holds the
+    layer's first linear (the attention) are trained first, and the others after them; the target is the layer's output
+    for both.
 
     What cannot be trained this way stays as it is, and is reported: linears outside layers, layers that run several
     times, weights that several layers share.

@@ -27,7 +27,7 @@ from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.state import StateFile, read_records
 from permtriton.util.progress import Advance
 
-HELD_OUT = 0.1  # share of the sequences that decides which round is kept
+HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which round is kept, and their number
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
 
 Loss = Callable[[Tensor], Tensor]  # numbers of sequences, int64 [...], to the mean loss over their tokens, float32 []
@@ -391,5 +391,5 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     if sequences == 1:
         return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
-    held_out = max(int(HELD_OUT * sequences), 1)
+    held_out = min(max(int(HELD_OUT * sequences), 1), MOST_HELD_OUT)
     return order[held_out:].sort().values, order[:held_out].sort().values
