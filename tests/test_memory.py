@@ -172,7 +172,7 @@ def test_the_smaller_optimizer_is_advised(optimizer, advised):
         memory.Needs(0, 0, 0, {"distill": {"moments": 1000}}),
         memory.Needs(0, 0, 0, {"distill": {}}, **onloaded),
     ):
-        message = memory.refusal(needs, memory.Devices("cuda", 1, 999, host=999), config)
+        message = memory.refusal(needs, memory.Devices("cuda", 1, 999, host=999), config.steps)
         assert ("`distill_optimizer=adafactor`" in message) == advised
         assert "are free" in message
 

@@ -149,7 +149,7 @@ def compare(
         by_seed = []
         for seed, key in zip(seeds, keys[row], strict=True):
             config = dataclasses.replace(row.config, seed=seed)
-            drawn = draws[row.config.calibration, row.config.surplus, seed]
+            drawn = draws[_drawn_by(row.config, seed)]
             by_seed.append(kept.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
         results.append(RowResult(row.method, row.pattern, row.setting, tuple(by_seed)))
         finished(results[-1])
@@ -166,7 +166,7 @@ def _draws(benchmark: Benchmark, rows: Sequence[Row], seeds: Sequence[int], ids:
     draws: dict[tuple[CalibrationConfig, int, int], Samples | None] = {}
     for row in rows:
         for seed in seeds:
-            key = row.config.calibration, row.config.surplus, seed
+            key = _drawn_by(row.config, seed)
             if key not in draws:
                 config = dataclasses.replace(row.config, seed=seed)
                 alone = config.alone and given is None
@@ -174,8 +174,13 @@ def _draws(benchmark: Benchmark, rows: Sequence[Row], seeds: Sequence[int], ids:
     return draws
 
 
+def _drawn_by(config: CompileConfig, seed: int) -> tuple[CalibrationConfig, int, int]:
+    """Returns what decides a draw."""
+    return config.calibration, config.surplus, seed
+
+
 def _key(row: Row, seed: int, draws: Draws) -> Key:
-    drawn = draws[row.config.calibration, row.config.surplus, seed]
+    drawn = draws[_drawn_by(row.config, seed)]
     return Key(row.method, row.pattern, row.setting, seed, "" if drawn is None else drawn.sha256)
 
 

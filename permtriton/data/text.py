@@ -109,25 +109,21 @@ def all_windows(
     if config.one_document:
         return _in_vocabulary(_one_document_each(config, documents, tokenizer, seed), vocabulary, config.calibration)
     cut_off = config.sequence_length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
-    pieces = _encode(config.calibration, documents, tokenizer, vocabulary, surplus * wanted + cut_off, generator)
-    ends = torch.tensor([each.numel() for each in pieces]).cumsum(0)
-    first = int((ends < SURPLUS * wanted).sum()) + 1  # documents that are mixed, however many follow
-    stream = torch.cat(pieces[:first])
-    windows = stream.numel() // config.sequence_length
+    stream, ends = _encode(config.calibration, documents, tokenizer, vocabulary, surplus * wanted + cut_off, generator)
+    end = next((each for each in ends if each >= SURPLUS * wanted), ends[-1])  # of what is mixed, whatever follows
+    windows = end // config.sequence_length
     if windows < config.samples:
         raise CalibrationError(
             f"{config.calibration} holds {stream.numel():,} tokens, {windows} sequences of {config.sequence_length}, "
             f"but {config.samples} are needed. Lower `samples=` or `sequence_length=`, or give more text"
         )
-    slack = stream.numel() - windows * config.sequence_length
+    slack = end - windows * config.sequence_length
     offset = int(torch.randint(0, slack + 1, (1,), generator=generator))
     order = torch.randperm(windows, generator=generator)
     mixed = stream[offset : offset + windows * config.sequence_length].view(windows, -1)[order]
-    if not pieces[first:]:
-        return mixed.contiguous()
-    rest = torch.cat(pieces[first:])
-    count = rest.numel() // config.sequence_length
-    return torch.cat([mixed, rest[: count * config.sequence_length].view(count, -1)])
+    count = (stream.numel() - end) // config.sequence_length
+    rest = stream[end : end + count * config.sequence_length].view(count, config.sequence_length)
+    return torch.cat([mixed, rest])
 
 
 def _one_document_each(
@@ -182,7 +178,7 @@ def evaluation_ids(
     if are_pairs(documents):
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=source)
         return paired_windows(documents, encode, sequence_length, None, None, source)
-    stream = torch.cat(_encode(source, documents, tokenizer, vocabulary, None, None))
+    stream, _ = _encode(source, documents, tokenizer, vocabulary, None, None)
     length = min(sequence_length, stream.numel())
     if length < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
@@ -319,8 +315,8 @@ def _encode(
     vocabulary: int,
     wanted: int | None,
     generator: torch.Generator | None,
-) -> list[Tensor]:
-    """Returns the ids of a source's documents, int64 ``[tokens]`` each.
+) -> tuple[Tensor, list[int]]:
+    """Returns the ids of a source's documents as one stream, int64 ``[tokens]``, and where each of them ends.
 
     The documents are in random order where ``generator`` is given. Where ``wanted`` is given, encoding stops once there
     are so many tokens.
@@ -328,19 +324,18 @@ def _encode(
     if not len(documents):
         raise CalibrationError(f"{source} is empty: no text to use")
     order = torch.randperm(len(documents), generator=generator).tolist() if generator else range(len(documents))
-    pieces, total = [], 0
+    pieces, ends = list[Tensor](), list[int]()
     for position in order:
         with reading(f"{source}: document {position + 1} cannot be read", CalibrationError):
             document = documents[position]
         piece = _encode_one(document, tokenizer, source)
         pieces.append(piece)
-        total += piece.numel()
-        if wanted is not None and total >= wanted:
+        ends.append(piece.numel() + (ends[-1] if ends else 0))
+        if wanted is not None and ends[-1] >= wanted:
             break
-    if not total:
+    if not ends[-1]:
         raise CalibrationError(f"{source} is empty: no text to use")
-    _in_vocabulary(torch.cat(pieces), vocabulary, source)
-    return pieces
+    return _in_vocabulary(torch.cat(pieces), vocabulary, source), ends
 
 
 def _encode_one(

@@ -123,7 +123,7 @@ def make_forecast(
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
     """
-    facts, refused, seconds, assumed = start.facts, refusal(needs, devices, start.config), {}, ""
+    facts, refused, seconds, assumed = start.facts, refusal(needs, devices, start.config.steps), {}, ""
     if timed and not refused:
         speed = measure(start) if needs.way is Way.WHOLE and start.model.device.type == devices.kind else None
         if speed is None and devices.kind == "cuda":

@@ -6,7 +6,7 @@ memory, though the kernel can give them up: weights are read that way, and becom
 they change. On a GPU the estimate is of the tensors there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +16,7 @@ from permtriton.data.generated import texts_at_once
 from permtriton.data.samples import Inputs, Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
-from permtriton.driver.step import FLOAT32, Facts, Stage
+from permtriton.driver.step import FLOAT32, Facts, Stage, Step
 from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
@@ -304,12 +304,12 @@ def _generation(model: PreTrainedModel, facts: Facts) -> dict[str, int]:
     }
 
 
-def refusal(needs: Needs, devices: Devices, config: CompileConfig | None = None) -> str:
+def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = ()) -> str:
     """Returns why a compilation cannot run: it needs more memory, in addition to what it holds already, than is free.
 
     The text names the largest use and the options to change; it is empty if the memory is enough.
     """
-    choices = [f"`{step.saves_memory}`" for step in config.steps if step.saves_memory] if config else []
+    choices = [f"`{step.saves_memory}`" for step in steps if step.saves_memory]
     stage = needs.largest_needed
     if needs.way is Way.ONLOADED and devices.host is not None:
         # Pages of the model that are mapped from its files become the process's own as soon as they change.
