@@ -91,7 +91,7 @@ class KeptWeights(Trainable):
     def take(self, name: str, gradient: Tensor) -> None:
         if name in self._changed:  # by an attempt whose memory ran out later on
             return
-        gradient = torch.where(self._mask(name), gradient, 0).to(_wide(gradient.dtype))
+        gradient = (gradient * self._mask(name)).to(_wide(gradient.dtype))  # torch.where takes five times as long
         if self._at_once:
             self._change(name, gradient)
         elif name in self._gradients:
@@ -110,7 +110,7 @@ class KeptWeights(Trainable):
                 self._change(name, gradient.to(weight.device))
 
     def _change(self, name: str, gradient: Tensor) -> None:
-        if not bool(gradient.isfinite().all()):
+        if not bool(torch.stack(gradient.aminmax()).isfinite().all()):  # one pass, where isfinite() takes five
             raise FloatingPointError(name)
         self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
         self._optimizers[name].change(self._parameters[name], gradient.div_(self.scale), self.rate)
@@ -170,11 +170,12 @@ class _Optimizer:
 
     def __init__(self, weight: Tensor, mask: Tensor, kind: OptimizerKind, store: Store) -> None:
         (*more, rows, columns), wide = weight.shape, _wide(weight.dtype)
+        self._fused = kind == "adam"
         self._values = nn.Parameter(torch.empty(0, dtype=wide))
         self._optimizer: torch.optim.Optimizer
         shapes: dict[str, Sequence[int]]
-        if kind == "adam":
-            self._optimizer, self._pace = torch.optim.Adam([self._values], foreach=False), _size(weight, mask)
+        if self._fused:
+            self._optimizer, self._pace = torch.optim.Adam([self._values], fused=True), _size(weight, mask)
             shapes = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight.shape)
         else:  # it measures the size of the weight at every step
             self._optimizer = torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
@@ -200,7 +201,8 @@ class _Optimizer:
             values.data += remainder.to(weight.device)
         values.grad = gradient
         moments = {key: self.state[key].to(weight.device) for key in self._moments}
-        self._optimizer.state[values] = {"step": torch.tensor(float(self.steps)), **moments}
+        steps = torch.tensor(float(self.steps), device=weight.device if self._fused else "cpu")
+        self._optimizer.state[values] = {"step": steps, **moments}
         self._optimizer.param_groups[0]["lr"] = rate * self._pace
         self._optimizer.step()
         self.steps += 1
