@@ -15,7 +15,7 @@ from permtriton.util.progress import Progress
 SMALL = 512  # hidden size up to which operators are too short to be shared among threads
 SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # how a user says it, to torch itself
 WIDE = 256  # hidden size from which oneDNN's preparation of a product is worth it
-UNITS = ("avx512_bf16", "avx512_vp2intersect")  # AMD has both from Zen 5 on
+UNIT = "avx512_bf16"  # which AMD has from Zen 4 on
 
 
 def suit_processor(source: Source, progress: Progress) -> None:
@@ -43,9 +43,9 @@ def _hidden_size(source: Source) -> int:
 
 
 def _mkl_is_slow() -> bool:
-    """Returns whether MKL, by which torch multiplies float32, uses half of this processor's width (AVX2 on Zen 5)."""
+    """Returns whether MKL, by which torch multiplies float32, leaves AVX-512 unused: half of the width of Zen 5."""
     has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch from 2.11 on
-    return str(has.get("cpu_name", "")).startswith("AMD") and all(map(has.get, UNITS)) and not has.get("amx_tile")
+    return str(has.get("cpu_name", "")).startswith("AMD") and bool(has.get(UNIT)) and not has.get("amx_tile")
 
 
 def _multiply_by_onednn() -> None:
