@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from permtriton import demo
-from permtriton.checkpoint.forms import read_comparison
+from permtriton.comparison.record import read_comparison
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, WEIGHTS_FILE
 from permtriton.reporting.compiled import read_folders
 from permtriton.reporting.html_report import page_of

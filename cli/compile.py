@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
+from permtriton.checkpoint.record import described_sparsity
 from permtriton.cli import torchrun
 from permtriton.cli.console import out, print_json, saved, table
 from permtriton.cli.inspect import destination

@@ -14,6 +14,7 @@ from permtriton.methods.prune.weights import mask_weights
 from permtriton.model.experts import unstack_experts
 from permtriton.passes import drawing
 from permtriton.passes.edits import moves_of
+from permtriton.passes.fused_layout import fused_plan
 from permtriton.passes.graph import (
     NM_MASK,
     NORM_PERMUTE,
@@ -25,7 +26,6 @@ from permtriton.passes.graph import (
     copied,
     parameter_nodes,
 )
-from permtriton.passes.layout import fused_plan
 from permtriton.passes.pipeline import PassResult, permutation_passes, pruning_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.passes.provenance import propagate

@@ -10,8 +10,7 @@ import pytest
 
 from permtriton import config_from
 from permtriton.checkpoint import export as exporting
-from permtriton.checkpoint import save as saving
-from permtriton.checkpoint import storing
+from permtriton.checkpoint import storing, verify
 from permtriton.driver import pipeline as compiler
 from permtriton.driver import run as running
 from permtriton.errors import VerificationError
@@ -55,12 +54,12 @@ CHECKS = (
     Check("the pruned model gives the outputs of the lowered graph", ((compiler, "check_same_outputs"),)),
     Check(
         "files: every tensor is finite, every pruned one N:M",
-        ((saving, "check_finite_tensor"), (saving, "check_weight")),
+        ((verify, "check_finite_tensor"), (verify, "check_weight")),
     ),
-    Check("files: every tensor is the one in memory", ((saving, "_check_same"),)),
-    Check("files: no tensor is missing", ((saving, "_check_complete"),)),
+    Check("files: every tensor is the one in memory", ((verify, "_check_same"),)),
+    Check("files: no tensor is missing", ((verify, "_check_complete"),)),
     Check(
-        "files: the model loads, and gives the same outputs", ((saving, "_compare_reloaded"),), lambda *arguments: {}
+        "files: the model loads, and gives the same outputs", ((verify, "_compare_reloaded"),), lambda *arguments: {}
     ),
     Check("export: what is read is N:M", ((exporting, "check_weight"),)),
     Check("export: what is written is what was read", ((storing, "check_same_bits"),)),

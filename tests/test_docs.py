@@ -10,7 +10,7 @@ from typer.main import get_command
 
 import permtriton
 from benchmarks.architectures import table as architectures
-from permtriton.checkpoint.forms import Record
+from permtriton.checkpoint.record import Record
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.model.headers import REPORT_FILE

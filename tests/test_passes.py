@@ -10,10 +10,10 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import norm_permute
 from permtriton.model.checks import relative_difference
 from permtriton.passes.edits import moves_of
+from permtriton.passes.fused_layout import fused_plan
 from permtriton.passes.graph import (
     absorb_folds,
 )
-from permtriton.passes.layout import fused_plan
 from permtriton.passes.pipeline import (
     PASS_NAMES,
     PassResult,

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import permtriton
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.forms import read_comparison, read_record
+from permtriton.checkpoint.record import read_record
 from permtriton.cli.main import app
 from permtriton.comparison.methods import KNOWN, method_rows
+from permtriton.comparison.record import read_comparison
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask

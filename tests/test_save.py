@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import permtriton
 from permtriton.checkpoint import save as saving
+from permtriton.checkpoint import verify
 from permtriton.checkpoint.output import check_output
+from permtriton.checkpoint.pruned import pruned_parameters
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
 from permtriton.util.sparsity import NMPattern, PrunedWeight
@@ -191,9 +193,9 @@ def break_at(where: str, error: BaseException, monkeypatch, compiled) -> None:
         case "tokenizer":
             monkeypatch.setattr(compiled, "tokenizer", SimpleNamespace(save_pretrained=raises(error)))
         case "verify":
-            monkeypatch.setattr(saving, "check_weight", raises(error))
+            monkeypatch.setattr(verify, "check_weight", raises(error))
         case "reload":
-            monkeypatch.setattr(saving, "check_same_outputs", raises(error))
+            monkeypatch.setattr(verify, "check_same_outputs", raises(error))
         case "report":
             monkeypatch.setattr(Path, "write_text", raises(error))
         case "rename away":
@@ -323,7 +325,7 @@ def test_the_report_names_pruned_weights_and_hashes(compiled, place):
 def test_pruned_parameters_know_their_input_dimension():
     for name, dim in (("gpt2", 0), ("llama", 1)):
         model, plan = zoo.planned(name)
-        found = saving.pruned_parameters(model, plan)
+        found = pruned_parameters(model, plan)
         assert set(found.values()) == {PrunedWeight(dim, NMPattern(2, 4))}
         assert all(model.get_parameter(parameter).ndim == 2 for parameter in found)
 

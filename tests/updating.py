@@ -20,7 +20,7 @@ from permtriton.methods.train.distillation import distill
 from permtriton.methods.train.reconstruct import Reconstruct
 from permtriton.methods.train.reconstruction import Reconstructed, reconstruct
 from permtriton.methods.train.trainer import Trained
-from permtriton.methods.train.training import Training
+from permtriton.methods.train.training_step import Training
 from permtriton.model.checks import check_pruned
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util.progress import NoProgress

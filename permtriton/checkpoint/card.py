@@ -10,8 +10,8 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto
 
 from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import to_json
+from permtriton.checkpoint.record import described_sparsity
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name, shown_name
@@ -189,7 +189,7 @@ def _loss(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def loss_in_words(loss: Mapping[str, Any]) -> str:
-    """Returns what a format with fewer bits costs, as `permtriton.checkpoint.forms.Loss` has it, in words."""
+    """Returns what a format with fewer bits costs, as `permtriton.checkpoint.record.Loss` has it, in words."""
     if "not_measured" in loss:
         return f"not measured: {loss['not_measured']}"
     figures = [f"cosine {loss['cosine']:.5f}"]

@@ -10,9 +10,9 @@ from typing import Any
 from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
-from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.fp8 import Fp8
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
+from permtriton.checkpoint.record import described_sparsity
 from permtriton.checkpoint.save import share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
 from permtriton.checkpoint.storing import Packing, Storing

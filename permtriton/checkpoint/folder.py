@@ -9,9 +9,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from permtriton.checkpoint.forms import Record, read_record
 from permtriton.checkpoint.packed import packed_parts, unpacked
 from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig
+from permtriton.checkpoint.record import Record, read_record
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import (

@@ -128,7 +128,7 @@ class Fp8(Storing):
 
         Returns:
             ``reloaded``; ``quantized``, the number of linears; ``further_zeros``, kept weights that became zeros; and
-            ``loss``, as `permtriton.checkpoint.forms.Loss` has it.
+            ``loss``, as `permtriton.checkpoint.record.Loss` has it.
         """
         entries: dict[str, Any] = {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
         problem = "not run: two models do not fit into memory; every tensor was compared instead"

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint.forms import HiddenStates, Order, Record, Rows
-from permtriton.checkpoint.forms import Site as OrderedSite
+from permtriton.checkpoint.record import HiddenStates, Order, Record, Rows
+from permtriton.checkpoint.record import Site as OrderedSite
 from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.util.permutation import inverse, moved

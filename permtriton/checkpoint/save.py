@@ -2,63 +2,29 @@
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
-from permtriton.checkpoint.forms import Record, Reloaded, Report, Tensors, Verification, Written
 from permtriton.checkpoint.names import StoredNames, stored_names
 from permtriton.checkpoint.output import replacing_folder
+from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.shards import describe_files, read_tensors
-from permtriton.config import CommonConfig
-from permtriton.data.media import Processor
-from permtriton.data.samples import Samples
-from permtriton.errors import ModelError, PermTritonError, VerificationError, first_line
-from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
-from permtriton.model.expert_linears import input_dim
-from permtriton.model.experts import stacked_name
+from permtriton.checkpoint.record import Record, Verification, Written
+from permtriton.checkpoint.shards import describe_files
+from permtriton.checkpoint.verify import verify_checkpoint, verify_tensors
+from permtriton.errors import ModelError, PermTritonError, first_line
 from permtriton.model.headers import CONFIG_FILE
-from permtriton.passes.plan import Plan
 from permtriton.running.micro_batch import is_out_of_memory
-from permtriton.running.offload import OffloadFolder
-from permtriton.util.machine import available_memory, peak_memory, release_memory
+from permtriton.util.machine import peak_memory
 from permtriton.util.output_files import disk_error, real_path
-from permtriton.util.sparsity import NMPattern, PrunedWeight
+from permtriton.util.sparsity import PrunedWeight
 
 SHARD_SIZE = "5GB"
-
-
-@dataclass
-class Pruned:
-    """A pruned model and what is saved with it.
-
-    Attributes:
-        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
-        tokenizer: tokenizer or processor of the model; None if there is none.
-        config: every option.
-        plan: sites and channel spaces.
-        report: content of ``permtriton.json``, as `permtriton.driver.record.compilation_record` builds it, and once it
-            is saved, with what was checked.
-        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
-        offload: where the model's large parameters are; None for memory.
-    """
-
-    model: PreTrainedModel
-    tokenizer: Processor | None
-    config: CommonConfig
-    plan: Plan
-    report: Report | Record
-    reference: Samples
-    offload: OffloadFolder | None
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
@@ -130,7 +96,7 @@ def save_trained(
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
         share_mode(partial)
-        checked = _verify_tensors(model, partial, pruned, names, permuted, state)
+        checked = verify_tensors(model, partial, pruned, names, permuted, state)
         verified: Verification = {
             **checked,
             "reloaded": "not run: every tensor was compared bit by bit instead",
@@ -164,15 +130,6 @@ def share_mode(folder: Path) -> None:
         shutil.copymode(folder / CONFIG_FILE, weights)
 
 
-def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, PrunedWeight]:
-    """Returns each pruned parameter with its input dimension and pattern; a stack of experts is one parameter."""
-    patterns: dict[str, NMPattern] = {}
-    for _, name in plan.linears():
-        stack = stacked_name(model, name)
-        patterns[stack[0] if stack else f"{name}.weight"] = plan.patterns[name]
-    return {name: PrunedWeight(input_dim(model, name), pattern) for name, pattern in patterns.items()}
-
-
 def _written(
     folder: Path,
     verification: Verification,
@@ -195,117 +152,3 @@ def _written(
         "card": None,
     }
     return cast(Written, entries)
-
-
-def verify_checkpoint(
-    compiled: Pruned, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames
-) -> Verification:
-    """Checks a written checkpoint.
-
-    Every tensor must be finite and equal to the tensor in memory, every pruned weight must be N:M, and the reloaded
-    model must give the same outputs.
-
-    Args:
-        pruned: parameter name -> its input dimension and pattern, as `pruned_parameters` returns them.
-
-    Returns:
-        The numbers of checked tensors and pruned weights, and how the reloaded model was compared.
-
-    Raises:
-        VerificationError: a check failed; the message names the first such tensor.
-    """
-    permuted = checkpoint_config(compiled.model, str(compiled.config.sparsity)) is not None
-    checked = _verify_tensors(compiled.model, folder, pruned, names, permuted)
-    return {**checked, **_compare_reloaded(compiled, folder)}
-
-
-def _verify_tensors(
-    model: Any,
-    folder: Path,
-    pruned: Mapping[str, PrunedWeight],
-    names: StoredNames,
-    permuted: bool,
-    state: Mapping[str, Tensor] | None = None,
-) -> Tensors:
-    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked.
-
-    Args:
-        permuted: whether modules of the model permute.
-    """
-    if state is None:
-        state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
-    in_memory = names.tensors(model, state)
-    seen = _check_tensors(model, in_memory, folder, pruned, names)
-    indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
-    _check_complete(set(names.stored.values()) | indices, seen)
-    return {"tensors": len(seen), "pruned_weights": len(pruned)}
-
-
-def _check_tensors(
-    model: nn.Module,
-    in_memory: Mapping[str, Tensor],
-    folder: Path,
-    pruned: Mapping[str, PrunedWeight],
-    names: StoredNames,
-) -> set[str]:
-    """Checks every tensor of a checkpoint and returns their names; afterwards no tensor keeps its file mapped."""
-    parameters = {stored: name for name, stored in names.stored.items()}
-    seen = set()
-    for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):
-        seen.add(name)
-        check_finite_tensor(name, tensor)
-        if parameter := parameters.get(name):
-            weight = tensor.view(model.get_parameter(parameter).shape)
-            kept = pruned[parameter]
-            check_weight(name, weight.movedim(kept.dim, -1).flatten(0, -2), kept.pattern)
-        if name in in_memory:
-            _check_same(name, tensor, in_memory[name].detach().cpu())
-    return seen
-
-
-def _check_same(name: str, written: Tensor, in_memory: Tensor) -> None:
-    if written.dtype != in_memory.dtype or not torch.equal(written, in_memory):
-        raise VerificationError(f"{name}: what was written differs from the model in memory")
-
-
-def _check_complete(expected: Set[str], written: Set[str]) -> None:
-    if missing := sorted(expected - written):
-        raise VerificationError(
-            f"{missing[0]} and {len(missing) - 1} more pruned weights or permutations are not in the checkpoint"
-        )
-
-
-def _compare_reloaded(compiled: Pruned, folder: Path) -> Reloaded:
-    """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory or files."""
-    if compiled.offload is not None:
-        with compiled.offload.loading(), compiled.offload.working(compiled.model):
-            return _reloaded(compiled, folder)
-    not_run = "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
-    size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
-    if size * 1.2 > available_memory(compiled.model.device):
-        return {"reloaded": not_run}
-    try:
-        return _reloaded(compiled, folder)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-    release_memory()  # of the failed attempt, which the error's traceback kept alive
-    return {"reloaded": not_run}
-
-
-def _reloaded(compiled: Pruned, folder: Path) -> Reloaded:
-    model = compiled.model
-    try:
-        reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
-        torch.nn.Module.to(reloaded, model.device)
-    except Exception as error:  # transformers raises many kinds
-        if is_out_of_memory(error):
-            raise
-        raise VerificationError(f"the saved checkpoint cannot be loaded again: {first_line(error)}") from error
-    difference = check_same_outputs(
-        model_outputs(model, compiled.reference),
-        partial(model_outputs, reloaded.eval(), compiled.reference),
-        reloaded,
-        "reloading the saved checkpoint",
-    )
-    return {"reloaded": "same outputs", "reload_difference": difference}

@@ -15,7 +15,7 @@ from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig, packed_entry
-from permtriton.checkpoint.reload import check_reloads
+from permtriton.checkpoint.verify_export import check_reloads
 from permtriton.errors import ModelError, VerificationError
 from permtriton.kernels.packing import pack
 from permtriton.util.progress import Progress

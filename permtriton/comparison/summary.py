@@ -82,7 +82,7 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
     """Returns the headers and the rows of a report's table.
 
     Args:
-        report: what `report_of` returned, or `permtriton.checkpoint.forms.read_comparison`.
+        report: what `report_of` returned, or `permtriton.comparison.record.read_comparison`.
     """
     rows, measure = report["rows"], report["measure"]
     dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)

@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.export import check_format
 from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.forms import Gguf
 from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import make_repository, upload
+from permtriton.checkpoint.record import Gguf
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import calibration_of, name_of
 from permtriton.data.media import Processor
@@ -25,11 +25,11 @@ from permtriton.data.text import fitted
 from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import states_beside
+from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model, forecast_model
 from permtriton.driver.prepare import check_offload
-from permtriton.driver.record import Origin
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline

@@ -5,16 +5,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from permtriton.checkpoint.forms import Evaluation
 from permtriton.checkpoint.quantizer import attach
+from permtriton.checkpoint.record import Evaluation
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
 from permtriton.driver.forecast import Forecast, make_forecast
 from permtriton.driver.identity import identify
+from permtriton.driver.make_record import Origin, compilation_record
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.prepare import check_offload, held_out_samples, placed, planned, prepare, with_needs
-from permtriton.driver.record import Origin, compilation_record
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage

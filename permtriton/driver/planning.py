@@ -16,7 +16,7 @@ from permtriton.model.core import has_head
 from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.chosen import NOT_NAMED
-from permtriton.passes.layout import fused_plan
+from permtriton.passes.fused_layout import fused_plan
 from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import stored_names
-from permtriton.checkpoint.save import pruned_parameters
+from permtriton.checkpoint.pruned import pruned_parameters
 from permtriton.config import WRITTEN, CalibrationConfig
 from permtriton.data.generated import BEGINNING, beginnings, first_token, generated_text, why_not_generated
 from permtriton.data.media import Processor

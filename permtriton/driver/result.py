@@ -12,9 +12,10 @@ from permtriton.checkpoint.export import check_format, rewrite
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.output import claimed, working_folder
+from permtriton.checkpoint.pruned import Pruned
 from permtriton.checkpoint.publishing import make_repository, upload
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.save import Pruned, save_checkpoint
+from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
 from permtriton.driver.options import CompileConfig
 from permtriton.evaluation.evaluate import Against, evaluate

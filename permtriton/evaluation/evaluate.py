@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from permtriton.checkpoint.forms import find_record
 from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
 from permtriton.checkpoint.plan_entries import hidden_order_of
+from permtriton.checkpoint.record import find_record
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import selected
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown

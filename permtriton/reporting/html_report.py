@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.forms import described_sparsity, read_comparison
+from permtriton.checkpoint.record import described_sparsity
+from permtriton.comparison.record import read_comparison
 from permtriton.errors import ConfigError
 from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders

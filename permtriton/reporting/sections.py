@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.card import loss_in_words
-from permtriton.checkpoint.forms import described_sparsity
 from permtriton.checkpoint.plan_entries import grouped
+from permtriton.checkpoint.record import described_sparsity
 from permtriton.comparison.methods import DENSE, FUSED
 from permtriton.comparison.summary import Cell, columns
 from permtriton.reporting.compiled import Compiled

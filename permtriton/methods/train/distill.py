@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
-from permtriton.methods.train.training import Training
+from permtriton.methods.train.training_step import Training
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:

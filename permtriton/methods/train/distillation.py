@@ -9,7 +9,7 @@ from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Course, Trained, Trainer
-from permtriton.methods.train.training import Training
+from permtriton.methods.train.training_step import Training
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, layer_modules
 from permtriton.running.backward import checkpointed

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import TrainerCallback
 
-from permtriton.checkpoint.forms import Record, find_record
 from permtriton.checkpoint.names import loaded_names
+from permtriton.checkpoint.record import Record, find_record
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading

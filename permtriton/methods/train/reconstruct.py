@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from permtriton.driver.step import FLOAT32, Facts, Outcome
-from permtriton.methods.train.training import LayerTraining
+from permtriton.methods.train.training_step import LayerTraining
 from permtriton.util.option import documented
 
 if TYPE_CHECKING:

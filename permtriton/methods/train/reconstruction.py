@@ -21,7 +21,7 @@ from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Course, Trained, Trainer
-from permtriton.methods.train.training import LayerTraining
+from permtriton.methods.train.training_step import LayerTraining
 from permtriton.model.forward import cosine_loss
 from permtriton.passes.plan import Plan, layer_names, linear_module
 from permtriton.running import ranks

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
-from permtriton.methods.train.training import Training
+from permtriton.methods.train.training_step import Training
 from permtriton.running import ranks
 from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.micro_batch import MicroBatch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Step
 from permtriton.methods.options import Tuning
-from permtriton.methods.train.training import TrainingStep
+from permtriton.methods.train.training_step import TrainingStep
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What do ``permtriton.json`` and the JSON of ``permtriton compare`` hold? Files of any other form are refused."""
+"""What ``permtriton.json``, the record of a compilation, holds; a file of any other form is refused."""
 
 import math
 from collections.abc import Mapping
@@ -361,43 +361,6 @@ class Record(Always, Written, Sometimes):
     export: NotRequired[Export]
 
 
-class Row(TypedDict):
-    """A row of a comparison; see `permtriton.comparison.summary.report_of`."""
-
-    method: str
-    pattern: str
-    setting: str
-    values: Annotated[list[float], Field(min_length=1)]
-    mean: float
-    spread: float
-    kl: float | None
-    cosine: float | None
-    tasks: dict[str, float]
-    seconds: float
-    compile_seconds: float | None
-    peak_bytes: Integer | None
-    by_seed: list[dict[str, Any]]
-
-
-class Comparison(TypedDict):
-    """The JSON report of ``permtriton compare``."""
-
-    model: str
-    measure: str
-    text: str
-    media: NotRequired[bool]  # whether its windows are of images, sound or other tensors
-    tokens: Integer
-    window: Integer
-    seeds: list[Integer]
-    patterns: list[str]
-    ablation: str | None
-    config: dict[str, str | int | float | bool | list[str]]
-    versions: dict[str, str]
-    device: str
-    system: str
-    rows: Annotated[list[Row], Field(min_length=1)]
-
-
 def described_sparsity(record: Mapping[str, Any]) -> str:
     """Returns the patterns of a record, as `permtriton.util.sparsity.in_words` has them."""
     return in_words(record["config"]["sparsity"], record.get("patterns", {}).values(), len(record["pruned_weights"]))
@@ -439,20 +402,3 @@ def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) ->
             **hub,
         )
     return read_record(Path(path).parent) if location and path and Path(path).is_file() else None
-
-
-def read_comparison(path: Path) -> Comparison:
-    """Returns the JSON report of ``permtriton compare``.
-
-    Raises:
-        ModelError: the file is missing, cannot be read, or has another form.
-    """
-
-    def refuse(problem: str) -> ModelError:
-        return ModelError(f"{path}: {problem}: expected a file that permtriton compare --output wrote")
-
-    comparison = checked(Comparison, read_json(path), refuse)
-    for number, row in enumerate(comparison["rows"]):
-        if row["tasks"].keys() != comparison["rows"][0]["tasks"].keys():
-            raise refuse(f"rows[{number}] has other tasks than rows[0]")
-    return comparison

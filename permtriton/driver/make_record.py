@@ -1,15 +1,15 @@
-"""What ``permtriton.json`` says of a compilation."""
+"""Makes the record of a compilation, ``permtriton.json``, whose fields are in `permtriton.checkpoint.record`."""
 
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from permtriton.checkpoint.forms import Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.checkpoint.plan_entries import (
     hidden_states_report,
     ordered_site_report,
     permutation_report,
     rows_report,
 )
+from permtriton.checkpoint.record import Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.data.samples import Samples
 from permtriton.driver.run import Run, corners
 from permtriton.passes.plan import linear_module, weight_in_out

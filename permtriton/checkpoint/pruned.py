@@ -1,0 +1,49 @@
+"""A pruned model, as a compilation ends with it and as it is saved."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from permtriton.checkpoint.record import Record, Report
+from permtriton.config import CommonConfig
+from permtriton.data.media import Processor
+from permtriton.data.samples import Samples
+from permtriton.model.expert_linears import input_dim
+from permtriton.model.experts import stacked_name
+from permtriton.passes.plan import Plan
+from permtriton.running.offload import OffloadFolder
+from permtriton.util.sparsity import NMPattern, PrunedWeight
+
+
+@dataclass
+class Pruned:
+    """A pruned model and what is saved with it.
+
+    Attributes:
+        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
+        tokenizer: tokenizer or processor of the model; None if there is none.
+        config: every option.
+        plan: sites and channel spaces.
+        report: content of ``permtriton.json``, as `permtriton.driver.make_record.compilation_record` builds it, and
+            once it is saved, with what was checked.
+        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
+        offload: where the model's large parameters are; None for memory.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Processor | None
+    config: CommonConfig
+    plan: Plan
+    report: Report | Record
+    reference: Samples
+    offload: OffloadFolder | None
+
+
+def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, PrunedWeight]:
+    """Returns each pruned parameter with its input dimension and pattern; a stack of experts is one parameter."""
+    patterns: dict[str, NMPattern] = {}
+    for _, name in plan.linears():
+        stack = stacked_name(model, name)
+        patterns[stack[0] if stack else f"{name}.weight"] = plan.patterns[name]
+    return {name: PrunedWeight(input_dim(model, name), pattern) for name, pattern in patterns.items()}

@@ -1,0 +1,135 @@
+"""Verifies a checkpoint that was written: tensor by tensor, and by loading it again as a user would."""
+
+from collections.abc import Mapping, Set
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.checkpoint.names import StoredNames
+from permtriton.checkpoint.pruned import Pruned
+from permtriton.checkpoint.quantizer import checkpoint_config
+from permtriton.checkpoint.record import Reloaded, Tensors, Verification
+from permtriton.checkpoint.shards import read_tensors
+from permtriton.errors import VerificationError, first_line
+from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
+from permtriton.running.micro_batch import is_out_of_memory
+from permtriton.util.machine import available_memory, release_memory
+from permtriton.util.sparsity import PrunedWeight
+
+
+def verify_checkpoint(
+    compiled: Pruned, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames
+) -> Verification:
+    """Checks a written checkpoint.
+
+    Every tensor must be finite and equal to the tensor in memory, every pruned weight must be N:M, and the reloaded
+    model must give the same outputs.
+
+    Args:
+        pruned: parameter name -> its input dimension and pattern, as `pruned_parameters` returns them.
+
+    Returns:
+        The numbers of checked tensors and pruned weights, and how the reloaded model was compared.
+
+    Raises:
+        VerificationError: a check failed; the message names the first such tensor.
+    """
+    permuted = checkpoint_config(compiled.model, str(compiled.config.sparsity)) is not None
+    checked = verify_tensors(compiled.model, folder, pruned, names, permuted)
+    return {**checked, **_compare_reloaded(compiled, folder)}
+
+
+def verify_tensors(
+    model: Any,
+    folder: Path,
+    pruned: Mapping[str, PrunedWeight],
+    names: StoredNames,
+    permuted: bool,
+    state: Mapping[str, Tensor] | None = None,
+) -> Tensors:
+    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked.
+
+    Args:
+        permuted: whether modules of the model permute.
+    """
+    if state is None:
+        state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
+    in_memory = names.tensors(model, state)
+    seen = _check_tensors(model, in_memory, folder, pruned, names)
+    indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
+    _check_complete(set(names.stored.values()) | indices, seen)
+    return {"tensors": len(seen), "pruned_weights": len(pruned)}
+
+
+def _check_tensors(
+    model: nn.Module,
+    in_memory: Mapping[str, Tensor],
+    folder: Path,
+    pruned: Mapping[str, PrunedWeight],
+    names: StoredNames,
+) -> set[str]:
+    """Checks every tensor of a checkpoint and returns their names; afterwards no tensor keeps its file mapped."""
+    parameters = {stored: name for name, stored in names.stored.items()}
+    seen = set()
+    for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):
+        seen.add(name)
+        check_finite_tensor(name, tensor)
+        if parameter := parameters.get(name):
+            weight = tensor.view(model.get_parameter(parameter).shape)
+            kept = pruned[parameter]
+            check_weight(name, weight.movedim(kept.dim, -1).flatten(0, -2), kept.pattern)
+        if name in in_memory:
+            _check_same(name, tensor, in_memory[name].detach().cpu())
+    return seen
+
+
+def _check_same(name: str, written: Tensor, in_memory: Tensor) -> None:
+    if written.dtype != in_memory.dtype or not torch.equal(written, in_memory):
+        raise VerificationError(f"{name}: what was written differs from the model in memory")
+
+
+def _check_complete(expected: Set[str], written: Set[str]) -> None:
+    if missing := sorted(expected - written):
+        raise VerificationError(
+            f"{missing[0]} and {len(missing) - 1} more pruned weights or permutations are not in the checkpoint"
+        )
+
+
+def _compare_reloaded(compiled: Pruned, folder: Path) -> Reloaded:
+    """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory or files."""
+    if compiled.offload is not None:
+        with compiled.offload.loading(), compiled.offload.working(compiled.model):
+            return _reloaded(compiled, folder)
+    not_run = "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
+    size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
+    if size * 1.2 > available_memory(compiled.model.device):
+        return {"reloaded": not_run}
+    try:
+        return _reloaded(compiled, folder)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    release_memory()  # of the failed attempt, which the error's traceback kept alive
+    return {"reloaded": not_run}
+
+
+def _reloaded(compiled: Pruned, folder: Path) -> Reloaded:
+    model = compiled.model
+    try:
+        reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
+        torch.nn.Module.to(reloaded, model.device)
+    except Exception as error:  # transformers raises many kinds
+        if is_out_of_memory(error):
+            raise
+        raise VerificationError(f"the saved checkpoint cannot be loaded again: {first_line(error)}") from error
+    difference = check_same_outputs(
+        model_outputs(model, compiled.reference),
+        partial(model_outputs, reloaded.eval(), compiled.reference),
+        reloaded,
+        "reloading the saved checkpoint",
+    )
+    return {"reloaded": "same outputs", "reload_difference": difference}
