@@ -12,8 +12,17 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton import config_from
 from permtriton.config import CalibrationConfig
+from permtriton.data.held_out import held_out_windows
 from permtriton.data.samples import Samples
-from permtriton.data.text import HUB_DATASETS, all_windows, calibration_ids, check_samples, evaluation_ids, fitted
+from permtriton.data.text import (
+    HUB_DATASETS,
+    all_windows,
+    calibration_ids,
+    calibration_samples,
+    check_samples,
+    evaluation_ids,
+    fitted,
+)
 from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
@@ -414,6 +423,29 @@ def test_the_mark_before_a_text_is_no_token(tmp_path, tokenizer):
             (tmp_path / name).write_text(mark + content, encoding="utf-8")
             found.append(evaluation_ids(str(tmp_path / name), tokenizer, len(tokenizer), 8))
         assert torch.equal(*found)
+
+
+def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
+    """Rows for training a decoder, whose labels are its inputs, would give every sequence the same text twice."""
+    rows = [[(5 * row + column) % 60 for column in range(20)] for row in range(30)]
+    plain, labelled = tmp_path / "plain.jsonl", tmp_path / "labelled.jsonl"
+    plain.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    labelled.write_text("".join(json.dumps({"input_ids": row, "labels": [-100, *row[1:]]}) + "\n" for row in rows))
+    drawn, held_out = zip(
+        *(
+            (
+                calibration_samples(
+                    config_from({"calibration": str(path), "samples": 4, "sequence_length": 16}), None, model
+                ).ids,
+                held_out_windows("", str(path), None, model, 16)[0],
+            )
+            for path in (plain, labelled)
+        ),
+        strict=True,
+    )
+    assert drawn[0].shape == (4, 16)
+    assert torch.equal(*drawn)
+    assert torch.equal(*held_out)
 
 
 def test_ids_in_quotes_are_no_text(tmp_path, tokenizer):

@@ -7,7 +7,7 @@ from permtriton.data.media import is_media, media_samples
 from permtriton.data.samples import Inputs
 from permtriton.data.text import evaluation_ids, vocabulary_of
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError
-from permtriton.model.core import check_towers
+from permtriton.model.core import check_towers, takes_decoder_ids
 from permtriton.model.forward import max_tokens
 from permtriton.model.name import DEMO
 
@@ -52,7 +52,8 @@ def held_out_windows(
         return media_samples(name, model, tokenizer, None), name
     length = _window_of(model, window)
     try:
-        return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents), name
+        paired = takes_decoder_ids(model)
+        return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents, paired=paired), name
     except (CalibrationError, MissingExtraError) as error:
         if data is not None:
             raise

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,11 @@ class Pair:
 def are_pairs(documents: Sequence[object]) -> bool:
     """Whether a source's documents are pairs; either all are, or none is."""
     return len(documents) > 0 and isinstance(documents[0], Pair)
+
+
+def sources_of(documents: Sequence[Any]) -> Sequence[Any]:
+    """Returns documents without their labels, which a model that reads no pairs does without."""
+    return [pair.source for pair in documents] if are_pairs(documents) else documents
 
 
 def paired_windows(

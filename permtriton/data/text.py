@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton import demo
 from permtriton.config import SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.media import Processor, is_media, media_samples
-from permtriton.data.pairs import Pair, are_pairs, paired_windows
+from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
@@ -77,6 +77,8 @@ def all_windows(
     seed: int,
     documents: Documents | None = None,
     surplus: int = SURPLUS,
+    *,
+    paired: bool = True,
 ) -> Tensor:
     """Draws all sequences of the text that is encoded, of many documents about ``surplus`` times the wanted ones.
 
@@ -86,6 +88,7 @@ def all_windows(
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         documents: What is drawn from, where it is in memory; the source then only names it.
         surplus: At least `SURPLUS`. It does not change which sequences come first.
+        paired: Whether documents with labels are pairs; else their labels are left out.
 
     Returns:
         int64 ``[at least samples, sequence_length]``: windows that do not overlap, in random order. Where each is drawn
@@ -100,6 +103,7 @@ def all_windows(
         documents = _documents(
             config.calibration, HUB_DATASETS, JOINED, "calibration.txt", config.text_column, config.split
         )
+    documents = documents if paired else sources_of(documents)
     if are_pairs(documents):
         if config.one_document:
             raise ConfigError("`one_document=true` has no effect on pairs of a source and its labels: leave it out")
@@ -160,6 +164,8 @@ def evaluation_ids(
     vocabulary: int,
     sequence_length: int,
     documents: Documents | None = None,
+    *,
+    paired: bool = True,
 ) -> Tensor:
     """Returns held-out text as consecutive windows, int64 ``[windows, sequence_length]``.
 
@@ -169,12 +175,14 @@ def evaluation_ids(
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         sequence_length: Tokens per window; a shorter text gives one shorter window.
         documents: As for `calibration_ids`.
+        paired: As for `all_windows`.
 
     Raises:
         CalibrationError: As for `calibration_ids`.
     """
     if documents is None:
         documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
+    documents = documents if paired else sources_of(documents)
     if are_pairs(documents):
         encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=source)
         return paired_windows(documents, encode, sequence_length, None, None, source)
@@ -208,7 +216,10 @@ def calibration_samples(
         generator = torch.Generator().manual_seed(config.seed)
         return check_samples(model, media_samples(source, model, tokenizer, count, generator))
     check_length(model, config.calibration.sequence_length)
-    ids = all_windows(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus)
+    ids = all_windows(
+        config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus,
+        paired=takes_decoder_ids(model),
+    )  # fmt: skip
     spare = samples_of(model, ids[count:]) if len(ids) > count else None
     return replace(samples_of(model, ids[:count]), spare=spare)
 
