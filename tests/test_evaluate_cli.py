@@ -184,7 +184,7 @@ def test_the_demo_has_a_text_of_its_own(monkeypatch, tmp_path):
     """It is the default for the demo, and for what is compared with it."""
     from permtriton.data import held_out
 
-    monkeypatch.setattr(held_out, "evaluation_ids", lambda *a: evaluation_ids(*a)[:2, :64])
+    monkeypatch.setattr(held_out, "evaluation_ids", lambda *a, **b: evaluation_ids(*a, **b)[:2, :64])
     report = json.loads(run("demo", "--json"))
     assert (report["text"], report["window"], report["tokens"]) == ("demo", 64, 128)
     assert 5 < report["perplexity"] < 30
@@ -203,7 +203,7 @@ def test_tasks_alone_need_no_text(desk, options):
 def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch):
     from permtriton.data import held_out
 
-    def no_hub(*_arguments: object) -> None:
+    def no_hub(*_arguments: object, **_named: object) -> None:
         raise CalibrationError("dataset wikitext2 cannot be fetched: no network")
 
     monkeypatch.setattr(held_out, "evaluation_ids", no_hub)

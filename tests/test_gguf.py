@@ -90,6 +90,15 @@ def test_a_file_beside_a_hub_name(pristine, monkeypatch):
     assert asked == [("someone/model", FILE)]
 
 
+def test_a_file_of_a_revision(pristine, monkeypatch):
+    """It lies in the cache of the hub, which is a folder on this machine."""
+    asked = []
+    path = str(pristine / FILE)
+    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *names, **hub: asked.append(hub) or path)
+    same_as_file(load_model(Source("someone/model", gguf_file=FILE, revision="v1")), pristine)
+    assert asked == [{"revision": "v1"}]
+
+
 def test_dtype(file):
     assert load_model(Source(str(file), dtype="bfloat16")).dtype == torch.bfloat16
 

@@ -306,6 +306,35 @@ def test_a_model_from_the_hub_is_checked_as_a_folder_is(folder, tmp_path, monkey
         load_model(Source("someone/model"))
 
 
+@pytest.mark.parametrize("revision", ["v1", "0" * 40])
+def test_a_revision_of_the_hub_is_loaded_where_the_main_branch_is_not_in_the_cache(
+    folder, tmp_path, monkeypatch, revision
+):
+    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    main = snapshot.parents[1] / "refs" / "main"
+    main.rename(main.with_name("v1"))
+    source = Source("someone/model", revision=revision)
+    assert all(map(torch.equal, load_model(source).parameters(), load_model(Source(str(folder))).parameters()))
+    quantize(LAST_UP)(snapshot)
+    with pytest.raises(ModelError, match=rf"{LAST_UP} is I8"):
+        load_model(source)
+
+
+def test_what_a_folder_is_refused_for_is_refused_of_a_hub_name(folder, tmp_path, monkeypatch):
+    compiled, broken = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("compiled", "broken"))
+    (compiled / "permtriton.json").write_text("{}")
+    (broken / "tokenizer.json").write_text("{")
+    for name in ("compiled", "broken"):
+        in_the_cache(tmp_path / name, f"someone/{name}", tmp_path / "cache", monkeypatch)
+    for name in (str(compiled), "someone/compiled"):
+        with pytest.raises(ModelError, match="has already been compiled"):
+            load.load_original(Source(name))
+        load_model(Source(name))
+    for name in (str(broken), "someone/broken"):
+        with pytest.raises(ModelError, match=r"its tokenizer cannot be loaded|cannot be read as JSON"):
+            load.load_original(Source(name))
+
+
 def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatch):
     """Only config and headers: the estimate is that of the folder, but for the time."""
     headers = {}

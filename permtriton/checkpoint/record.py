@@ -8,13 +8,13 @@ from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
-from transformers.utils import cached_file
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
 from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name
+from permtriton.model.source import fetched
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
 from permtriton.util.validation import checked
@@ -391,14 +391,5 @@ def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) ->
     Raises:
         ModelError: as `read_record`.
     """
-    path: Any = Path(location, REPORT_FILE)
-    if is_hub_name(location):
-        path = cached_file(
-            location,
-            REPORT_FILE,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_connection_errors=False,
-            **hub,
-        )
-    return read_record(Path(path).parent) if location and path and Path(path).is_file() else None
+    path = fetched(location, REPORT_FILE, hub) if is_hub_name(location) else Path(location, REPORT_FILE)
+    return read_record(path.parent) if location and path and path.is_file() else None

@@ -26,6 +26,7 @@ from permtriton.model.headers import (
     read_headers,
     read_json,
 )
+from permtriton.model.name import DEMO
 from permtriton.model.prunable import check_weights, compiled_already
 from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.sizes import build_empty, check_numbers
@@ -74,12 +75,10 @@ def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFold
     dtype, device = dtype_of(source), resolve_device(source.device)
     if offload is not None and device.type != "cpu":
         raise ConfigError(NO_GPU.format(device=device))
-    if not allow_compiled and source.holds(REPORT_FILE):
-        raise compiled_already(source)
     _refuse_pickles(source)
     stored = _stored(source)
     config = _config(source, stored)
-    if not allow_compiled and _is_compiled(config):
+    if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
         raise compiled_already(source)
     _check_named_weights(source, config)
     model_class = _model_class(source, config)
@@ -215,7 +214,7 @@ def _stored(source: Source) -> dict[str, StoredTensor] | None:
 
 def _fetched(source: Source) -> dict[str, StoredTensor]:
     """Returns the tensors of a model that was just loaded by its hub name; none of one that the hub had to convert."""
-    config = cached_file(source.location, CONFIG_FILE, local_files_only=True)
+    config = cached_file(source.location, CONFIG_FILE, local_files_only=True, **source.hub)
     with suppress(ModelError):
         return read_headers(checkpoint_files(Path(str(config)).parent))
     return {}
@@ -275,7 +274,7 @@ def check_folder(source: Source) -> None:
 
 
 def _check_revision(source: Source) -> None:
-    if source.revision is not None and (source.folder is not None or os.path.exists(source.name)):
+    if source.revision is not None and (source.name == DEMO or os.path.exists(source.name)):
         raise ConfigError(
             f"`revision={source.revision}` has no effect on {source.name}, which is on this machine: leave it out"
         )

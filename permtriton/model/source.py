@@ -1,6 +1,7 @@
 """Where does a model come from: a folder, the hub, a GGUF file, the demo? On which device, and in which dtype?"""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -111,6 +112,29 @@ class Source:
     def holds(self, file: str) -> bool:
         """Returns whether the source is a folder that holds ``file``; a GGUF file holds all that belongs to it."""
         return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
+
+    def find(self, file: str) -> Path | None:
+        """Returns ``file`` of the folder, or of the hub as `fetched` does; None where there is none."""
+        if self.folder is None:
+            return fetched(self.location, file, self.hub)
+        return Path(self.location, file) if self.holds(file) else None
+
+
+def fetched(location: str, file: str, hub: Mapping[str, str]) -> Path | None:
+    """Returns a file of a name on the hub; None where there is none, or it can neither be fetched nor is in the cache.
+
+    Args:
+        hub: as `Source.hub`.
+    """
+    path = cached_file(
+        location,
+        file,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+        **hub,
+    )
+    return Path(str(path)) if path else None
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:

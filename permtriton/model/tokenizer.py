@@ -5,7 +5,6 @@ import unicodedata
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -42,7 +41,7 @@ def load_processor(source: Source, model: PreTrainedModel) -> Any:
             return loader.from_pretrained(source.location, **source.loading)
         except Exception as error:  # they raise many kinds, also where a folder holds a processor of another kind
             problems.append(error)
-    if any(map(source.holds, PROCESSOR_FILES)) or _is_connection_lost(problems[0]):
+    if _is_connection_lost(problems[0]) or any(map(source.find, PROCESSOR_FILES)):
         raise ModelError(f"{source.name}: its processor cannot be loaded: {first_line(problems[0])}") from problems[0]
     return None
 
@@ -60,19 +59,18 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
             _check_vocabulary(source, tokenizer)
             return tokenizer
     except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
-        if source.holds("tokenizer_config.json") or (source.gguf and source.gguf.has_tokenizer):
-            raise
         if source.folder is None and _is_connection_lost(error):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
+        if source.find("tokenizer_config.json") or (source.gguf and source.gguf.has_tokenizer):
+            raise
         return None
 
 
 def _check_growth(source: Source) -> None:
     """Refuses a tokenizer that replaces characters by many, again and again: any text would fill the memory."""
-    if not source.holds(TOKENIZER_FILE):
+    if (path := source.find(TOKENIZER_FILE)) is None:
         return
-    path = Path(source.location, TOKENIZER_FILE)
     grown: list[tuple[str, float]] = []  # what a character may have become, "" for any -> by how many times longer
     for step in _steps_of(read_json(path).get("normalizer")):
         text, content = map(_folded, _replaced(step))
