@@ -11,6 +11,7 @@ from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
+from permtriton.methods.train.kept_weights import KeptWeights
 from permtriton.methods.train.trainer import schedule, split
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
@@ -72,6 +73,42 @@ def test_steps_are_those_of_the_optimizer_on_masked_gradients_relative_to_the_we
     for name, weight in pruned.weights.items():
         torch.testing.assert_close(result[name], weight.detach(), rtol=0, atol=1e-6)
     assert pruned.moved() == set(pruned.weights)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_weight_that_is_stored_transposed_is_trained_as_any_other(optimizer, collected):
+    """Experts of gpt-oss are; what collects gradients may lay them out in another way."""
+    torch.manual_seed(0)
+    values, gradients = torch.randn(6, 8) * (torch.rand(6, 8) > 0.5), torch.randn(3, 6, 8)
+    results = []
+    for transposed in (False, True):
+        weight = torch.nn.Parameter(values.t().contiguous().t() if transposed else values.clone())
+        linear = torch.nn.Linear(8, 6, bias=False)
+        linear.weight = weight
+        kept = KeptWeights({"linear": weight}, optimizer)
+        with kept.trainable(linear):
+            for gradient in gradients:
+                kept.begin(0.1, 1.0)
+                kept.forget(at_once=not collected)
+                kept.take("linear", gradient)
+                kept.finish()
+        kept.check()
+        results.append(weight.detach().clone())
+    torch.testing.assert_close(*results)
+    assert not torch.equal(results[0], values)
+
+
+def test_a_gradient_that_overflows_at_pruned_weights_alone_does_no_harm():
+    pruned = tiny(torch.float16)
+    pruned.distill(epochs=1)
+    expected = pruned.trained_weights()
+    pruned.reset()
+    for weight in pruned.weights.values():
+        weight.register_hook(lambda grad, weight=weight: torch.where(weight == 0, torch.inf, grad))
+    pruned.distill(epochs=1)
+    assert equal(pruned.trained_weights(), expected)
+    assert pruned.moved()
 
 
 def test_gradients_of_all_weights_are_in_memory_only_where_a_step_is_several_passes():

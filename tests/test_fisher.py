@@ -12,7 +12,9 @@ from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
-from permtriton.passes.plan import ChannelSpace, Plan, Site, linear_module, weight_in_out
+from permtriton.passes.apply import apply_edits
+from permtriton.passes.edits import edits_of, moves_of
+from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
 from permtriton.util.progress import NoProgress
 
 from . import zoo
@@ -101,6 +103,26 @@ def test_rows_and_columns_are_those_of_plain_autograd(name, kind):
     assert max(fisher.tokens for fisher in expected.values()) == IDS.numel() * (zoo.LAYERS if name == "albert" else 1)
     with unchanged(model):
         assert_same(found(model, plan, kind, micro_batch_size=2), expected)
+
+
+def _within(segments) -> Tensor:
+    """A random permutation that keeps to the segments of a space."""
+    ends = torch.tensor(segments).cumsum(0).tolist()
+    return torch.cat([end - size + torch.randperm(size) for end, size in zip(ends, segments, strict=True)])
+
+
+def test_columns_are_in_the_order_of_the_weight_where_a_linear_gathers():
+    model = zoo.build("phi")
+    plan = find_plan(model, TWO_FOUR, layout="fused", o_proj="free")
+    space = next(each for each in plan.spaces if each.placement is Placement.GATHER)
+    site = plan.sites_of(space)[0]
+    before = found(model, plan)
+    index = _within(space.segments)
+    apply_edits(model, edits_of(moves_of(plan, {space.name: index})))
+    assert linear_module(model, site.linears[0]).gather is not None
+    for name, fisher in found(model, plan).items():
+        reordered = before[name].column[site.expand(index)] if name in site.linears else before[name].column
+        torch.testing.assert_close(fisher.column, reordered)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])

@@ -182,7 +182,12 @@ class GatheredLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``[..., out_features]``."""
-        return super().forward(x if self.gather is None else self.gather(x))
+        return super().forward(as_multiplied(self, x))
+
+
+def as_multiplied(linear: nn.Module, x: Tensor) -> Tensor:
+    """Returns a linear's input ``[..., in_features]`` in the order of its weight's columns: gathered, if it gathers."""
+    return linear.gather(x) if isinstance(linear, GatheredLinear) and linear.gather is not None else x
 
 
 class SparseLinear(GatheredLinear):

@@ -22,6 +22,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.objective import LOSSES
 from permtriton.methods.measure.statistics import reads_every_token
+from permtriton.model.modules import as_multiplied
 from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen
@@ -220,7 +221,7 @@ def _together(
     model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], store: Store
 ) -> Iterator[tuple[Sequence[Samples], LayerStream | None]]:
     """Yields as many batches at a time as half the free space holds the inputs of all layers for, and their stream."""
-    if not store.one_layer:
+    if not store.one_layer or not batches:  # a rank may have no share
         yield batches, None
         return
     hidden = batches[0].positions * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
@@ -270,14 +271,14 @@ def _watched(model: PreTrainedModel, plan: Plan, watch: Watch) -> Iterator[None]
 
 
 def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]
-    def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:
             # No weight of the model requires a gradient: the first linears start the graph. Their outputs are no
             # leaves of it, which a model could not change in place (OLMo clamps its queries, keys and values).
             output = output.requires_grad_().clone()
-        add = watch(inputs[0].detach().flatten(0, -2))
+        add = watch(as_multiplied(module, inputs[0]).detach().flatten(0, -2))
         # A layer that is recomputed runs twice, but only one output has a gradient.
         output.register_hook(lambda gradient: add(gradient.flatten(0, -2)))
         return output

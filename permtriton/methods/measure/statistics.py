@@ -17,7 +17,7 @@ from permtriton.methods.measure.importance import inverts_hessians, reads_activa
 from permtriton.methods.prune.obs import inverse_diagonal
 from permtriton.model.expert_linears import SECOND, RoutedExperts
 from permtriton.model.experts import expert_of, measure_experts, stacked_name
-from permtriton.model.modules import GatheredLinear
+from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running import ranks
@@ -102,8 +102,7 @@ def watch_inputs(
 
     def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         reader = linear_module(model, site.linears[0])
-        gather = reader.gather if isinstance(reader, GatheredLinear) and reader.gather is not None else nn.Identity()
-        return lambda _module, inputs: consume(site, gather(inputs[0]), residuals.pop(site.name, None))
+        return lambda _module, inputs: consume(site, as_multiplied(reader, inputs[0]), residuals.pop(site.name, None))
 
     def count(site: Site) -> Callable[..., None]:
         def hook(*_: object) -> None:

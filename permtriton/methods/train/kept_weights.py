@@ -110,8 +110,10 @@ class KeptWeights(Trainable):
                 self._change(name, gradient.to(weight.device))
 
     def _change(self, name: str, gradient: Tensor) -> None:
-        if not bool(torch.stack(gradient.aminmax()).isfinite().all()):  # one pass, where isfinite() takes five
-            raise FloatingPointError(name)
+        if not _finite(gradient):  # at pruned weights alone it does no harm
+            gradient = torch.where(self._mask(name), gradient, 0)
+            if not _finite(gradient):
+                raise FloatingPointError(name)
         self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
         self._optimizers[name].change(self._parameters[name], gradient.div_(self.scale), self.rate)
 
@@ -196,10 +198,11 @@ class _Optimizer:
             rate: learning rate, relative to the root mean square of the weight.
         """
         values, remainder = self._values, self.state.get("remainder")
-        values.data = weight.detach().to(gradient.dtype, copy=True)
+        # Fused Adam takes values, gradient and moments for laid out alike.
+        values.data = weight.detach().to(gradient.dtype, memory_format=torch.contiguous_format, copy=True)
         if remainder is not None:
             values.data += remainder.to(weight.device)
-        values.grad = gradient
+        values.grad = gradient.contiguous()
         moments = {key: self.state[key].to(weight.device) for key in self._moments}
         steps = torch.tensor(float(self.steps), device=weight.device if self._fused else "cpu")
         self._optimizer.state[values] = {"step": steps, **moments}
@@ -214,6 +217,11 @@ class _Optimizer:
             remainder.copy_(values - weight)
         values.data, values.grad = values.new_empty(0), None
         self._optimizer.state.clear()
+
+
+def _finite(values: Tensor) -> bool:
+    """Returns whether all values are finite, in one pass over them, where `Tensor.isfinite` takes five."""
+    return bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _size(weight: Tensor, mask: Tensor) -> float:

@@ -117,8 +117,9 @@ def reconstruct(  # noqa: PLR0913
             for part in layers[name].parts:
                 if not part.keys() <= finished.keys():
                     bring(layers[name].module)
-                    result.parts.append({"name": name, **problem.train(model, part, name, advance)})
-                    finished |= {key: store.moved(kept) for key, kept in KeptWeights(part).snapshot().items()}
+                    kept = KeptWeights(part, options.optimizer)
+                    result.parts.append({"name": name, **problem.train(model, kept, list(part), name, advance)})
+                    finished |= {key: store.moved(values) for key, values in kept.snapshot().items()}
                     _save(state, finished, result)
     return result
 
@@ -175,18 +176,17 @@ class _Problem:
         return cosine_loss(output, target) if kind == "cosine" else squared_loss(output, target)
 
     def train(
-        self, model: nn.Module, weights: Mapping[str, nn.Parameter], name: str, advance: Advance
+        self, model: nn.Module, kept: KeptWeights, linears: list[str], name: str, advance: Advance
     ) -> dict[str, Any]:
-        """Trains some weights of the layer called ``name`` and returns their entry in the report."""
-        started = time.perf_counter()
-        kept, trained = KeptWeights(weights, self.options.optimizer), Trained()
+        """Trains some linears of the layer called ``name`` and returns their entry in the report."""
+        started, trained = time.perf_counter(), Trained()
         with kept.trainable(model):
             sequences, tokens = self.hidden.shape[:2]
             course = Course.of(sequences, tokens, self.options, self.config.seed)
             trainer = Trainer(kept, self.loss, course, self.config, name)
             trainer.fit(trained, advance)
         return {
-            "linears": list(weights),
+            "linears": linears,
             "start": trained.history[0].held_out,
             "end": trained.history[trained.kept].held_out,
             **trained.report(),
