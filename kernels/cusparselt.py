@@ -83,6 +83,7 @@ def product(
     _used_on(x_TC)
     tokens = x_TC.shape[0]
     padded, weight = _padded(x_TC), compressed.view(out_features, -1)
+    bias = None if bias is None else bias.contiguous()  # it is read from its first element on
     config = config or _chosen(x_TC, compressed, bias, out_features)
     chosen = config.constants
     y = torch._cslt_sparse_mm(
@@ -96,7 +97,7 @@ def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
     shape, configs = (x_TC.shape[0], out_features, x_TC.shape[1]), [*CONFIGS]
     if collecting() and (config := searched(x_TC, compressed, bias, out_features)) not in configs:
         configs.append(config)
-    if is_open("cusparselt", shape, x_TC.dtype) and not torch.cuda.is_current_stream_capturing():
+    if is_open("cusparselt", shape, x_TC.dtype) and not (collecting() or torch.cuda.is_current_stream_capturing()):
         keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
     return config_for("cusparselt", configs, shape, x_TC.dtype, searched=True)
 

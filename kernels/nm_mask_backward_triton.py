@@ -277,7 +277,7 @@ def nm_mask_backward_triton(
     """
     total, rows = sum(size * size for size in blocks), weight.shape[0]
     if not total or not rows:
-        return torch.zeros(total, device=weight.device)
+        return torch.zeros(total, dtype=torch.float32, device=weight.device)
     config = config_for("nm_mask_backward", CONFIGS, (rows, weight.shape[1], max(blocks)), weight.dtype)
     aligned = grad.stride(0) == weight.stride(0) == 1 and not any(
         number % ALIGN for number in (rows, grad.stride(1), weight.stride(1), *blocks)
@@ -292,7 +292,7 @@ def nm_mask_backward_triton(
     splits = max(min(config.constants["PROGRAMS"] // programs, triton.cdiv(rows, LEAST_ROWS)), 1)
     steps = triton.cdiv(triton.cdiv(rows, splits), ROWS_STEP)
     splits = triton.cdiv(rows, steps * ROWS_STEP)
-    partial = torch.empty((splits, total), device=weight.device)
+    partial = torch.empty((splits, total), dtype=torch.float32, device=weight.device)
     tensors, first, offset = (grad, weight, *factors.contiguous(), index.contiguous(), partial), 0, 0
     for size, count, launch, tiles in runs:
         align = launch.constants["ALIGN"]

@@ -163,6 +163,14 @@ def _normalized(row, inside, C, eps, KIND: tl.constexpr):
 
 
 @jit
+def _rounded(result, value, weight_ptr):
+    """Returns float32 values as the narrower dtype of input and weight holds them."""
+    if weight_ptr.dtype.element_ty.primitive_bitwidth < value.dtype.primitive_bitwidth:
+        return result.to(weight_ptr.dtype.element_ty).to(tl.float32)
+    return result.to(value.dtype).to(tl.float32)
+
+
+@jit
 def _statistics(row_ptr, C, eps, TILE: tl.constexpr, KIND: tl.constexpr):
     """Returns (mean, 1 / deviation) of a row that does not fit into registers; the mean of the RMS kinds is 0."""
     mean = 0.0
@@ -219,7 +227,7 @@ def _norm_permute_fwd_kernel(
         )
         result, _ = _normalized(value.to(tl.float32), inside, C, eps, KIND)
         if KIND == 0:
-            result = result.to(value.dtype).to(tl.float32)
+            result = _rounded(result, value, weight_ptr)
         if not HOLD:
             scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
         factor = scale.to(tl.float32) + offset
@@ -251,7 +259,7 @@ def _norm_long_fwd_kernel(
             value = tl.load(x_ptr + row * row_stride + source, mask=inside, other=0.0)
             result = (value.to(tl.float32) - mean) * root
             if KIND == 0:
-                result = result.to(value.dtype).to(tl.float32)
+                result = _rounded(result, value, weight_ptr)
             scale = tl.load(weight_ptr + source, mask=inside, other=0.0)
             factor = scale.to(tl.float32) + offset
             if KIND != 1:

@@ -13,11 +13,12 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import has_kernels, triton
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Gradient = Callable[..., Mapping[str, Tensor | Callable[[], Tensor] | None]]
+_has_kernels = functools.cache(has_kernels)
 
 
 def operator(
@@ -40,7 +41,7 @@ def operator(
         fake: Returns empty results of the right shapes and dtypes.
         check: Raises an error about arguments that do not fit, before the function, the launcher or ``fake`` runs.
         launcher: Computes the same on the current GPU, which is that of the first argument: Triton launches there,
-            whichever device the arguments are on. Not used where there is no Triton.
+            whichever device the arguments are on. Not used where there is no Triton, or the GPU is too old for it.
         supports: Whether the launcher computes a call; without it, it computes all.
         gradient: Takes the gradient of the first result, then what is kept; returns the gradients of parameters, by
             name: a gradient, or a function that is called only if that gradient is needed.
@@ -61,7 +62,7 @@ def operator(
 
             def on_gpu(*flat: Any) -> Any:
                 with torch.cuda.device(flat[0].device):
-                    return there(*flat)
+                    return (there if _has_kernels(flat[0].device) else reference)(*flat)
 
             made.register_kernel("cuda")(on_gpu)
         if gradient is not None:

@@ -257,8 +257,8 @@ def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Te
         (soft ``[n, B, B]``, row scales, column scales ``[rounds, n, B]``), all float32.
     """
     blocks, size, _ = logits.shape
-    soft = torch.empty((blocks, size, size), device=logits.device)
-    rows, columns = (torch.empty((rounds, blocks, size), device=logits.device) for _ in range(2))
+    soft = torch.empty((blocks, size, size), dtype=torch.float32, device=logits.device)
+    rows, columns = (torch.empty((rounds, blocks, size), dtype=torch.float32, device=logits.device) for _ in range(2))
     if soft.numel():
         config = config_for("sinkhorn", CONFIGS, (blocks, size), logits.dtype)
         _sinkhorn_fwd_kernel[(blocks,)](

@@ -222,7 +222,8 @@ def chosen(
         config_for("sparse_linear_mma", configs_for(tokens), shape, dtype), *shape, dtype, limits_of(device)
     )
     while is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
-        variant = replace(variant, early=variant.early and _TRUSTED.get((variant, device), True))
+        early = variant.early and _TRUSTED.get((variant, device), device.type == "meta")  # not tried while captured
+        variant = replace(variant, early=early)
         if not _too_many_clusters(variant, tokens, out_features, device):
             note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
             return variant

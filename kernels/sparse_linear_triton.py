@@ -281,7 +281,7 @@ def _tokens(x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, i
     tiles = triton.cdiv(in_features, options["TILE_C"])
     tiles_per_split = triton.cdiv(tiles, options["SPLITS"])
     splits = options["SPLITS"] = triton.cdiv(tiles, tiles_per_split)
-    out = y if splits == 1 else torch.empty((splits, tokens, out_features), device=x.device)
+    out = y if splits == 1 else torch.empty((splits, tokens, out_features), dtype=torch.float32, device=x.device)
     bias_or_any = values if bias is None else bias.contiguous()
     _sparse_linear_kernel[(triton.cdiv(out_features, options["TILE_O"]), splits)](
         x.contiguous(), values, positions.view(torch.int16), bias_or_any,

@@ -26,6 +26,7 @@ from permtriton.recipe import all_options, build_config, given_by, steps_of
 from permtriton.reporting import html_report
 from permtriton.util.asking import arguments, asking_with_options
 from permtriton.util.bars import Shown, reporter
+from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import path_of, real_path
 
 Model = PreTrainedModel | str | Path
@@ -125,6 +126,7 @@ def dry_run(model: Model, asked: Asked, options: dict[str, Any]) -> DryRun:
     return _job(model, asked, options).dry_run(reporter(asked.progress))
 
 
+@as_torch_starts()
 def inspect(
     model: Model,
     *,

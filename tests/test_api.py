@@ -20,7 +20,7 @@ import permtriton
 from permtriton import api
 from permtriton.checkpoint import publishing
 from permtriton.cli.main import app
-from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, OutputError
+from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, OutputError
 from permtriton.model.source import Source
 from permtriton.recipe import all_options
 from permtriton.util.progress import NoProgress
@@ -455,3 +455,30 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=message):
             permtriton.compile("my-model", **{"data": TEXTS, **QUICK, **options})
+
+
+def test_defaults_of_torch_that_the_caller_has_set_change_nothing():
+    """The meta device stands for a GPU, whose tensors numpy cannot read either."""
+    model, ids = zoo.tiny_llama(), zoo.tiny_ids(4, 12)
+    options = {"data": ids, "eval_data": "none", "recipe": "learned,mask", "learn_epochs": 1, "samples": 4}
+    expected = permtriton.compile(zoo.tiny_llama(), **options).report["permutations"]
+    plan = permtriton.inspect(model)
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        assert permtriton.inspect(model) == plan
+        assert permtriton.find_plan(model, permtriton.NMPattern(2, 4)).sites
+        assert permtriton.compile(model, **options).report["permutations"] == expected
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+
+def test_parameters_that_share_memory_are_refused():
+    model = zoo.tiny_llama(tie_word_embeddings=False)
+    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight)
+    with pytest.raises(ModelError, match=r"lm_head.weight and model.embed_tokens.weight share memory"):
+        permtriton.compile(model, data=zoo.tiny_ids(4, 12), recipe="mask")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    permtriton.compile(model, data=zoo.tiny_ids(4, 12), recipe="mask", eval_data="none")

@@ -256,6 +256,12 @@ FROZEN = {
     "looked up by channels": lambda net, x: net.down(
         net.up(x) + (net.decay[(net.up(x) > 0).to(torch.int64)] * net.vector[:, None]).sum()
     ),
+    "gathered by channels": lambda net, x: net.side(net.up(x)) + net.down(
+        net.constant.expand(2, TOKENS, WIDE).gather(-1, (net.up(x) > 0).to(torch.int64))
+    ),
+    "gathered by what is largest": lambda net, x: net.side(net.up(x)) + net.down(
+        net.gate(x).gather(1, net.up(x).max(1, keepdim=True).indices)
+    ),
     "put by channels": lambda net, x: net.down(
         net.up(x)[0].index_put((positions(net.up(x)),), net.gate(x)[0, :WIDE])[None]
     ),
@@ -268,7 +274,8 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_channels_that_are_not_alike_keep_their_order(name):
-    assert space_of(check(FROZEN[name]), "down").reason
+    linear = "side" if name.startswith("gathered") else "down"
+    assert space_of(check(FROZEN[name]), linear).reason
 
 
 def test_channels_beside_padding_do_not_mix_with_others():

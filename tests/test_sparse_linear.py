@@ -17,6 +17,9 @@ from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, PACKED, ROUTE_CONFIGS, routed, sparse_linear
+from permtriton.kernels.tools import tuning
+from permtriton.kernels.tools.case import Case
+from permtriton.kernels.tools.timing import Timing
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, index_of, rng, sparse
@@ -317,6 +320,34 @@ def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):
     run(torch.ones(16, 32).bfloat16())
     assert used == [0, 7, 7, 7, 7]
     assert len(searches) == 1
+    # What it keeps is no trial, so that tuning tries everything.
+    x = torch.ones(16, 32).bfloat16()
+    case = Case(
+        "sparse_linear", "16x32x32", torch.bfloat16, lambda seed: (), lambda: run(x), lambda: x, lambda *_: 0.0, 0.0, 1
+    )
+    monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
+    files = [autotune.cache_file()]
+    (entry,) = tuning.tune([case], torch.device("cpu"), autotune.machine_key(), files).values()
+    assert len(entry["trials"]) == 2
+    files[0].unlink()
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+    tuning.requests_of(case)
+    assert not files[0].exists(), "what is asked for while tuning is kept by tuning"
+
+
+def test_cusparselt_reads_a_bias_from_its_first_element_on(monkeypatch):
+    given = []
+
+    def multiply(compressed, dense_CT, bias, **_options):
+        given.append(bias)
+        return dense_CT.t()
+
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
+    bias = torch.arange(64.0).bfloat16()[::2]
+    config = cusparselt.CONFIGS[0]
+    cusparselt.product(torch.ones(16, 32).bfloat16(), torch.zeros(32 * 18).bfloat16(), bias, 32, config)
+    assert given[0].is_contiguous()
+    assert torch.equal(given[0], bias)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product as product_of
 from pathlib import Path
 
@@ -226,6 +227,19 @@ def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
         assert not is_trusted(EMULATED[0], torch.device("cuda"))
     assert is_trusted(EMULATED[1], torch.device("cuda"))
     assert len(mma._TRUSTED) == 1
+
+
+def test_the_variant_that_begins_late_is_captured_where_only_it_was_tried(fresh, monkeypatch):
+    device = torch.device("cuda", 0)
+    early = variant_of(CONFIGS[1], 8, 4096, 4096, BF16, H200)
+    assert early.early
+    monkeypatch.setattr(mma, "limits_of", lambda _: H200)
+    monkeypatch.setattr(mma, "config_for", lambda *_: CONFIGS[1])
+    monkeypatch.setattr(mma, "_too_many_clusters", lambda *_: False)
+    monkeypatch.setattr(mma, "_TRUSTED", {(replace(early, early=False), device): True})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.warns(UserWarning, match="run each number of tokens once before"):
+        assert mma.chosen(8, 4096, 4096, BF16, device) == replace(early, early=False)
 
 
 @pytest.mark.parametrize(

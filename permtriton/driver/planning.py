@@ -22,6 +22,7 @@ from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
 from permtriton.running import ranks
+from permtriton.util.machine import as_torch_starts
 from permtriton.util.sparsity import NMPattern
 
 
@@ -97,6 +98,7 @@ class Planned:
         )
 
 
+@as_torch_starts()
 def find_plan(
     model: PreTrainedModel,
     sparsity: NMPattern,

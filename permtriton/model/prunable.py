@@ -1,6 +1,7 @@
 """Which models in memory can be pruned: those with finite weights, that permtriton has not compiled already."""
 
 import os
+from itertools import pairwise
 
 from transformers import PreTrainedModel
 
@@ -12,13 +13,13 @@ from permtriton.model.source import Source
 
 
 def check_original(model: PreTrainedModel) -> None:
-    """Refuses a model that is compiled already, that only compares others' outputs, or whose weights are damaged.
+    """Refuses a model that is compiled already, that only compares others' outputs, or whose weights cannot change.
 
     One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
 
     Raises:
-        ModelError: a module permutes channels or is packed, there is no last hidden state, or a weight is not finite
-            or in GGUF's blocks.
+        ModelError: a module permutes channels or is packed, there is no last hidden state, two parameters share memory,
+            or a weight is not finite or in GGUF's blocks.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
@@ -36,6 +37,7 @@ def check_original(model: PreTrainedModel) -> None:
                 "instead"
             )
     check_towers(model)
+    _check_memory(model)
     check_weights(model)
 
 
@@ -80,6 +82,17 @@ def check_weights(model: PreTrainedModel) -> None:
             bad = int((~values.isfinite()).sum())
             raise ModelError(
                 f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"
+            )
+
+
+def _check_memory(model: PreTrainedModel) -> None:
+    """Refuses two parameters in the same memory: what is changed in one would change the other, too."""
+    there = [(each.data_ptr(), each.nbytes, name) for name, each in model.named_parameters() if not each.is_meta]
+    for (start, size, name), (following, _, other) in pairwise(sorted(each for each in there if each[1])):
+        if following < start + size:
+            raise ModelError(
+                f"{name} and {other} share memory, but are two parameters: make one nn.Parameter of them (tied "
+                "weights), or copy one of them"
             )
 
 

@@ -92,12 +92,15 @@ def _with_arguments(kind: Any, function: Any) -> Any:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        from permtriton.util.machine import as_torch_starts
+
         try:
             given = whole.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{called.__name__}() {error}") from None
         others = [given.pop(each.name, {}) for each in options]
-        return function(given.pop(model.name), kind(**given), *others)
+        with as_torch_starts():
+            return function(given.pop(model.name), kind(**given), *others)
 
     called.__signature__ = whole  # type: ignore[attr-defined]
     return called

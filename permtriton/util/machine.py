@@ -5,7 +5,7 @@ import platform
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +15,19 @@ import torch
 from permtriton.running import ranks
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@contextmanager
+def as_torch_starts() -> Iterator[None]:
+    """Inside the context, new tensors are float32 and on the CPU unless said otherwise, whatever the caller has set."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        # A device that is set, even the CPU, takes time at every call of torch.
+        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def versions() -> dict[str, str]:
