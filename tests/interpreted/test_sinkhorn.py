@@ -134,3 +134,13 @@ def test_every_configuration(config):
 def test_what_the_kernels_do_not_take(logits):
     assert not supports(logits)
     assert supports(logits[:, :128, :128].float())
+
+
+def test_another_default_dtype_of_torch_changes_nothing():
+    logits = logits_of(16)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        check_forward(logits, 0.5, 5)
+    finally:
+        torch.set_default_dtype(before)
