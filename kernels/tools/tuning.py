@@ -130,12 +130,8 @@ def tune(
         for number, request in enumerate(requests):
             if request.key in entries:
                 continue
-            entry = {
-                "case": case.name,
-                "trials": {},
-                **known.get(request.key, {}),
-            }  # a library's own choice has no trials
-            entries[request.key] = entry
+            # What a library chose by itself has no trials.
+            entry = entries[request.key] = {"case": case.name, "trials": {}, **known.get(request.key, {})}
             later = {other.op: other.configs[0] for other in requests[number + 1 :]}
             with forcing({**later, **request.forced}):  # else a route chosen earlier might bypass this kernel
                 for trial in _trials(case, request, entry, device):
