@@ -202,6 +202,29 @@ def test_requests_that_do_not_fit_are_counted(tmp_path, model, tokenizer):
         Tasks(["longer"], folder=tmp_path / "t").run(model, tokenizer)
 
 
+def test_prompts_that_do_not_fit_before_an_answer_are_counted(model, tokenizer):
+    harness, prompts = library._Harness(model, tokenizer, 2, Steps()), ["the quick", "the quick brown fox " * 12]
+    ids, mask = harness.tok_batch_encode(prompts, left_truncate_len=harness.max_length - 8)
+    assert harness.truncated == 1
+    assert ids.shape == mask.shape == (2, harness.max_length - 8)
+    assert harness.tok_batch_encode(prompts)[0].shape[1] > harness.max_length
+
+
+def test_a_model_in_training_is_measured_without_dropout_and_goes_on_training(folder, tokenizer):
+    model = zoo.build("gpt2", vocab_size=len(tokenizer)).train()
+    model.transformer.ln_f.eval()
+    ids = zoo.token_ids(4, 12)
+    modes = [module.training for module in model.modules()]
+    expected = measure_model(copy.deepcopy(model).eval(), windows=ids)
+    assert model(ids).logits.ne(model(ids).logits).any(), "there is dropout"
+    found = measure_model(
+        model, tokenizer, windows=ids, dense=copy.deepcopy(model), tasks=Tasks(["foxes"], folder=folder)
+    )
+    assert found.perplexity == pytest.approx(expected.perplexity)
+    assert found.kl == pytest.approx(0, abs=1e-6)
+    assert [module.training for module in model.modules()] == modes
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 

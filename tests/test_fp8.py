@@ -60,6 +60,20 @@ def test_zeros_stay_zeros_and_weights_move_by_rounding_only(dtype):
     assert (back.abs().amax(1) > 0.9 * weight.abs().amax(1))[weight.any(1)].all()
 
 
+def test_rows_whose_scale_is_hardly_a_float16_are_written(tmp_path):
+    """A neuron that is nearly dead: its scale has a few bits left, by which its weights are off."""
+    folder = saved(tmp_path / "saved", torch.float16)
+
+    def shrink(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors[LAST_UP].float()
+        tensors[LAST_UP].copy_(
+            weight / weight.abs().amax(1, keepdim=True) * torch.linspace(2e-5, 3e-4, len(weight))[:, None]
+        )
+
+    folders.edit_tensors(folder, shrink)
+    export(folder, tmp_path / "fp8", "fp8")
+
+
 def test_only_linears_beside_pruned_ones_change(source, written):
     before, after = load_file(source / WEIGHTS), load_file(written / WEIGHTS)
     linears = {name for name in before if "proj" in name}

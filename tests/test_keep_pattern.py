@@ -540,6 +540,28 @@ def test_trainer(tmp_path):
     assert len(torch_optimizer._global_optimizer_post_hooks) == 0
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_trainer_goes_on_from_its_own_checkpoints(tmp_path, fused):
+    pytest.importorskip("accelerate")
+    folder = folders.save(folders.model_of("llama", fused=fused), tmp_path / "pruned")
+    rows = [{"input_ids": row, "labels": row} for row in zoo.tiny_ids(8, 8)]
+    options = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_steps": 1, "learning_rate": 1e-2}
+
+    def trained(steps: int, where: str, start: bool = False, **more: object) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        arguments = TrainingArguments(str(tmp_path / where), max_steps=steps, **options, **more)
+        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[permtriton.KeepPattern()])
+        trainer.train(resume_from_checkpoint=start)
+        return model
+
+    whole = trained(2, "whole", lr_scheduler_type="constant")
+    trained(1, "parts", lr_scheduler_type="constant")
+    continued = trained(2, "parts", start=True, lr_scheduler_type="constant")
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(continued.get_parameter(name), parameter)
+    trained(2, "best", load_best_model_at_end=True, eval_strategy="steps", eval_steps=1)
+
+
 # -- adapters --------------------------------------------------------------------------------------------------------
 
 

@@ -364,6 +364,28 @@ def test_the_first_sentence_is_the_verdict(folders):
     assert "was not measured" in page_of(read_folders([folders["portable"]]), None).lead
 
 
+def test_numbers_of_different_texts_are_not_compared(folders):
+    found = read_folders([folders["portable"], folders["wanda"]])
+    for folder, dense, text in zip(found, (5.5, 4.0), ("wikitext2", "mine.txt"), strict=True):
+        folder.record["evaluation"] = {"measure": "perplexity", "dense": dense, "compiled": 9.0, "text": text}
+    page = page_of(found, None)
+    assert "best" not in page.lead
+    assert "do not compare" in page.lead
+    assert page.warnings == [
+        "The folders were measured on different texts, or in different ways. Their numbers do not compare."
+    ]
+    assert not any("dense 5.5" in picture.svg for picture in page.sections[0].pictures)
+
+
+def test_a_folder_that_was_trained_says_so(folders):
+    found = read_folders([folders["portable"], folders["wanda"]])
+    found[0].record["trained"] = "somewhere"
+    *_, details, repeat = page_of(found, None).sections
+    assert ("trained after pruning", "with its zeros kept", "no") in details.tables[0].rows
+    assert "How a folder was trained after pruning is not recorded" in repeat.text
+    assert "trained" not in page_of(read_folders([folders["wanda"]]), None).sections[-1].text
+
+
 def test_methods_are_told_apart(folders, tmp_path):
     same = read_folders([folders["portable"], folders["portable-packed"]])
     assert [folder.label for folder in same] == [

@@ -120,7 +120,10 @@ class Fp8(Storing):
             raise VerificationError(f"{name}: a zero did not stay a zero in 8 bits")
         if name in self.source.pruned:
             check_weight(name, weight, self.source.pruned[name].pattern)
-        if bool(((weight - before).abs() > RELATIVE * before.abs() + OF_SCALE * scale.float()).any()):
+        kind, scale = torch.finfo(scale.dtype), scale.float()
+        step = kind.smallest_normal * kind.eps / 2  # by which the scale may be off, where it is a subnormal number
+        of_step = step * (1 + before.abs() / scale.clamp_min(step))
+        if bool(((weight - before).abs() > RELATIVE * before.abs() + OF_SCALE * scale + of_step).any()):
             raise VerificationError(f"{name}: what was written differs from what was read by more than rounding")
 
     def check_loads(self, written: Path, model_bytes: int, progress: Progress) -> dict[str, Any]:

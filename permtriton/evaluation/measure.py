@@ -14,7 +14,7 @@ from permtriton.errors import ConfigError
 from permtriton.evaluation.fidelity import DISTANCES, Fidelity, fidelity
 from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
 from permtriton.model.core import takes_decoder_ids
-from permtriton.model.forward import with_tokens
+from permtriton.model.forward import in_eval_mode, with_tokens
 from permtriton.model.seq2seq import predicted, with_decoder_ids
 from permtriton.util.machine import device_name
 from permtriton.util.progress import Progress
@@ -74,7 +74,7 @@ def measure_model(  # noqa: PLR0913
     batch: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluated:
-    """Measures a model, dense or compiled in any format, as it is in memory.
+    """Measures a model, dense or compiled in any format, as it is in memory, but without dropout.
 
     Args:
         tokenizer: its tokenizer, which the tasks need.
@@ -96,6 +96,21 @@ def measure_model(  # noqa: PLR0913
         TaskError: a task cannot be run.
     """
     _check(model, tokenizer, windows, dense, tasks, batch)
+    with in_eval_mode(*filter(None, (model, dense))):
+        return _measured(model, tokenizer, windows, text, dense, hidden_order, tasks, batch, progress)
+
+
+def _measured(  # noqa: PLR0913
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    windows: Inputs | None,
+    text: str,
+    dense: PreTrainedModel | None,
+    hidden_order: Tensor | None,
+    tasks: "Tasks | None",
+    batch: int | None,
+    progress: Progress | None,
+) -> Evaluated:
     started, watch = time.perf_counter(), Stopwatch()
     measured, count, window = Fidelity(), 0, 0
     if windows is not None:

@@ -19,6 +19,7 @@ from lm_eval import evaluate
 from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
@@ -186,6 +187,14 @@ class _Harness(HFLM):
                 )
             self.truncated += len(context) + (0 if self._halves else len(continuation) - 1) > self.max_length
         return super()._loglikelihood_tokens(requests, *arguments, **named)
+
+    def tok_batch_encode(self, strings: list[str], *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        limit = named.pop("left_truncate_len", None)
+        ids, mask = super().tok_batch_encode(strings, *arguments, **named)
+        if limit:
+            self.truncated += int((mask.sum(1) > limit).sum())
+            ids, mask = ids[:, -limit:], mask[:, -limit:]
+        return ids, mask
 
 
 class _Counter:

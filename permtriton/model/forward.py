@@ -20,6 +20,19 @@ TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up 
 
 
 @contextmanager
+def in_eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Inside the context no module drops anything out; afterwards each is in the mode that it was in."""
+    before = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
     """Turns the key/value cache off inside the ``with`` block."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}

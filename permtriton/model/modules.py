@@ -97,6 +97,10 @@ class _PermutedNorm(nn.Module):
         """Applies a further index ``[C]`` after the present one."""
         _compose(self, index)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        _as_stored(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, kind={self.variant.kind}, eps={self.variant.eps}, offset={self.variant.offset}"
 
@@ -183,6 +187,21 @@ class GatheredLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``[..., out_features]``."""
         return super().forward(as_multiplied(self, x))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
+        if self.gather is not None:
+            _as_stored(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _as_stored(module: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> None:
+    """Takes away the dimension that checkpoints add to the weight of a module that permutes.
+
+    ``from_pretrained`` does it by itself; Trainer, when it resumes, loads the tensors of a checkpoint as they are.
+    """
+    stored, weight = state_dict.get(f"{prefix}weight"), module.weight
+    if isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape):
+        state_dict[f"{prefix}weight"] = stored.squeeze(0)
 
 
 def as_multiplied(linear: nn.Module, x: Tensor) -> Tensor:

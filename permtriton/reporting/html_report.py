@@ -57,6 +57,10 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
     warnings = []
     if len(models) > 1:
         warnings.append(f"The folders come from different models: {', '.join(models)}. Their numbers do not compare.")
+    elif len(sections.measures_of(folders)) > 1:
+        warnings.append(
+            "The folders were measured on different texts, or in different ways. Their numbers do not compare."
+        )
     group = folders[0].pattern
     return Page(
         title=f"{', '.join(models)} at {', '.join(patterns)}{ways}",

@@ -22,7 +22,8 @@ def search(folders: Sequence[Compiled]) -> Section:
         "How the loss on the calibration text fell while an order was searched or learned or kept weights were "
         "trained, and the error of each layer. Step 0 is the state before. Losses of different steps do not compare."
         if pictures
-        else "Nothing was searched, learned or trained in rounds: order and weights follow from one calculation."
+        else "The compilation searched, learned and trained nothing in rounds: order and weights follow from one "
+        "calculation."
     )
     return Section("search", "How it was found", text, pictures)
 

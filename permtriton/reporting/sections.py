@@ -30,10 +30,13 @@ def verdict(folders: Sequence[Compiled]) -> str:
     if not measured:
         return f"{folders[0].model} was pruned; how good it still is was not measured."
     sign = 1 if measured[0].record["evaluation"]["measure"] == "perplexity" else -1
+    compares = len(measured) > 1 and len(measures_of(measured)) == 1
+    if len(measured) > 1 and not compares:
+        return f"{len(measured)} compiled models, measured in ways that do not compare."
     best = min(measured, key=lambda folder: sign * folder.record["evaluation"]["compiled"])
     evaluation = best.record["evaluation"]
     dense, compiled = numbers([evaluation["dense"], evaluation["compiled"]], 4)
-    way = f"pruned by {best.label}" + f", the best of the {len(measured)} methods here" * (len(measured) > 1)
+    way = f"pruned by {best.label}" + f", the best of the {len(measured)} methods here" * compares
     if sign < 0:
         return f"The last hidden states of {best.model}, {way}, have a cosine of {compiled} with the dense model's."
     change = evaluation["compiled"] / evaluation["dense"] - 1
@@ -41,6 +44,13 @@ def verdict(folders: Sequence[Compiled]) -> str:
         f"The perplexity of {best.model} on the held-out text goes from {dense} to {compiled} ({change:+.1%}) when it "
         f"is {way}."
     )
+
+
+def measures_of(folders: Sequence[Compiled]) -> list[tuple[Any, ...]]:
+    """Returns in which ways the folders that were measured were: measure, model, text and the dense model's value."""
+    measured = [(folder, folder.record["evaluation"]) for folder in folders if "dense" in folder.record["evaluation"]]
+    ways = ((each["measure"], folder.model, each.get("text"), f"{each['dense']:.4g}") for folder, each in measured)
+    return list(dict.fromkeys(ways))
 
 
 def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Section:
@@ -90,8 +100,8 @@ def _quality(
         if compiled is not None
     ]
     if series:
-        dense = next(value for value, _ in measured if value is not None)
-        line = (f"dense {numbers([dense], 4)[0]}", dense)
+        lines = [(f"dense {numbers([value], 4)[0]}", value) for value, _ in measured if value is not None]
+        line = lines[0] if len(measures_of(folders)) == 1 else None
         svg = chart(series, "seconds to compile", measure, log=(True, True), reference=line)
         alt = f"{measure} against seconds; the table has the numbers"
         yield Picture(svg, alt, "Quality against time.", legend(series))
@@ -224,6 +234,8 @@ def details(folders: Sequence[Compiled]) -> Section:
         "dtype": lambda each: each.record["dtype"],
         "parameters pruned": _pruned,
     }
+    if any("trained" in folder.record for folder in folders):
+        done["trained after pruning"] = lambda each: "with its zeros kept" if "trained" in each.record else "no"
     verified: dict[str, Value] = {
         "permuted against dense, before pruning": lambda each: (
             f"same outputs (largest difference {each.record['proof']['fold_difference']:.1e})"
@@ -270,6 +282,8 @@ def repeat(folders: Sequence[Compiled]) -> Section:
         "The same command on the same machine gives the same result. Sums depend on the processor and the number of "
         "threads, and so, a little, do orders that are searched or learned."
     )
+    if any("trained" in folder.record for folder in folders):
+        text += " How a folder was trained after pruning is not recorded: its command gives the model before that."
     code = ["\n".join(dict.fromkeys(folder.record["command"] for folder in folders))]
     return Section("repeat", "Repeat it", text, code=code)
 
