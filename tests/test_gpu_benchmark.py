@@ -21,6 +21,8 @@ from permtriton.kernels.launch import GpuLimits, recorded, triton
 from permtriton.kernels.tools import compile_check
 from permtriton.kernels.tools.builds import Build
 
+from . import zoo
+
 ROOT = Path(__file__).parent.parent
 PROCESSES = ("tests", "memcheck", "racecheck", "counters")  # rows that start one of their own
 ON_CPU = [name for name in table.ROWS if name not in PROCESSES]
@@ -93,7 +95,7 @@ def test_every_goal_has_a_result(rows):
 
 def test_the_table_of_results_and_of_goals(rows):
     page = table.markdown(rows)
-    assert "counters, tests, memcheck, racecheck | - | - | - | - | not run yet" in page
+    assert "tests, counters, memcheck, racecheck | - | - | - | - | not run yet" in page
     assert "commit abc" in page
     lines = [line for line in page.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in lines} == {len(table.HEADINGS) + 1}
@@ -138,6 +140,45 @@ def test_a_row_that_was_cut_off_is_continued(tmp_path):
     save(tmp_path / bench.RESULTS, {"permute": {**part, "tried": {}, "commit": "another"}})
     assert len(measured(tmp_path, "permute")["permute"]["results"]) == 2
     assert measured(tmp_path, "permute")["permute"]["results"][0] != first
+    save(tmp_path / bench.RESULTS, {"permute": {**part, "tried": {}, "hardware": {"device": "another"}}})
+    assert measured(tmp_path, "permute")["permute"]["results"][0] != first
+
+
+def test_a_row_that_has_lost_its_gpu_goes_on_in_another_process(tmp_path, monkeypatch):
+    ends = [bench.DEAD, bench.DEAD, 0]
+
+    def process(*_arguments, **_environment):
+        if (code := ends.pop(0)) == 0:
+            command.run("permute", Settings(tmp_path, tiny=True))
+        return checks.Ran(code, "", 1.0)
+
+    monkeypatch.setattr(checks, "process", process)
+    monkeypatch.setattr(command, "_ahead", lambda *_: None)
+    monkeypatch.setattr(caches, "work", lambda: tmp_path / "caches")
+    assert command.main(["--out", str(tmp_path), "--tiny", "--only", "permute"]) == 0
+    assert ends == []
+
+
+def test_a_fault_of_the_gpu_ends_the_process(tmp_path, monkeypatch):
+    row, ended = bench.Bench("permute", Settings(tmp_path, tiny=True)), []
+    row.device = torch.device("cuda")
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    row.end_if_dead()
+    assert ended == []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
+    row.end_if_dead()
+    assert ended == [bench.DEAD]
+    assert row.record["seconds"] is None
+
+
+def test_a_step_of_decoding_reads_neither_the_embeddings_nor_what_is_for_many_tokens():
+    model = zoo.tiny_llama(tie_word_embeddings=False)
+    weights = sum(weight.nbytes for weight in model.parameters()) + sum(buffer.nbytes for buffer in model.buffers())
+    expected = weights - model.model.embed_tokens.weight.nbytes
+    model.model.layers[0].mlp.up_proj.register_buffer("weight_compressed", torch.zeros(64))
+    assert models.bytes_of_a_step(model) == expected
+    assert models.bytes_of_a_step(zoo.tiny_llama(tie_word_embeddings=True)) > expected - model.lm_head.weight.nbytes
 
 
 def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeypatch):

@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -29,12 +30,15 @@ import torch
 import transformers
 
 from benchmarks.gpu import caches, checks, kernels, models, table
-from benchmarks.gpu.bench import Bench, Settings, commit, finished, save
+from benchmarks.gpu.bench import DEAD, Bench, Settings, commit, finished, save
 from benchmarks.gpu.table import AHEAD_SECONDS, CALL_SECONDS, CALLS, ROWS, read
 from benchmarks.gpu.tune import tune
+from permtriton.kernels import cusparselt
 from permtriton.kernels.launch import triton
+from permtriton.kernels.tools.tuning import forcing
 
-LEAST = 25  # seconds that a row needs to begin
+LEAST, ENOUGH = 25, 0.7  # seconds that a row needs to begin, and share of those that it is expected to take
+PROCESSES = 4  # of a row at most, each of which goes on behind what left the one before without a GPU
 MEASURES = {
     **checks.ROWS, "sparse_linear": models.few_tokens, "prefill": models.prefill, "decoding": models.decoding,
     "tune": tune, "sparse_linear_tuned": models.few_tokens, "prefill_tuned": models.prefill,
@@ -100,10 +104,14 @@ def run(name: str, settings: Settings) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     bench, started = Bench(name, settings), time.perf_counter()
+    # What cuSPARSELt's own search finds is kept: no search beside other processes.
+    quiet = forcing({"cusparselt": cusparselt.CONFIGS[0]}) if settings.ahead else nullcontext()
     try:
-        MEASURES[name](bench)
+        with quiet:
+            MEASURES[name](bench)
     except Exception as error:  # a failing row must not cost the others
         bench.fail(name, error)
+        bench.end_if_dead()
     bench.record |= {"seconds": round(time.perf_counter() - started, 1), "after": bench.state()}
     bench.write()
 
@@ -123,12 +131,15 @@ def call(names: Sequence[str], settings: Settings, until: float, again: bool) ->
         if ROWS[name].ahead and not compiled:
             _ahead([one for one in todo if ROWS[one].ahead], settings, until - time.monotonic())
             compiled = True
-        left = until - time.monotonic()
-        if left < LEAST:
-            print(f"{name}: not begun, the time is up: the same command goes on with it", flush=True)
-            continue
-        _apart(name, settings, min(ROWS[name].limit, left - 5))
-        caches.pack(settings.folder)
+        for _ in range(PROCESSES):
+            left = until - time.monotonic()
+            if left < (LEAST if settings.tiny else max(LEAST, ENOUGH * ROWS[name].seconds)):
+                print(f"{name}: not begun, the time is up: the same command goes on with it", flush=True)
+                break
+            died = _apart(name, settings, min(ROWS[name].limit, left - 5)) == DEAD
+            caches.pack(settings.folder)
+            if not died:
+                break
 
 
 def _command(name: str, settings: Settings, *more: str) -> list[str]:
@@ -158,8 +169,8 @@ def _ahead(names: Sequence[str], settings: Settings, left: float) -> None:
     print(f"compiled ahead: {time.perf_counter() - started:.0f} s", flush=True)
 
 
-def _apart(name: str, settings: Settings, limit: float) -> None:
-    """Measures a row in a process of its own, and records where that one is cut off or dies."""
+def _apart(name: str, settings: Settings, limit: float) -> int | None:
+    """Measures a row in a process of its own, and records where that one is cut off or dies; returns its exit code."""
     print(f"{name}: {ROWS[name].seconds} s expected", flush=True)
     before = read(settings.file).get(name)
     ran = checks.process(
@@ -175,6 +186,7 @@ def _apart(name: str, settings: Settings, limit: float) -> None:
         ending = f"cut off after {ran.seconds:.0f} s" if ran.code is None else f"its process died, exit code {ran.code}"
         rows[name]["failures"].append({"what": name, "why": f"{ending}: {' '.join(ran.output.split())[-200:]}"})
         save(settings.file, rows)
+    return ran.code
 
 
 if __name__ == "__main__":

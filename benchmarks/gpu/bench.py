@@ -28,6 +28,7 @@ T = TypeVar("T")
 Prepare = Callable[[Arguments], Callable[[], Any]]  # a set of inputs -> the call that is timed
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = "results.json"
+DEAD = 70  # exit code of a process that a fault has left without a GPU
 STATE = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_event_reasons.sw_power_cap",
          "clocks_event_reasons.hw_slowdown", "clocks_event_reasons.sw_thermal_slowdown")  # fmt: skip
 
@@ -84,7 +85,8 @@ class How:
 class Bench:
     """One row that runs; its record in the result file is replaced after each result.
 
-    An earlier record of the same commit that was not finished is continued: what it holds is not measured again.
+    An earlier record of the same commit and GPU that was not finished is continued: what it holds is not measured
+    again.
 
     Attributes:
         settings: how it is run.
@@ -109,7 +111,8 @@ class Bench:
             "results": [], "findings": [], "failures": [], "tried": {},
         }  # fmt: skip
         before = read(settings.file).get(name)
-        if before is not None and before["seconds"] is None and _same(before, self.record):
+        alike = before is not None and before["hardware"]["device"] == self.record["hardware"]["device"]
+        if before is not None and before["seconds"] is None and alike and _same(before, self.record):
             self.record |= {part: before[part] for part in ("ceilings", "results", "findings", "tried")}
         self.write()
 
@@ -223,6 +226,19 @@ class Bench:
                     self._compare(name, case, peers, asked)
         except Exception as error:
             self.fail(f"{name}: {label}", error)
+            self.end_if_dead()
+
+    def end_if_dead(self) -> None:
+        """Ends the process where a fault has left it without a GPU: all that followed would fail, too.
+
+        The row is not finished then, and its next process goes on behind what did it.
+        """
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"this process has no GPU any more: {brief(error)}", flush=True)
+                os._exit(DEAD)
 
     def _once(self, case: Case, peers: Mapping[str, Prepare]) -> None:
         inputs = case.make(0)
