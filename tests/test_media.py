@@ -9,17 +9,20 @@ from safetensors.torch import save_file
 from transformers import (
     AutoModelForImageClassification,
     AutoProcessor,
+    PvtConfig,
+    PvtModel,
     Wav2Vec2FeatureExtractor,
     WhisperFeatureExtractor,
 )
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+import permtriton
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.media import media_samples
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import CalibrationError, MissingExtraError, ModelError
+from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, ModelError
 from permtriton.evaluation.measure import measure_model
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.source import Source
@@ -114,6 +117,20 @@ def test_a_folder_of_images_from_end_to_end(vit, images, tmp_path, monkeypatch):
     dense = media_samples(str(images), model, AutoImageProcessor.from_pretrained(vit), 2)
     assert torch.equal(samples.inputs["pixel_values"], dense.inputs["pixel_values"])
     assert "AutoModelForImageClassification" in (output / "README.md").read_text()
+
+
+def test_a_model_whose_config_counts_no_layers_is_compared(tmp_path, monkeypatch):
+    """Such a model of images says its ``depths``, stage by stage."""
+    monkeypatch.chdir(tmp_path)
+    stages = {"num_encoder_blocks": 1, "depths": [1], "hidden_sizes": [16], "num_attention_heads": [2]}
+    per_stage = {"sequence_reduction_ratios": [1], "patch_sizes": [8], "strides": [8], "mlp_ratios": [2]}
+    PvtModel(PvtConfig(image_size=16, **stages, **per_stage)).save_pretrained("pvt")
+    save_file({"pixel_values": torch.randn(6, 3, 16, 16)}, "images.safetensors")
+    texts = {"calibration": "images.safetensors", "samples": 6, "eval_data": "images.safetensors"}
+    found = permtriton.compare("pvt", methods="magnitude", **texts)
+    assert [row["method"] for row in found["rows"]] == ["dense", "magnitude"]
+    with pytest.raises(ConfigError, match="`last:half`: the config of this model does not say how many layers"):
+        permtriton.compare("pvt", ablate="learn-layers", **texts)
 
 
 def test_inspect_reads_only_the_config(vit, capsys, tmp_path):

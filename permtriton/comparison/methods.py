@@ -159,7 +159,7 @@ def ablation_rows(
     values: Sequence[str],
     methods: Sequence[str],
     patterns: Sequence[NMPattern],
-    layers: int,
+    layers: int | None,
     model: str = "",
 ) -> list[Row]:
     """Returns a row per pattern, method and value of the option that the ablation varies.
@@ -170,11 +170,12 @@ def ablation_rows(
         values: values of its option as text; none means the ablation's own.
         methods: names of methods; none means the ablation's own.
         patterns: sparsity patterns; none means that of the options.
-        layers: number of layers of the model, half of which ``last:half`` means.
+        layers: number of layers of the model, half of which ``last:half`` means; None where it is not known.
         model: name of the model, as `permtriton.recipe.config_from` takes it.
 
     Raises:
-        ConfigError: an ablation or a method is unknown, or the option has no effect on a method, or not this value.
+        ConfigError: an ablation or a method is unknown, the option has no effect on a method, or not this value, or
+            it is not known which layers are the last half.
     """
     if name not in ABLATIONS:
         raise ConfigError(f"ablation {name!r} is unknown: choose from {', '.join(ABLATIONS)}")
@@ -189,13 +190,22 @@ def ablation_rows(
                 f"choose from {', '.join(able)}"
             )
         for text in values or ablation.values:
-            value: Any = f"last:{max(layers // 2, 1)}" if text == HALF else text
+            value: Any = _last_half(layers) if text == HALF else text
             if option.type in (int, float):
                 value = _number(text, option)
             varied = {**options, option.name: value}
             (chosen,) = method_rows(varied, [row.method], [row.config.sparsity], model)
             rows.append(dataclasses.replace(chosen, setting=f"{option.name} {value}"))
     return list(dict.fromkeys(rows))
+
+
+def _last_half(layers: int | None) -> str:
+    if layers is None:
+        raise ConfigError(
+            f"`{HALF}`: the config of this model does not say how many layers it has: give `values=` that name their "
+            "number, such as last:1"
+        )
+    return f"last:{max(layers // 2, 1)}"
 
 
 def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | None) -> None:

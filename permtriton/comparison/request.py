@@ -67,8 +67,8 @@ class Request:
         asked = replace(asked, eval_data=selected(asked.eval_data)).settled()
         return cls(Source(model, **asked.loading), options, given, several, asked)
 
-    def rows(self, layers: int) -> list[Row]:
-        """Returns the rows to run on a model with this many layers.
+    def rows(self, layers: int | None) -> list[Row]:
+        """Returns the rows to run on a model with this many layers; None where its config does not say how many.
 
         Raises:
             ConfigError: a name or a value is unknown, or an option has no effect.
@@ -153,7 +153,7 @@ class Request:
             kept = ResultFile(self.place, benchmark.identity(options, asked.ablate, tasks.identity()))
             if not asked.overwrite:
                 kept.read()
-            rows = request.rows(model.config.get_text_config().num_hidden_layers)
+            rows = request.rows(getattr(model.config.get_text_config(), "num_hidden_layers", None))
             report = report_of(
                 compare(benchmark, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
                 benchmark,
