@@ -174,6 +174,27 @@ def test_a_dry_run_of_a_model_that_does_not_fit_measures_no_time(desk, never_run
     assert "are free" in found["refused"]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("4x80", "--shard", "--recipe", "sparsegpt"), ["the step sparsegpt changes weights", "spread over GPUs"]),
+        (("1x80", "--shard"), ["start permtriton with torchrun"]),
+        (("3x80", "--shard", "--importance", "obs"), ["3 processes", "a multiple of 3"]),
+        (("8x80",), ["8 processes cannot share 4 calibration sequences"]),
+        (("1x80", "--onload", *LEARN), ["the step learned needs all weights at once"]),
+        (("1x80", "--offload", "."), ["the device is cuda", "leave --offload out"]),
+    ],
+)
+def test_a_dry_run_for_other_devices_is_refused_where_the_compilation_would_be(desk, options, words):
+    desk.refuses(desk.compile("--dry-run", "--devices", *options), *words)
+
+
+def test_a_dry_run_for_other_devices_shares_the_samples_among_them(desk):
+    result = RUNNER.invoke(app, desk.compile("--dry-run", "--devices", "4x80", "--shard"))
+    assert result.exit_code == 0, result.output
+    assert "spread over the devices" in " ".join(result.stdout.replace("│", " ").split())
+
+
 def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
     seen, usage = [], shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: seen.append(folder) or usage(folder))

@@ -125,12 +125,11 @@ def test_a_tensor_whose_rows_are_apart_is_sent_as_it_is_seen(folder):
 
 
 @pytest.mark.parametrize("samples", [5, 6])
-def test_layers_that_are_spread_run_for_obs_only_with_equal_shares(samples, monkeypatch):
+def test_layers_that_are_spread_run_for_obs_only_with_equal_shares(samples):
     """Each layer may run on one sample at a time: a rank with one sample more would wait for the others forever."""
-    monkeypatch.setattr(ranks, "count", lambda: 2)
     config = config_from({"importance": "obs", "micro_batch_size": 2}, "heuristic,mask")
     with nullcontext() if samples == 6 else pytest.raises(ConfigError, match="a multiple of 2"):
-        check_spread(config, samples)
+        check_spread(config, samples, count=2)
 
 
 def test_an_offload_folder_is_refused_before_each_rank_loads_the_model_into_it(monkeypatch):

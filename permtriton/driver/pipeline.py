@@ -14,7 +14,7 @@ from permtriton.driver.identity import identify
 from permtriton.driver.make_record import Origin, compilation_record
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.prepare import check_offload, held_out_samples, placed, planned, prepare, with_needs
+from permtriton.driver.prepare import check_offload, held_out_samples, needs_elsewhere, placed, planned, prepare
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage
@@ -119,13 +119,14 @@ def forecast_model(  # noqa: PLR0913
     ``device``, to which the model moves if it fits there. Too little memory is no error here, but gives no time.
     """
     config, workspace = _checked(config, offload), Workspace(NoProgress(), resume_path, offload or MEMORY)
-    with working(offload, model.eval()), unstacked_experts(model), shared_linears(model):
+    where = device if devices is None else torch.device(devices.kind)
+    with working(offload, model.eval(), where), unstacked_experts(model), shared_linears(model):
         held_out = held_out_samples(model, evaluation_windows)
         start = planned(model, tokenizer, config, workspace, ids)
         if devices is None:
             start, needs, _, devices = placed(start, held_out, workspace, device or model.device, ways)
         else:
-            start, needs = with_needs(start, held_out, devices, workspace.progress)
+            start, needs = needs_elsewhere(start, held_out, devices, workspace.progress)
         identify(workspace, model, start.config, start.samples, model.device)
         return start.plan, make_forecast(start, needs, held_out, resume_path, devices, timed=True)
 

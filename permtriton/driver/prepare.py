@@ -128,14 +128,12 @@ def placed(
     Raises:
         ConfigError: the recipe cannot be done that way.
     """
-    model, offloaded = start.model, workspace.store.one_layer
-    if offloaded and Way.WHOLE not in ways:
-        raise ConfigError("`offload=` is for a model on the CPU: leave it out, or leave `onload=` and `shard=` out")
-    devices = Devices.of(device, ranks.count(), ways, offloaded=offloaded)
+    model = start.model
+    devices = Devices.of(device, ranks.count(), ways, offloaded=workspace.store.one_layer)
     start, needs = with_needs(start, held_out, devices, workspace.progress)
     chosen = max(ranks.gather(needs.way))  # where one rank cannot hold the model, none does
     if chosen is not Way.WHOLE:
-        check_way(chosen, start, device)
+        check_way(chosen, start, devices)
         devices = replace(devices, ways=(chosen,))
         needs = needs if needs.way is chosen else estimate(start, held_out, devices)
         if chosen is Way.ONLOADED:
@@ -148,12 +146,29 @@ def placed(
     return start, needs, Placement(chosen, device), devices
 
 
+def needs_elsewhere(
+    start: Planned, held_out: Samples | None, devices: Devices, progress: Progress
+) -> tuple[Planned, Needs]:
+    """Returns the start and its needs on devices that are not here.
+
+    Raises:
+        ConfigError: a compilation would be refused there, for another reason than its memory.
+    """
+    ranks.check_shares(len(start.samples), devices.count)
+    start, needs = with_needs(start, held_out, devices, progress)
+    if needs.way is not Way.WHOLE:
+        check_way(needs.way, start, devices)
+    return start, needs
+
+
 def with_needs(start: Planned, held_out: Samples | None, devices: Devices, progress: Progress) -> tuple[Planned, Needs]:
     """Returns the start and its needs; it writes no text where only the recipe asks for it, and it could not.
 
     Raises:
-        ConfigError: the user asks for text.
+        ConfigError: the user asks for text, or for an offload folder and for layers on GPUs.
     """
+    if devices.offloaded and Way.WHOLE not in devices.ways:
+        raise ConfigError("`offload=` is for a model on the CPU: leave it out, or leave `onload=` and `shard=` out")
     start, needs = spared(start, held_out, devices)
     cannot = needs.way is Way.ONLOADED and bool(start.config.writes) and not fits(needs, devices, GENERATION)
     if not any(ranks.gather(cannot)):
@@ -181,7 +196,7 @@ def planned(
             samples = _no_text(model, config.calibration, workspace, tokenizer)
         else:
             samples = ranks.on_first(lambda: calibration_samples(config, tokenizer, model))
-        ranks.check_shares(len(samples))
+        ranks.check_shares(len(samples), ranks.count())
         samples = with_tokens(model, samples.to("cpu"))
         config = _writing(model, config, workspace, samples)
     with workspace.timed("trace"):
@@ -302,7 +317,7 @@ def check_offload(config: CompileConfig) -> None:
             )
 
 
-def check_way(way: Way, start: Planned, device: torch.device) -> None:
+def check_way(way: Way, start: Planned, devices: Devices) -> None:
     """Checks, before any work, that a compilation can run a model whose layers are not all on one device.
 
     Raises:
@@ -315,9 +330,9 @@ def check_way(way: Way, start: Planned, device: torch.device) -> None:
                 f"the dense model does not write text while {way.words}: give `calibration=` a text and "
                 "`generated=0`, or use GPUs that hold the whole model"
             )
-        check_spread(config, len(start.samples))
+        check_spread(config, len(start.samples), devices.count)
         return
-    if device.type == "cpu":
+    if devices.kind == "cpu":
         raise ConfigError("`onload=True` is for a GPU, but the device is cpu: leave it out (`offload=` is for a CPU)")
     if reason := why_not_onloaded(start.model, start.plan):
         raise ConfigError(
@@ -330,17 +345,18 @@ def check_way(way: Way, start: Planned, device: torch.device) -> None:
         )
 
 
-def check_spread(config: CompileConfig, samples: int) -> None:
+def check_spread(config: CompileConfig, samples: int, count: int) -> None:
     """Checks, before any work, that a compilation can run a model whose layers are spread.
 
     Args:
         samples: number of calibration samples.
+        count: number of ranks.
 
     Raises:
         ConfigError: there is one rank only, not all ranks would run it equally often, or the config changes weights
             while it runs.
     """
-    if ranks.count() == 1:
+    if count == 1:
         raise ConfigError("`shard=True` spreads weights over several processes: start permtriton with torchrun")
     if refused := [step.name for step in config.steps if not step.shards]:
         raise ConfigError(
@@ -349,9 +365,9 @@ def check_spread(config: CompileConfig, samples: int) -> None:
             "(`shard=False`)"
         )
     # The layers that give Hessians run on one sample at a time where they cannot take several.
-    ranks.check_in_step(samples, 1 if inverts_hessians(config.importance) else config.micro_batch_size)
+    ranks.check_in_step(samples, 1 if inverts_hessians(config.importance) else config.micro_batch_size, count)
     for rows in {rows for step in config.steps for rows in step.batches(samples)}:
-        ranks.check_in_step(rows, config.micro_batch_size)
+        ranks.check_in_step(rows, config.micro_batch_size, count)
 
 
 def _check_disks(workspace: Workspace, forecast: Forecast) -> Path | None:

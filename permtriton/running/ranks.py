@@ -51,15 +51,15 @@ def own_rows(rows: int) -> Tensor:
     return own(torch.arange(rows))
 
 
-def check_shares(rows: int) -> None:
+def check_shares(rows: int, ranks: int) -> None:
     """Refuses to share fewer sequences than there are ranks.
 
     Raises:
         ConfigError: a rank would have none.
     """
-    if rows < count():
+    if rows < ranks:
         raise ConfigError(
-            f"{count()} processes cannot share {rows} calibration sequences: start at most {rows} (torchrun "
+            f"{ranks} processes cannot share {rows} calibration sequences: start at most {rows} (torchrun "
             "--nproc-per-node), or raise `samples=`"
         )
 
@@ -77,14 +77,14 @@ def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
         ConfigError: inside `in_step`, a rank would have fewer parts than another.
     """
     if are_in_step():
-        check_in_step(rows.numel(), size)
-    share, wanted = own(rows), -(-_most(rows.numel()) // size)
+        check_in_step(rows.numel(), size, count())
+    share, wanted = own(rows), -(-_most(rows.numel(), count()) // size)
     if share.numel() < wanted or -(-share.numel() // size) == wanted:
         return share.split(size) if share.numel() else ()
     return share.tensor_split(wanted)
 
 
-def check_in_step(rows: int, size: int) -> None:
+def check_in_step(rows: int, size: int, ranks: int) -> None:
     """Checks that all ranks run equally often where they share some sequences.
 
     Args:
@@ -94,17 +94,17 @@ def check_in_step(rows: int, size: int) -> None:
     Raises:
         ConfigError: a rank would run less often than another.
     """
-    least, most = rows // count(), _most(rows)
+    least, most = rows // ranks, _most(rows, ranks)
     if least < -(-most // size):
         raise ConfigError(
-            f"{count()} processes that hold parts of the model must run equally often, but {rows} sequences are {most} "
-            f"for some and {least} for others: choose a multiple of {count()} for `samples=` and `batch_size=`, or "
+            f"{ranks} processes that hold parts of the model must run equally often, but {rows} sequences are {most} "
+            f"for some and {least} for others: choose a multiple of {ranks} for `samples=` and `batch_size=`, or "
             "another number of processes"
         )
 
 
-def _most(rows: int) -> int:
-    return -(-rows // count())
+def _most(rows: int, ranks: int) -> int:
+    return -(-rows // ranks)
 
 
 @contextmanager
