@@ -233,6 +233,6 @@ def test_compile_saves_it_in_one_command(tmp_path):
     compiled = permtriton.compile(tmp_path / "dense", recipe="mask", data=ids, output=out, save_format="fp8")
     assert load_file(out / WEIGHTS)[LAST_UP].dtype == FLOAT8
     assert "--save-format fp8" in compiled.report["command"]
-    exported = json.loads((out / "permtriton.json").read_text())["export"]
-    assert "tokenizer" in exported["loss"]["not_measured"]  # there is none
+    assert compiled.report == json.loads((out / "permtriton.json").read_text())
+    assert "tokenizer" in compiled.report["export"]["loss"]["not_measured"]  # there is none
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]

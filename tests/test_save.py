@@ -76,6 +76,14 @@ def test_saves_a_plain_checkpoint_that_transformers_loads(compiled, place):
         assert torch.equal(reloaded(ids).logits, compiled.model(ids).logits)
 
 
+def test_the_report_is_the_record_of_what_was_saved_last(compiled, place):
+    packed, dense = place / "packed", place / "dense"
+    for output, format in ((packed, "packed"), (dense, None)):
+        compiled.save_pretrained(output, format=format)
+        assert compiled.report == json.loads((output / "permtriton.json").read_text())
+        assert ("export" in compiled.report) == (format == "packed")
+
+
 def test_report_states_how_it_was_verified(compiled, place):
     report = json.loads((compiled.save_pretrained(place / "out") / "permtriton.json").read_text())
     verification = report["verification"]

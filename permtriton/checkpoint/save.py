@@ -60,6 +60,7 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Recor
             "seconds": {**compiled.report["seconds"], **seconds},
             "memory": {**compiled.report["memory"], "peak": peak_memory(compiled.model.device)},
         }
+        record.pop("export", None)  # of a folder that was saved before
         return write_record(partial, record, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
 
 

@@ -15,6 +15,7 @@ from permtriton.checkpoint.output import claimed, working_folder
 from permtriton.checkpoint.pruned import Pruned
 from permtriton.checkpoint.publishing import make_repository, upload
 from permtriton.checkpoint.quantizer import checkpoint_config
+from permtriton.checkpoint.record import read_record
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
 from permtriton.driver.options import CompileConfig
@@ -106,8 +107,9 @@ class CompiledModel(Pruned):
             else:
                 with working_folder(path) as place:
                     dense = place / real_path(path).name
-                    self.report = save_checkpoint(self, dense, overwrite=False)
+                    save_checkpoint(self, dense, overwrite=False)
                     rewrite(Folder.open(dense), path, format, overwrite=overwrite)
+                self.report = read_record(path)
         for state in self.states:
             state.delete()
         return real_path(path)
