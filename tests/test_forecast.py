@@ -119,6 +119,30 @@ def test_disk_is_what_a_run_writes(tmp_path):
     assert sum(sizes.values()) < needs["the output"]
 
 
+@pytest.mark.parametrize("save_format", ["packed", "fp8"])
+@pytest.mark.parametrize("sparsity", ["2:4", "4:8"])
+def test_a_format_with_fewer_bytes_is_written_beside_a_dense_folder(sparsity, save_format, tmp_path):
+    config = config_from({"recipe": "mask", "sparsity": sparsity})
+    model = zoo.tiny_llama(hidden_size=256, intermediate_size=512).bfloat16()
+    needs = disk_needs(config, zoo.start(model, config, SAMPLES).facts, save_format=save_format)
+    compiled, weights = compile_model(model, None, config, ids=SAMPLES.inputs), {}
+    for each in ("dense", save_format):
+        folder = compiled.save_pretrained(tmp_path / each, format=each)
+        weights[each] = (folder / "model.safetensors").stat().st_size
+    assert needs["the dense folder that it is made from"] == pytest.approx(
+        weights["dense"] + forecast.SMALL_FILES, rel=0.01
+    )
+    assert needs["the output"] - forecast.SMALL_FILES == pytest.approx(weights[save_format], rel=0.02)
+
+
+def test_a_dry_run_knows_in_which_format_is_saved(desk):
+    found = [
+        json.loads(RUNNER.invoke(app, desk.compile("--dry-run", "--json", "--save-format", each)).stdout)["disk"]
+        for each in ("dense", "packed")
+    ]
+    assert [len(each) for each in found] == [1, 2]
+
+
 def test_a_state_that_is_on_the_disk_already_needs_no_more_space(model, plan, tmp_path):
     config = config_from({"recipe": "mask,distill"})
     path, name = tmp_path / "state.safetensors", "states of interrupted runs"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from permtriton.checkpoint.format import Format
 from permtriton.data.generated import texts_at_once, written
 from permtriton.data.samples import Inputs, Samples
 from permtriton.driver.identity import states_beside
@@ -26,6 +27,7 @@ from permtriton.driver.step import FLOAT32, Facts, Speed, Stage
 from permtriton.errors import OutputError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.kernels.packing import position_bits
 from permtriton.methods.measure.importance import reads_activations
 from permtriton.methods.order.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.prune.dense_share import DENSE_SHARE
@@ -113,6 +115,7 @@ def make_forecast(
     devices: Devices,
     *,
     timed: bool,
+    save_format: str | None = None,
 ) -> Forecast:
     """Returns what a compilation needs; the model is unchanged afterwards.
 
@@ -122,6 +125,7 @@ def make_forecast(
         resume_path: path of the states that continue an interrupted run; None for one that starts from scratch.
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
+        save_format: format of the output; None for dense.
     """
     facts, refused, seconds, assumed = start.facts, refusal(needs, devices, start.config.steps), {}, ""
     if timed and not refused:
@@ -132,7 +136,8 @@ def make_forecast(
             held_out = 0 if windows is None else Samples.of(windows).positions
             ranked = replace(facts, low_memory=needs.low_memory, ranks=devices.count)
             seconds = stage_seconds(start.config, ranked, speed, held_out)
-    return Forecast(needs, disk_needs(start.config, facts, resume_path), seconds, refused, devices, assumed)
+    disk = disk_needs(start.config, facts, resume_path, save_format)
+    return Forecast(needs, disk, seconds, refused, devices, assumed)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -153,18 +158,32 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
         )
 
 
-def disk_needs(config: CompileConfig, facts: Facts, resume_path: Path | None = None) -> dict[str, int]:
+def disk_needs(
+    config: CompileConfig, facts: Facts, resume_path: Path | None = None, save_format: str | None = None
+) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
-    A state counts twice, because a new one is written beside the old.
+    A state counts twice, because a new one is written beside the old. A folder with fewer bytes per weight is made
+    from a dense one, and for a moment both are there.
 
     Args:
-        resume_path: as `make_forecast` takes it.
+        resume_path, save_format: as `make_forecast` takes them.
     """
     states = sum(step.state_bytes(facts) for step in config.steps)
-    sizes = {"the output": facts.model + SMALL_FILES}
+    dense = facts.model + SMALL_FILES
+    sizes = {"the output": dense}
+    if (stored := _bytes_per_weight(config, facts, save_format)) != facts.element:
+        rewritten = dense - int(facts.pruned * (facts.element - stored))
+        sizes = {"the output": rewritten, "the dense folder that it is made from": dense}
     there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
     return sizes | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
+
+
+def _bytes_per_weight(config: CompileConfig, facts: Facts, save_format: str | None) -> float:
+    """Returns what a format stores of a pruned weight; a scale per row of 8 bits counts nothing."""
+    if save_format == Format.PACKED:
+        return facts.kept * (facts.element + position_bits(config.sparsity.group) / 8)
+    return 1 if save_format == Format.FP8 else facts.element
 
 
 def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: int) -> dict[str, float]:

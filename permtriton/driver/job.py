@@ -160,6 +160,7 @@ class Job:
                 device=device,
                 ways=self.ways,
                 offload=offload,
+                save_format=asked.save_format,
                 origin=self._origin(loaded),
             )
         return replace(compiled, source=source)
@@ -253,6 +254,7 @@ class Job:
             devices=devices,
             ways=self.ways,
             offload=offload,
+            save_format=self.asked.save_format,
         )
         pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())
         total = sum(each.numel() for each in model.parameters())

@@ -48,6 +48,7 @@ def compile_model(  # noqa: PLR0913
     device: torch.device | None = None,
     ways: tuple[Way, ...] = tuple(Way),
     offload: OffloadFolder | None = None,
+    save_format: str | None = None,
     origin: Origin | None = None,
 ) -> CompiledModel:
     """Permutes the channels of ``model`` and prunes it to N:M, in place.
@@ -69,6 +70,7 @@ def compile_model(  # noqa: PLR0913
         ways: how the model may be placed on ``device``; of several, its memory decides.
         offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
             parameters stay in files of that folder as long as they are used.
+        save_format: format in which it will be saved, for the estimate of the disk; None for dense.
         origin: what the record shall say beside what is known here; None for nothing more.
 
     Returns:
@@ -89,6 +91,7 @@ def compile_model(  # noqa: PLR0913
             say_needs=say_needs,
             device=device,
             ways=ways,
+            save_format=save_format,
         )
         run_steps(run)
         comparison, evaluation = prove(run), measured(run)
@@ -112,6 +115,7 @@ def forecast_model(  # noqa: PLR0913
     devices: Devices | None = None,
     ways: tuple[Way, ...] = tuple(Way),
     offload: OffloadFolder | None = None,
+    save_format: str | None = None,
 ) -> tuple[Plan, Forecast]:
     """Returns what `compile` would do to a model and what it would need; the model stays as it is.
 
@@ -128,7 +132,8 @@ def forecast_model(  # noqa: PLR0913
         else:
             start, needs = needs_elsewhere(start, held_out, devices, workspace.progress)
         identify(workspace, model, start.config, start.samples, model.device)
-        return start.plan, make_forecast(start, needs, held_out, resume_path, devices, timed=True)
+        forecast = make_forecast(start, needs, held_out, resume_path, devices, timed=True, save_format=save_format)
+        return start.plan, forecast
 
 
 def _checked(config: CompileConfig | None, offload: OffloadFolder | None) -> CompileConfig:

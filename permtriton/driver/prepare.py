@@ -53,6 +53,7 @@ def prepare(  # noqa: PLR0913
     say_needs: bool = False,
     device: torch.device | None = None,
     ways: tuple[Way, ...] = tuple(Way),
+    save_format: str | None = None,
 ) -> Run:
     """Reads the calibration text, traces the model, and measures the dense model: what a run starts from.
 
@@ -73,7 +74,9 @@ def prepare(  # noqa: PLR0913
     with workspace.timed("identify"):
         identify(workspace, model, config, start.samples, device)
     with workspace.timed("estimate"):
-        forecast = make_forecast(start, needs, held_out, workspace.resume_path, devices, timed=say_needs)
+        forecast = make_forecast(
+            start, needs, held_out, workspace.resume_path, devices, timed=say_needs, save_format=save_format
+        )
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
         raise ConfigError(refused)
     folder = _check_disks(workspace, forecast)
