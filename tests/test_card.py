@@ -142,6 +142,28 @@ def test_saving_and_exporting_write_cards_that_load_what_they_say(folders, tmp_p
     assert "of dense" in (tmp_path / "portable-packed" / "README.md").read_text()
 
 
+def test_a_card_says_from_any_folder_what_the_model_was(tmp_path, monkeypatch):
+    """It was a folder where the model was compiled; from elsewhere, its path might be a name on the hub."""
+    monkeypatch.chdir(tmp_path)
+    zoo.tiny_llama().save_pretrained("models/tiny")
+    permtriton.compile("models/tiny", recipe="mask", data=zoo.tiny_ids(4, 16), output="out")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    export(tmp_path / "out", Path("packed"))
+    text = Path("packed", "README.md").read_text()
+    assert "base_model" not in front(text)
+    assert "# `tiny`, pruned to 2:4" in text
+
+
+def test_a_card_names_a_model_of_the_hub_beside_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path(REPORT["model"]).mkdir(parents=True)
+    text = model_card({**REPORT, "on_hub": True}, "LlamaForCausalLM", ALONE, "out")
+    assert front(text)["base_model"] == REPORT["model"]
+    assert f"# `{REPORT['model']}`, pruned" in text
+    assert "base_model" not in front(model_card(REPORT, "LlamaForCausalLM", ALONE, "out")), "as the folder says"
+
+
 def test_export_carries_a_card_that_somebody_edited(folders, tmp_path):
     source = shutil.copytree(folders["portable"], tmp_path / "source")
     (source / "README.md").write_text("# My own words\n")

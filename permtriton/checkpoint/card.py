@@ -93,22 +93,24 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         name: folder or repository that it is loaded from.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
+    on_hub = report.get("on_hub", is_hub_name(source))
+    title = shown_name(source, on_hub)
     loader, task = next(((auto, task) for names, auto, task in _KINDS if architecture in names.values()), _NO_HEAD)
     evaluated = _results(report, task)
     front = ModelCardData(
         library_name="transformers",
-        base_model=source if is_hub_name(source) else None,
+        base_model=source if on_hub else None,
         # The hub knows adapter, merge, quantized and finetune. Of these, quantized is what a pruned model is: the same
         # model compressed; and the hub lists it under that heading on the page of the dense one.
-        base_model_relation="quantized" if is_hub_name(source) else None,
-        model_name=f"{shown_name(source)} {sparsity}" if evaluated else None,
+        base_model_relation="quantized" if on_hub else None,
+        model_name=f"{title} {sparsity}" if evaluated else None,
         eval_results=evaluated or None,
         pipeline_tag=task,
         tags=["permtriton", "sparse", sparsity],
     )
     parts = [
         f"---\n{front.to_yaml()}\n---",
-        f"# {_code(shown_name(source))}, pruned to {described_sparsity(report)}",
+        f"# {_code(title)}, pruned to {described_sparsity(report)}",
         f"Of every {sparsity.partition(':')[2]} consecutive weights of a row, {sparsity.partition(':')[0]} are kept in "
         f"the pruned linears{' without a pattern of their own' * ('patterns' in report)}. Made with "
         f"{PROJECT} (`{install_command()}`{WHERE}), which chooses the order of channels so that pruning hurts less.",

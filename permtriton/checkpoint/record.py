@@ -306,6 +306,7 @@ class Always(TypedDict):
     """What every compilation reports."""
 
     model: str
+    on_hub: NotRequired[bool]  # whether that is a name on the hub; earlier versions did not say
     command: str
     versions: dict[str, str]
     device: str

@@ -12,6 +12,7 @@ from permtriton.checkpoint.plan_entries import (
 from permtriton.checkpoint.record import Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.data.samples import Samples
 from permtriton.driver.run import Run, corners
+from permtriton.model.name import is_hub_name
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
 from permtriton.util.machine import determinism, device_name, peak_memory, versions
@@ -45,6 +46,7 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
     record: Report = {
         "model": model.name_or_path or "",
+        "on_hub": is_hub_name(model.name_or_path or ""),
         "command": origin.command if origin else compile_command(model.name_or_path or "", config),
         "versions": versions(),
         "device": device_name(run.placement.device),

@@ -9,14 +9,17 @@ from permtriton.errors import ConfigError
 DEMO = "demo"
 
 
-def shown_name(model: str) -> str:
+def shown_name(model: str, on_hub: bool | None = None) -> str:
     """Returns the name of a model for others to read: a hub name as it is, a folder without the path to it.
 
     A model that was made in memory is ``MODEL``.
+
+    Args:
+        on_hub: whether it is a hub name; None to see whether there is such a folder here.
     """
     if model in ("", DEMO):
         return model or "MODEL"
-    if is_hub_name(model):
+    if is_hub_name(model) if on_hub is None else on_hub:
         return model
     name = os.path.basename(os.path.abspath(model))
     return f"./{name}" if name == DEMO or name.startswith("-") else name  # else a command would take it for another

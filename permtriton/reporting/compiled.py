@@ -31,7 +31,7 @@ class Compiled(Folder):
     @property
     def model(self) -> str:
         """Name of the dense model, without a path."""
-        return shown_name(self.record["model"])
+        return shown_name(self.record["model"], self.record.get("on_hub"))
 
     @property
     def seconds(self) -> float:
