@@ -177,4 +177,4 @@ def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:
             elif path.is_file() and not (ours and path.parent == folder):
                 copy = partial / path.relative_to(folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, copy)
+                shutil.copyfile(path, copy)  # without its mode, which may forbid to write README.md anew
