@@ -16,7 +16,9 @@ from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
 from permtriton.methods.order import learning
 from permtriton.model.experts import unstacked_experts
+from permtriton.running import ranks
 from permtriton.running.placement import Way, ways_of
+from permtriton.running.store import MEMORY
 from permtriton.util.machine import available_memory, format_bytes, peak_memory
 from permtriton.util.sparsity import NMPattern
 
@@ -138,6 +140,19 @@ def test_what_fits_is_let_through(monkeypatch):
     wanted = memory.Needs(50, 10**15, 50 + 10**15, {"masks": {"statistics": 600, "activations": 400}})
     free_memory(monkeypatch, 1000)
     assert memory.refusal(wanted, memory.Devices.of(CPU)) == ""
+
+
+@pytest.mark.parametrize(("environment", "share"), [({"LOCAL_WORLD_SIZE": "2"}, 8000), ({}, 2000)])
+def test_only_ranks_on_this_machine_share_its_memory(monkeypatch, environment, share):
+    """Without torchrun it is not known how many of them are: then all may be."""
+    free_memory(monkeypatch, 16000)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    devices = memory.Devices.of(CPU, ranks.count())
+    assert (devices.count, devices.free, devices.host, MEMORY.free()) == (8, share, share, share)
 
 
 def test_a_second_model_need_not_fit(monkeypatch):

@@ -72,7 +72,7 @@ class Devices:
         offloaded: bool = False,
     ) -> "Devices":
         """Returns the devices of this process and of the others like it."""
-        free, host = available_memory(device), available_memory(torch.device("cpu")) // count
+        free, host = available_memory(device), available_memory(torch.device("cpu")) // ranks.count_here()
         return cls(device.type, count, host if device.type == "cpu" else free, ways, offloaded, host)
 
 

@@ -8,6 +8,7 @@ All ranks must come to the same collective operations in the same order. So ther
 start again where its memory runs out (`permtriton.running.micro_batch`), except at its end.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +28,11 @@ _IN_STEP = ContextVar("_IN_STEP", default=False)
 def count() -> int:
     """Returns the number of ranks."""
     return dist.get_world_size() if _started() else 1
+
+
+def count_here() -> int:
+    """Returns the number of ranks that share the memory of this machine: what torchrun says, else that of all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count())) if _started() else 1
 
 
 def number() -> int:

@@ -39,7 +39,7 @@ class Store:
 
     def free(self) -> int:
         """Returns how many bytes are free there for this process."""
-        return available_memory(torch.device("cpu")) // ranks.count()
+        return available_memory(torch.device("cpu")) // ranks.count_here()
 
 
 class HostMemory(Store):
