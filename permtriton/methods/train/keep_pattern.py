@@ -232,7 +232,7 @@ class KeptPattern:
         for name, weight in self._weights.items():
             changes = (weight.parameter.detach() - before.pop(name)).float().square()
             if size := float(changes.sum()):
-                total[name], lost[name] = size, float(changes[weight.zeros].sum())
+                total[name], lost[name] = size, float(changes[weight.zeros.to(changes.device)].sum())
         self.restore()
         shares = {name: lost[name] / size for name, size in total.items()}
         return MergedAdapter(merged, sum(lost.values()) / (sum(total.values()) or 1.0), shares)
