@@ -104,6 +104,8 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
     monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(torch.library, "custom_op", lambda *_, **__: Made())
     monkeypatch.setattr(module, "triton", object())
+    new_enough = [True]
+    monkeypatch.setattr(module, "_has_kernels", lambda device: device.type == "meta" and new_enough[0])
 
     def reference(x: Tensor, number: int) -> tuple[str, list]:
         return "reference", list(current)
@@ -115,6 +117,8 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
     x, meta = torch.empty(2, device="meta"), torch.device("meta")
     assert kernels["cuda"](x, 3) == (3, [meta])
     assert kernels["cuda"](x, 0) == ("reference", [meta])
+    new_enough[0] = False
+    assert kernels["cuda"](x, 3) == ("reference", [meta])
     assert current == []
     kernels.clear()
     monkeypatch.setattr(module, "triton", None)
