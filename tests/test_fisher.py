@@ -122,7 +122,7 @@ def test_columns_are_in_the_order_of_the_weight_where_a_linear_gathers():
     assert linear_module(model, site.linears[0]).gather is not None
     for name, fisher in found(model, plan).items():
         reordered = before[name].column[site.expand(index)] if name in site.linears else before[name].column
-        torch.testing.assert_close(fisher.column, reordered)
+        torch.testing.assert_close(fisher.column, reordered, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
