@@ -111,8 +111,12 @@ class Bench:
             "results": [], "findings": [], "failures": [], "tried": {},
         }  # fmt: skip
         before = read(settings.file).get(name)
-        alike = before is not None and before["hardware"]["device"] == self.record["hardware"]["device"]
-        if before is not None and before["seconds"] is None and alike and _same(before, self.record):
+        if (
+            before is not None
+            and before["seconds"] is None
+            and before["hardware"]["device"] == self.record["hardware"]["device"]
+            and _same(before, self.record)
+        ):
             self.record |= {part: before[part] for part in ("ceilings", "results", "findings", "tried")}
         self.write()
 

@@ -96,33 +96,19 @@ def measure_model(  # noqa: PLR0913
         TaskError: a task cannot be run.
     """
     _check(model, tokenizer, windows, dense, tasks, batch)
-    with in_eval_mode(*filter(None, (model, dense))):
-        return _measured(model, tokenizer, windows, text, dense, hidden_order, tasks, batch, progress)
-
-
-def _measured(  # noqa: PLR0913
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    windows: Inputs | None,
-    text: str,
-    dense: PreTrainedModel | None,
-    hidden_order: Tensor | None,
-    tasks: "Tasks | None",
-    batch: int | None,
-    progress: Progress | None,
-) -> Evaluated:
     started, watch = time.perf_counter(), Stopwatch()
     measured, count, window = Fidelity(), 0, 0
-    if windows is not None:
-        samples = with_tokens(model, with_decoder_ids(dense or model, check_inputs(model, windows)))
-        count, window = len(samples), samples.tokens
-        at_once = batch or windows_at_once(samples.longest)
-        if dense is not None:
-            measured = fidelity(model, dense, samples, at_once, hidden_order, progress, watch)
-        else:
-            measured = Fidelity(perplexity=perplexity(model, samples, at_once, progress, watch))
-    options = {} if batch is None else {"batch": batch}
-    results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
+    with in_eval_mode(*filter(None, (model, dense))):
+        if windows is not None:
+            samples = with_tokens(model, with_decoder_ids(dense or model, check_inputs(model, windows)))
+            count, window = len(samples), samples.tokens
+            at_once = batch or windows_at_once(samples.longest)
+            if dense is not None:
+                measured = fidelity(model, dense, samples, at_once, hidden_order, progress, watch)
+            else:
+                measured = Fidelity(perplexity=perplexity(model, samples, at_once, progress, watch))
+        options = {} if batch is None else {"batch": batch}
+        results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
     return Evaluated(
         **asdict(measured),
         tasks=results,

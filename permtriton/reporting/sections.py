@@ -30,13 +30,12 @@ def verdict(folders: Sequence[Compiled]) -> str:
     if not measured:
         return f"{folders[0].model} was pruned; how good it still is was not measured."
     sign = 1 if measured[0].record["evaluation"]["measure"] == "perplexity" else -1
-    compares = len(measured) > 1 and len(measures_of(measured)) == 1
-    if len(measured) > 1 and not compares:
+    if len(measures_of(measured)) > 1:
         return f"{len(measured)} compiled models, measured in ways that do not compare."
     best = min(measured, key=lambda folder: sign * folder.record["evaluation"]["compiled"])
     evaluation = best.record["evaluation"]
     dense, compiled = numbers([evaluation["dense"], evaluation["compiled"]], 4)
-    way = f"pruned by {best.label}" + f", the best of the {len(measured)} methods here" * compares
+    way = f"pruned by {best.label}" + f", the best of the {len(measured)} methods here" * (len(measured) > 1)
     if sign < 0:
         return f"The last hidden states of {best.model}, {way}, have a cosine of {compiled} with the dense model's."
     change = evaluation["compiled"] / evaluation["dense"] - 1
