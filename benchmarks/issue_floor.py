@@ -6,6 +6,7 @@ The figures go to results/issue-floor.json, under "now" and "predicted", and fro
 kernels/README.md and NOTES.md.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -24,6 +25,7 @@ RESULT = ROOT / "benchmarks" / "results" / "issue-floor.json"
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows, refused = [], []
     for floor, gpu in product(shapes.floors(), floors.GPUS):
         try:

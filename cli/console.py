@@ -20,6 +20,7 @@ from permtriton.util.bars import PlainConsole, discard, err, visible
 from permtriton.util.progress import without_other_bars
 
 # What errors of limits that were set for the process say -> what it was refused.
+AGAIN = "the same command, started again, continues after the last round, epoch, layer or row that was finished"
 LIMITS = {
     "can't start new thread": "another thread (ulimit -u, or the limits of a container)",
     "failed to map segment": "memory for a library (ulimit -v)",
@@ -94,7 +95,7 @@ def _ending_as_interrupted() -> Iterator[None]:
 
 
 @contextmanager
-def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
+def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Turns errors that the user can fix into one line and exit code 2, and an interruption into 128 + its signal.
 
     Also turns off the warnings and progress bars of torch and transformers, and writes characters that the encoding of
@@ -102,6 +103,7 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
 
     Args:
         to_lower: returns the end of the line where memory ran out: the command's options that save memory.
+        continues: returns whether the command keeps what it has finished.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -125,11 +127,9 @@ def clear_errors(to_lower: Callable[[], str]) -> Iterator[None]:
             raise
         fail(line, 2)
     except KeyboardInterrupt as error:
-        fail(
-            "interrupted: no half-written output is left; the same command, started again, continues after the last "
-            "round, epoch, layer or row that was finished",
-            128 + (error.args[0] if isinstance(error, _Ended) else signal.SIGINT),
-        )
+        after = getattr(error, "__notes__", [AGAIN] if continues() else [])
+        line = "; ".join(["interrupted: no half-written output is left", *after])
+        fail(line, 128 + (error.args[0] if isinstance(error, _Ended) else signal.SIGINT))
 
 
 def _what_ran_out(error: Exception, to_lower: Callable[[], str]) -> str:

@@ -36,6 +36,7 @@ from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.protocol import measured_by
 from permtriton.recipe import build_config, given_by
 
+CONTINUED = ("compile", "compare", "autotune")  # commands that keep what they have finished
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
 
@@ -72,7 +73,7 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, args or ["--help"])
 
     def invoke(self, ctx: Any) -> Any:
-        with clear_errors(lambda: self._to_lower(ctx)):
+        with clear_errors(lambda: self._to_lower(ctx), lambda: ctx.invoked_subcommand in CONTINUED):
             return super().invoke(ctx)
 
     def _to_lower(self, ctx: Any) -> str:
@@ -125,6 +126,8 @@ def compile(
     chosen = build_config(model, asked.recipe, given, flags)
     if asked.devices is not None and not asked.dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
+    if asked.dry_run and torchrun.launched():
+        raise ConfigError("--dry-run is for one process: start it without torchrun, and name the GPUs by --devices")
     if asked.shard and asked.devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
     from permtriton.cli.compile import default_output, run

@@ -135,7 +135,6 @@ def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
     kind = list[str] if option.several else option.type if option.type in (int, float, bool) else str
     values = option.values or "|".join(option.choices)
     info = typer.Option(
-        *([option.flag] if option.default is False else []),  # without a --no- form
         metavar=_metavar(option),
         help=f"{option.help} [{values}{values and '; '}default: {defaults(option)}]",
         rich_help_panel=option.panel,

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from permtriton.cli.console import end_process
+from permtriton.cli.console import AGAIN, end_process
 from permtriton.errors import ConfigError, PermTritonError, first_line
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ PATIENCE = timedelta(
     days=30
 )  # of a collective operation: rank 0 may decide something for hours, and deaths are watched
 ENDED = "ended"
-AGAIN = "the same command, started again, continues after the last round, epoch, layer or row that was finished"
 
 
 class SaidElsewhere(SystemExit):

@@ -26,6 +26,7 @@ from permtriton.recipe import all_options
 from permtriton.util.progress import NoProgress
 
 from . import zoo
+from .pretend_gpu import PretendGpu
 from .sentences import SENTENCE, trained_tokenizer
 from .world import nothing_runs
 
@@ -364,6 +365,10 @@ def test_a_packed_folder_is_what_export_makes_of_the_dense_one(here, layout):
     )
 
 
+def interrupted(*_arguments: object, **_named: object) -> None:
+    raise KeyboardInterrupt
+
+
 def refused(*_arguments: object, **_named: object) -> None:
     raise RuntimeError("403 Client Error.\nNo space")
 
@@ -400,6 +405,15 @@ def test_publishing(here, monkeypatch):
         compiled_model.push_to_hub("it")
 
 
+def test_the_dense_model_is_measured_where_the_compiled_one_is(here, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with PretendGpu().here():
+        for onload in (False, True):
+            compiled = permtriton.compile("my-model", data="my-text.txt", onload=onload, **QUICK)
+            assert compiled.source is not None
+            assert compiled.source.device == compiled.model.device.type == ("cpu" if onload else "cuda")
+
+
 @pytest.mark.slow
 def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     """The repository is made first; what is uploaded is what was saved, in its format; the token is written nowhere."""
@@ -431,6 +445,11 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     compiled = permtriton.compile("my-model", data=TEXTS, output="kept", push_to_hub="me/by-call", **QUICK)
     assert (here / "hub" / "me" / "by-call" / "model.safetensors").is_file()
     assert compiled.source is not None
+    monkeypatch.setattr(Hub, "upload_folder", interrupted)
+    stopped = CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/half", "--output", "half"])
+    assert stopped.exit_code == 130
+    assert "half is complete: publish it by hf upload me/half half" in stopped.stderr
+    assert "continues" not in stopped.stderr, "the same command would be refused"
     monkeypatch.setattr(Hub, "upload_folder", refused)
     failed = CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/full", "--output", "full"])
     assert failed.exit_code == 2

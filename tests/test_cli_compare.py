@@ -158,7 +158,6 @@ def test_kept_results_of_another_comparison(desk):
         (("--samples", "3"), ["samples was 4, now 3"]),
         (("--eval-data", other), ["held-out text was"]),
         (("--calibration", other), ["calibration was", "other.txt"]),
-        (("--ablate", "learn-layers", "--methods", "wanda + learned"), ["ablation was None, now 'learn-layers'"]),
     ):
         desk.refuses(command(desk, *arguments, *more), ".t.md.rows.json", "--overwrite", *words)
     compare(desk, *arguments, "--samples", "3", "--overwrite")

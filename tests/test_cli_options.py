@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import typer
 
 from permtriton.cli.main import app
+from permtriton.recipe import all_options
 
 from .desk import LEARN, RUNNER
 from .world import free_memory, running_raises
@@ -82,6 +84,14 @@ def test_words_that_are_no_options_or_values(desk, options):
     assert desk.files() == before
 
 
+def test_a_flag_can_turn_off_what_a_file_or_a_protocol_turns_on():
+    command = typer.main.get_command(app).commands["compile"]
+    flags = {each.name: each.secondary_opts for each in command.params}
+    switches = [name for name, option in all_options().items() if option.type is bool]
+    assert {"one_document", "skip_indivisible", "activation_checkpointing"} <= set(switches)
+    assert all(flags[name] == [f"--no-{name.replace('_', '-')}"] for name in switches)
+
+
 def test_cuda_without_a_gpu(desk, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     desk.refuses(desk.compile("--device", "cuda"), "no usable CUDA GPU", "--device cpu")
@@ -130,3 +140,17 @@ def test_shells_complete_commands_and_options(monkeypatch, capsys, words, found)
         app(prog_name="permtriton")
     assert stopped.value.code == 0
     assert capsys.readouterr().out.split() == found
+
+
+def test_an_interrupted_command_says_that_it_continues_only_where_it_does(desk, monkeypatch):
+    running_raises(monkeypatch, KeyboardInterrupt())
+    stopped = RUNNER.invoke(app, ["evaluate", str(desk.model), "--eval-data", str(desk.text)])
+    assert (stopped.exit_code, "interrupted" in stopped.stderr, "continues" in stopped.stderr) == (130, True, False)
+    stopped = RUNNER.invoke(app, desk.compile())
+    assert (stopped.exit_code, "continues after the last round" in stopped.stderr) == (130, True)
+
+
+def test_a_dry_run_is_one_process(desk, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    desk.refuses(desk.compile("--dry-run"), "--dry-run is for one process", "--devices")

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Benchmark, compare
 from permtriton.comparison.summary import columns, report_of
 from permtriton.errors import ConfigError, OutputError
-from permtriton.recipe import RECIPES, resolved
+from permtriton.methods.prune.refit import Refit
+from permtriton.recipe import RECIPES
 from permtriton.util import machine
 from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
@@ -214,9 +216,7 @@ def test_encoders_are_compared_by_the_cosine(name):
         model, windows, ids = zoo.build(name), zoo.token_ids(3, 12), zoo.token_ids(4, 16)
     benchmark = Benchmark(model, None, windows)
     results = compare(benchmark, method_rows(given(), ("wanda",), ()), ids=ids)
-    report = report_of(
-        results, benchmark, resolved(given()), model=name, text="", seeds=[0], ablation=None, versions={}
-    )
+    report = report_of(results, benchmark, model=name, text="", seeds=[0], ablation=None, versions={})
     assert (report["tokens"], report["window"]) == ((36, 12) if name == "bert" else (6 * 5, 5))
     assert columns(report)[0] == ["method", "cosine", "seconds", "peak MiB"]
     dense, pruned = (each.measured[0] for each in results)
@@ -285,9 +285,8 @@ class Lines(NoProgress):
         self.lines.append(text)
 
 
-def kept(path, model, base=None, windows=WINDOWS, **more) -> ResultFile:
-    benchmark = Benchmark(model, None, windows)
-    return ResultFile(path, benchmark.identity(resolved(base or given()), more.get("ablation"), more.get("tasks", {})))
+def kept(path, model, windows=WINDOWS, tasks=MappingProxyType({})) -> ResultFile:
+    return ResultFile(path, Benchmark(model, None, windows).identity(tasks))
 
 
 def run(path, model, methods=METHODS_RUN, progress=None):
@@ -334,8 +333,6 @@ def other_model():
 OTHERS = {
     "model": (lambda model: {"model": other_model()}, "model weights was '"),
     "text": (lambda model: {"windows": WINDOWS + 1}, "held-out text was '"),
-    "config": (lambda model: {"base": given(samples=8)}, "option samples was 4, now 8"),
-    "ablation": (lambda model: {"ablation": "sinkhorn"}, "ablation was None, now 'sinkhorn'"),
     "tasks": (lambda model: {"tasks": {"names": ["rte"]}}, r"tasks names was None, now \['rte'\]"),
 }
 
@@ -358,15 +355,48 @@ def test_other_calibration_sequences_are_refused(model, stored_rows):
     results = kept(stored_rows, model)
     results.read()
     rows = method_rows(given(), ("magnitude",), ())
-    with pytest.raises(OutputError, match="a result of magnitude with seed 0 on other calibration sequences"):
+    with pytest.raises(OutputError, match="another result of magnitude with seed 0: the text changed; --overwrite"):
         compare(Benchmark(model, None, WINDOWS), rows, ids=IDS.flip(0), kept=results)
 
 
-def test_what_the_rows_set_themselves_is_no_difference(model, stored_rows):
-    other = given(sparsity="4:8", seed=3, importance="ria")
-    results = kept(stored_rows, model, other)
+def test_results_with_other_options_are_refused(model, stored_rows):
+    """A recipe has values of its own: giving the step's default changes what is measured, not what a user may give."""
+    results = kept(stored_rows, model)
     results.read()
-    assert len(results.results) == 2
+    benchmark = Benchmark(model, None, WINDOWS)
+    compare(benchmark, method_rows(given(), ("fast",), ()), ids=IDS, kept=results)
+    for other, message in (
+        (
+            {"refit_exchanges": 4},
+            "another result of fast with seed 0: option refit_exchanges was 0, now 4; --overwrite",
+        ),
+        ({"micro_batch_size": 3}, "fast with seed 0: option micro_batch_size was "),
+    ):
+        again = kept(stored_rows, model)
+        again.read()
+        with pytest.raises(OutputError, match=message):
+            compare(benchmark, method_rows(given(**other), ("fast",), ()), ids=IDS, kept=again)
+
+
+def test_what_rows_set_themselves_and_other_seeds_and_patterns_are_no_difference(model, stored_rows, compiled):
+    benchmark, results = Benchmark(model, None, WINDOWS), kept(stored_rows, model)
+    results.read()
+    compiled.clear()
+    rows = method_rows(given(seed=3, importance="ria"), ("magnitude",), ())
+    assert compare(benchmark, rows, ids=IDS, kept=results)[1].measured
+    assert not compiled
+    compare(benchmark, method_rows(given(), ("magnitude",), (NMPattern(4, 8),)), ids=IDS, kept=results)
+    assert len(compiled) == 1
+
+
+def test_the_report_has_what_each_row_ran_with(model):
+    benchmark = Benchmark(model, None, WINDOWS)
+    results = compare(benchmark, method_rows(given(), ("fast", "heuristic + refit"), ()), ids=IDS)
+    report = report_of(results, benchmark, model="", text="", seeds=[0], ablation=None, versions={})
+    dense, fast, refit = (row["config"] for row in report["rows"])
+    assert (dense, fast["refit_exchanges"], refit["refit_exchanges"]) == ({}, 0, Refit().exchanges)
+    assert report["config"]["samples"] == given()["samples"]
+    assert not {"refit_exchanges", "recipe", "seed"} & report["config"].keys()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"version": 1}', "[" * 10**5, b"\xff\xfe"])

@@ -598,6 +598,26 @@ def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
     permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_norms_that_liger_took_the_place_of_are_refused(before):
+    """As its functions do, it sets the forward of the norms that are there; it runs on GPUs alone."""
+
+    class LigerRMSNorm:
+        def forward(self, hidden_states):
+            return hidden_states
+
+    LigerRMSNorm.forward.__module__ = "liger_kernel.transformers.rms_norm"
+    model = pruned_llama()
+    folders.fuse(model, ["model.norm"], [])
+    if not before:
+        permtriton.keep_pattern(model)
+    norm = model.model.norm
+    norm.__dict__["forward"] = LigerRMSNorm.forward.__get__(norm)
+    begin = permtriton.keep_pattern if before else lambda model: train(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ModelError, match=r"model\.norm permutes channels, and Liger's norm.*'rms_norm': False"):
+        begin(model)
+
+
 def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):
     peft = pytest.importorskip("peft")
     model, other = pruned_llama(), pruned_llama()
@@ -607,6 +627,9 @@ def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):
     biased = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True)
     with pytest.raises(ModelError, match="the adapters cannot be merged: Impossible to merge LoRA"):
         permtriton.keep_pattern(other := pruned_llama()).merge_and_unload(peft.get_peft_model(other, biased))
+    folders.fuse(other := pruned_llama(), [], [UP.removesuffix(".weight")])
+    with pytest.raises(ModelError, match=r"0\.mlp\.up_proj brings its input into another order, which its adapter"):
+        permtriton.keep_pattern(other).merge_and_unload(adapted(other))
     copying = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"])
     with pytest.raises(ModelError, match=r"up_proj\.weight: the adapter trains a dense copy of it \(modules_to_save\)"):
         kept.merge_and_unload(peft.get_peft_model(model, copying))

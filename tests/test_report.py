@@ -364,6 +364,13 @@ def test_the_first_sentence_is_the_verdict(folders):
     assert "was not measured" in page_of(read_folders([folders["portable"]]), None).lead
 
 
+def test_the_pattern_of_one_folder_is_not_said_of_others(folders, tmp_path):
+    other = changed(folders["wanda"], tmp_path / "other", lambda record: record["config"].update(sparsity="4:8"))
+    page = page_of(read_folders([folders["portable"], other]), None)
+    assert "2:4, 4:8" in page.title
+    assert "consecutive weights" not in page.lead
+
+
 def test_numbers_of_different_texts_are_not_compared(folders):
     found = read_folders([folders["portable"], folders["wanda"]])
     for folder, dense, text in zip(found, (5.5, 4.0), ("wikitext2", "mine.txt"), strict=True):

@@ -189,9 +189,22 @@ def test_a_device_map_is_taken(place, device_map):
 
 def test_tensor_parallelism_is_refused(place, monkeypatch):
     """Each GPU would hold whole packed tensors, but results are summed over the GPUs."""
+    packed, fused = place("llama", "packed"), place("llama", "saved", fused=True)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_tp_size", 2)
     with pytest.raises(ModelError, match=r"tensor parallelism.*--format dense"):
-        load(place("llama", "packed"))
+        load(packed)
+    with pytest.raises(ModelError, match=r"gather their inputs cannot be divided by tensor parallelism.*portable"):
+        load(fused)
+
+
+def test_adapters_and_models_may_read_the_dtype_and_the_device_of_a_packed_weight(as_on_a_gpu, place):
+    peft = pytest.importorskip("peft")
+    model = load(place("llama", "packed"))
+    weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
+    assert (weight.dtype, weight.device.type) == (torch.bfloat16, "cpu")
+    expected = model(IDS).logits
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"])  # which begins with no effect
+    assert torch.equal(peft.get_peft_model(model, config)(IDS).logits, expected)
 
 
 @pytest.mark.parametrize("elsewhere", ["disk", "cpu"])

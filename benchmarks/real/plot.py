@@ -14,7 +14,7 @@ from permtriton.reporting.plots import Box, Scale, anchored, place_labels
 
 SHOWN = (  # without magnitude, which is far off
     "wanda", "sparsegpt", "published (2 of 50 epochs)", "fast", "default", "best",
-    "llm-compressor sparsegpt", "llm-compressor wanda", "modelopt sparsegpt",
+    "llm-compressor sparsegpt", "llm-compressor sparsegpt by oneDNN", "llm-compressor wanda", "modelopt sparsegpt",
 )  # fmt: skip
 WIDTH, HEIGHT = 700, 420
 LEFT, RIGHT, TOP, BOTTOM = 46, 686, 76, 376  # the edges of the axes

@@ -120,8 +120,9 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     (samples, length), compared = report["inputs"]["calibration"], report["inputs"]["kl_windows"]
     best = RECIPES["best"]
     return (
-        f"Perplexity on {windows} windows of WikiText-2's test split, KL on the first {compared}; calibration "
-        f"{samples} x {length} tokens of its validation split (the same domain), the same ids for all rows of a seed "
+        f"Perplexity on the first {windows} windows of WikiText-2's test split (tokenized, with `<unk>`), KL on the "
+        f"first {compared}; calibration {samples} x {length} tokens of its validation split (the same domain), the "
+        "same ids for all rows of a seed "
         f"(`tune`, the end of the default, reads {Tune().draws} further sequences of that split, and the "
         f"training in `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
         "model writes); "

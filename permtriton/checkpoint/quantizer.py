@@ -180,11 +180,17 @@ class PermTritonQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._refuse_offloading(getattr(model, "hf_device_map", None))
-        if self._packed and (getattr(model, "_tp_size", None) or 1) > 1:
-            raise ModelError(
-                "packed checkpoints cannot be divided by tensor parallelism: export the model as dense "
-                "(permtriton export --format dense), or leave tp_plan out"
-            )
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            if self._packed:
+                raise ModelError(
+                    "packed checkpoints cannot be divided by tensor parallelism: export the model as dense "
+                    "(permtriton export --format dense), or leave tp_plan out"
+                )
+            if self.quantization_config.gathers:
+                raise ModelError(
+                    "linears that gather their inputs cannot be divided by tensor parallelism: compile the model in "
+                    "the layout portable, or leave tp_plan out"
+                )
         self._check_loaded(model)
         for name in self._packed:
             self._keep_or_unpack(model, name)

@@ -56,7 +56,6 @@ KNOWN = METHODS | {
     for suffix, layout in (("", "portable"), (FUSED, "fused"))
     for name in RECIPES
 }
-SET_BY_METHODS = frozenset.intersection(*map(frozenset, KNOWN.values()))  # what every row sets
 DENSE = "dense"
 JOINED = " + "  # steps that make a method of the user's own
 HALF = "last:half"
@@ -107,6 +106,11 @@ class Row:
     pattern: str
     setting: str
     config: CompileConfig
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The value of every option but the seed."""
+        return {name: value for name, value in self.config.to_dict().items() if name != "seed"}
 
 
 def settings_of(method: str) -> dict[str, Any]:

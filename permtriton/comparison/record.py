@@ -18,6 +18,7 @@ class Row(TypedDict):
     method: str
     pattern: str
     setting: str
+    config: NotRequired[dict[str, str | int | float | bool | list[str]]]  # every option but the seed
     values: Annotated[list[float], Field(min_length=1)]
     mean: float
     spread: float
@@ -42,7 +43,7 @@ class Comparison(TypedDict):
     seeds: list[Integer]
     patterns: list[str]
     ablation: str | None
-    config: dict[str, str | int | float | bool | list[str]]
+    config: dict[str, str | int | float | bool | list[str]]  # what the rows share
     versions: dict[str, str]
     device: str
     system: str

@@ -62,6 +62,8 @@ class Request:
         options = given_by(asked.config, given, asked.protocol)
         if "recipe" in options:
             raise ConfigError(f"config file {asked.config} names a recipe: leave it out, and name it in `methods=`")
+        if "seed" in options and "seed" not in given:
+            raise ConfigError(f"config file {asked.config} has a seed: leave it out, and give `seeds=`")
         config_from(options, model=model)
         several = patterns if len(patterns) > 1 else []
         asked = replace(asked, eval_data=selected(asked.eval_data)).settled()
@@ -149,15 +151,13 @@ class Request:
                 raise CalibrationError(f"nothing to compare on: {text}")
             benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
             request = self._fitted(model, progress)
-            options = resolved(request.options, self.source.name)
-            kept = ResultFile(self.place, benchmark.identity(options, asked.ablate, tasks.identity()))
+            kept = ResultFile(self.place, benchmark.identity(tasks.identity()))
             if not asked.overwrite:
                 kept.read()
             rows = request.rows(getattr(model.config.get_text_config(), "num_hidden_layers", None))
             report = report_of(
                 compare(benchmark, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
                 benchmark,
-                options,
                 model=self.source.name,
                 text=text,
                 seeds=seeds,

@@ -13,12 +13,12 @@ from permtriton.evaluation.fidelity import Distances
 from permtriton.util.durable import replace_file
 from permtriton.util.validation import checked
 
-VERSION = 1  # of the file
+VERSION = 2  # of the file
 
 
 @dataclass(frozen=True)
 class _File:
-    version: Literal[1]  # equal to `VERSION`
+    version: Literal[2]  # equal to `VERSION`
     identity: dict[str, Any]
     results: list[dict[Literal["key", "measured"], dict[str, Any]]]
 
@@ -50,7 +50,7 @@ class Measured(Distances, _Perplexity):  # fields of the last base come first
 
 @dataclass(frozen=True)
 class Key:
-    """What a stored result belongs to: a row, a seed, and the calibration sequences.
+    """What a stored result belongs to: a row, a seed, the calibration sequences, and the row's options.
 
     Attributes:
         method: method of the row, or ``dense``.
@@ -58,6 +58,7 @@ class Key:
         setting: setting of the ablation; empty without one.
         seed: seed of the calibration draw and of learning; 0 for dense.
         calibration: hash of the calibration sequences; empty for dense.
+        options: value of every option of the row but the seed, as JSON; empty for dense.
     """
 
     method: str
@@ -65,6 +66,7 @@ class Key:
     setting: str = ""
     seed: int = 0
     calibration: str = ""
+    options: str = ""
 
 
 @dataclass
@@ -113,13 +115,16 @@ class ResultFile:
         """Returns the result of ``key``; None if there is none.
 
         Raises:
-            OutputError: there is one, but of other calibration sequences.
+            OutputError: there is one, but with other options or of other calibration sequences.
         """
         for other in self.results:
-            if dataclasses.replace(other, calibration=key.calibration) == key != other:
+            if dataclasses.replace(other, calibration=key.calibration, options=key.options) == key != other:
+                changed = "the text changed"
+                if other.options != key.options:
+                    changed = f"option {_difference(json.loads(other.options), json.loads(key.options))}"
                 raise OutputError(
-                    f"{self.path} holds a result of {key.method} with seed {key.seed} on other calibration sequences: "
-                    "the text changed; --overwrite starts from scratch, or choose another --output"
+                    f"{self.path} holds another result of {key.method} with seed {key.seed}: {changed}; --overwrite "
+                    "starts from scratch, or choose another --output"
                 )
         return self.results.get(key)
 
@@ -153,12 +158,14 @@ class RowResult:
         pattern: sparsity pattern; empty for dense.
         setting: setting of the ablation; empty without one.
         measured: what was measured with each seed.
+        options: value of every option but the seed; nothing for dense.
     """
 
     method: str
     pattern: str
     setting: str
     measured: tuple[Measured, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton.comparison.methods import ABLATIONS, DENSE, SET_BY_METHODS, Row
+from permtriton.comparison.methods import DENSE, Row
 from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Inputs, Samples
@@ -47,21 +48,16 @@ class Benchmark:
     windows: Inputs
     tasks: "Tasks | None" = None
 
-    def identity(self, options: Mapping[str, Any], ablation: str | None, tasks: Mapping[str, Any]) -> dict[str, Any]:
+    def identity(self, tasks: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what decides every result of a comparison, but for what `Key` holds.
 
         Args:
-            options: value of every option, as `permtriton.recipe.resolved` returns them.
-            ablation: key of `ABLATIONS`, or None.
             tasks: what decides the scores of the tasks; empty without tasks.
         """
         present = run_identity(self.dense, self.dense.device)
-        set_by_rows = {*SET_BY_METHODS, "sparsity", "seed", ABLATIONS[ablation].option if ablation else ""}
         return {
             "held-out text": Samples.of(self.windows).sha256,
             "tasks": dict(tasks),
-            "ablation": ablation,
-            "option": {name: value for name, value in options.items() if name not in set_by_rows},
             "model weights": present["weights"],
             "version of": present["versions"],
             "machine": present["machine"],
@@ -151,7 +147,7 @@ def compare(
             config = dataclasses.replace(row.config, seed=seed)
             drawn = draws[_drawn_by(row.config, seed)]
             by_seed.append(kept.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
-        results.append(RowResult(row.method, row.pattern, row.setting, tuple(by_seed)))
+        results.append(RowResult(row.method, row.pattern, row.setting, tuple(by_seed), row.options))
         finished(results[-1])
     return results
 
@@ -181,7 +177,8 @@ def _drawn_by(config: CompileConfig, seed: int) -> tuple[CalibrationConfig, int,
 
 def _key(row: Row, seed: int, draws: Draws) -> Key:
     drawn = draws[_drawn_by(row.config, seed)]
-    return Key(row.method, row.pattern, row.setting, seed, "" if drawn is None else drawn.sha256)
+    calibration = "" if drawn is None else drawn.sha256
+    return Key(row.method, row.pattern, row.setting, seed, calibration, json.dumps(row.options))
 
 
 def _compiled(benchmark: Benchmark, config: CompileConfig, samples: Samples | None, progress: Progress) -> Measured:

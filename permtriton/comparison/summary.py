@@ -24,7 +24,6 @@ Rows = Sequence[Sequence[Cell]]
 def report_of(
     results: Sequence[RowResult],
     benchmark: Benchmark,
-    options: Mapping[str, Any],
     *,
     model: str,
     text: str,
@@ -36,11 +35,11 @@ def report_of(
 
     Args:
         results: result of each row, the dense model's first.
-        options: value of every option, as `permtriton.recipe.resolved` returns them.
         model: name of the dense model.
         ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
     """
     dense = benchmark.dense
+    first, *others = [result.options for result in results if result.options]
     windows = with_tokens(dense, with_decoder_ids(dense, Samples.of(benchmark.windows)))
     return {
         "model": model,
@@ -52,7 +51,7 @@ def report_of(
         "seeds": list(seeds),
         "patterns": list(dict.fromkeys(result.pattern for result in results if result.pattern)),
         "ablation": ablation,
-        "config": dict(options),
+        "config": {name: value for name, value in first.items() if all(each.get(name) == value for each in others)},
         "versions": dict(versions),
         "device": machine.device_name(dense.device),
         "system": platform.platform(),
@@ -66,6 +65,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "method": result.method,
         "pattern": result.pattern,
         "setting": result.setting,
+        "config": dict(result.options),
         "values": result.values,
         "mean": result.mean,
         "spread": result.spread,

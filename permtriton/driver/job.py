@@ -163,7 +163,8 @@ class Job:
                 save_format=asked.save_format,
                 origin=self._origin(loaded),
             )
-        return replace(compiled, source=source)
+        # Where the compiled model is, there is room for the dense one.
+        return replace(compiled, source=source and replace(source, device=compiled.model.device.type))
 
     def _origin(self, loaded: "_Loaded") -> Origin:
         """Returns what the record says of what was asked."""
@@ -207,12 +208,14 @@ class Job:
         if self.asked.push_to_hub is None or self.output is None or ranks.number():
             return None
         progress.say(f"publishing {self.asked.push_to_hub}")
+        left = f"{self.output} is complete: publish it by hf upload {self.asked.push_to_hub} {self.output}"
         try:
             return upload(self.output, self.asked.push_to_hub, self.asked.token, compiled.commit_message)
         except OutputError as error:
-            raise OutputError(
-                f"{error}. {self.output} is complete: publish it by hf upload {self.asked.push_to_hub} {self.output}"
-            ) from error
+            raise OutputError(f"{error}. {left}") from error
+        except KeyboardInterrupt as interruption:
+            interruption.add_note(left)
+            raise
 
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
         """Loads the model and returns what its compilation would do and need; writes nothing.

@@ -212,9 +212,9 @@ def as_multiplied(linear: nn.Module, x: Tensor) -> Tensor:
 class SparseLinear(GatheredLinear):
     """A linear layer whose N:M weight may be packed.
 
-    In the packed state ``weight`` is None, and the buffers ``weight_values`` and ``weight_positions`` hold the weight
-    as described in `permtriton.kernels.packing`. ``weight_compressed``, which is not in the state dict, is the form
-    that cuSPARSELt multiplies many tokens with; see `compress`.
+    In the packed state ``weight`` is an empty buffer, and the buffers ``weight_values`` and ``weight_positions`` hold
+    the weight as described in `permtriton.kernels.packing`. ``weight_compressed``, which is not in the state dict, is
+    the form that cuSPARSELt multiplies many tokens with; see `compress`.
 
     Attributes:
         gather: gather of the input, or None; see `GatheredLinear`.
@@ -257,8 +257,9 @@ class SparseLinear(GatheredLinear):
             values: kept values, as `permtriton.kernels.packing.pack` returns them.
             positions: their positions, as the same function returns them.
         """
-        # Not deleted but None: model code reads the dtype of `linear.weight` only if it is a tensor.
-        self.register_parameter("weight", None)
+        del self.weight
+        # Empty, because the code of models and of PEFT reads its dtype and its device.
+        self.register_buffer("weight", values.new_empty(0), persistent=False)
         self.register_buffer("weight_values", values)
         self.register_buffer("weight_positions", positions)
         self.register_buffer("weight_compressed", None, persistent=False)
@@ -290,7 +291,7 @@ class SparseLinear(GatheredLinear):
         if self.pattern is None:
             return self
         weight = unpack(self.weight_values, self.weight_positions, self.in_features, self.pattern)
-        del self.weight_values, self.weight_positions, self.weight_compressed
+        del self.weight, self.weight_values, self.weight_positions, self.weight_compressed
         self.weight, self.pattern, self._compresses = nn.Parameter(weight), None, False
         return self
 

@@ -61,11 +61,15 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
         warnings.append(
             "The folders were measured on different texts, or in different ways. Their numbers do not compare."
         )
-    group = folders[0].pattern
+    lead, group = sections.verdict(folders), folders[0].pattern
+    if all(each.pattern == group for each in folders):
+        lead += f" Of every {group.group} consecutive weights of a row, {group.kept} are kept"
+        lead += (
+            f"{', but in linears with a pattern of their own' * any('patterns' in each.record for each in folders)}."
+        )
     return Page(
         title=f"{', '.join(models)} at {', '.join(patterns)}{ways}",
-        lead=f"{sections.verdict(folders)} Of every {group.group} consecutive weights of a row, {group.kept} are kept"
-        f"{', but in linears with a pattern of their own' * any('patterns' in each.record for each in folders)}.",
+        lead=lead,
         sections=[
             sections.result(folders, comparison),
             pictures.search(folders),

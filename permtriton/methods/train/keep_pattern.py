@@ -28,7 +28,7 @@ from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading
 from permtriton.model.expert_linears import input_dim, stacks
-from permtriton.model.modules import is_packed
+from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm, is_packed
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
 from permtriton.util.output_files import real_path
@@ -141,6 +141,7 @@ class KeptPattern:
 
     def _keep(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # the hooks below would keep it in memory
+        self._began = False
         self._graded: dict[int, set[int]] = {}  # optimizer that steps -> places of its weights with a gradient
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -166,6 +167,9 @@ class KeptPattern:
 
     @torch.compiler.disable
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._began and (model := self._model()) is not None:
+            _refuse_liger(model)  # which Trainer puts in only when training begins
+        self._began = True
         self._graded[id(optimizer)] = _places(optimizer, graded=True)
         places = _places(optimizer)
         for name, weight in self._weights.items():
@@ -212,7 +216,8 @@ class KeptPattern:
             options: further arguments of its ``merge_and_unload``.
 
         Raises:
-            ModelError: the model has no adapters that can be merged, is another one, or trains copies of N:M weights.
+            ModelError: the model has no adapters that can be merged, is another one, trains copies of N:M weights, or
+                has an adapter on a linear that gathers its input.
         """
         if not hasattr(model, "merge_and_unload"):
             raise ModelError(f"a {type(model).__name__} has no adapters to merge: give the PeftModel")
@@ -224,6 +229,12 @@ class KeptPattern:
                 raise ModelError(
                     f"{name}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules "
                     "instead"
+                )
+        for module, name in places.items():
+            if name.endswith(BASE_LAYER) and isinstance(module, GatheredLinear) and module.gather is not None:
+                raise ModelError(
+                    f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
+                    "read: keep the adapter beside the model, or train one of the layout portable"
                 )
         before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
         with reading("the adapters cannot be merged", ModelError):
@@ -339,6 +350,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
             f"{listed(packed)}: packed weights cannot be trained: write the folder with permtriton export --format "
             "dense, and load that"
         )
+    _refuse_liger(model)
     if any(hasattr(module, "quantization_scheme") for module in model.modules()):
         raise ModelError(
             "weights in 8 bits cannot be trained: train the folder that they were made of, then write that one with "
@@ -346,6 +358,16 @@ def _refuse_unsupported(model: nn.Module) -> None:
         )
     if empty := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
         raise ModelError(f"{empty[0]} has no values, so where it is zero is not known: load the weights first")
+
+
+def _refuse_liger(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        runs = getattr(vars(module).get("forward"), "__module__", "")
+        if isinstance(module, PermutedRMSNorm | PermutedLayerNorm) and runs.startswith("liger_kernel"):
+            raise ModelError(
+                f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
+                "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
+            )
 
 
 def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
