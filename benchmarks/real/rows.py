@@ -34,8 +34,7 @@ OURS = {
     "best by Adafactor": "--recipe best --distill-optimizer adafactor",
     "best on new text": "--recipe best --generated 0 --distill-optimizer adafactor --distill-further 12 "
     "--distill-epochs 1",
-    "best on more text": "--recipe best --generated 64 --distill-optimizer adafactor --distill-further 12 "
-    "--distill-epochs 1",
+    "best on more text": "--recipe best --distill-optimizer adafactor --distill-further 12 --distill-epochs 1",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
