@@ -287,7 +287,8 @@ def _job(model: Model, asked: Asked, options: Mapping[str, Any]) -> Job:
         options |= {name: value for name, value in of_text.items() if value is not None}
     else:
         data = selected(data, asked.text_column, asked.split)
-    eval_data = selected(asked.eval_data)
+    held_out_columns = getattr(asked.eval_data, "column_names", ())
+    eval_data = selected(asked.eval_data, asked.text_column if asked.text_column in held_out_columns else None)
     if data is not None and "calibration" in options:
         raise ConfigError("`data=` and `calibration=` are two names of one thing: give one of them")
     if is_named(data):

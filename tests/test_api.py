@@ -24,6 +24,7 @@ from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.model.source import Source
 from permtriton.recipe import all_options
 from permtriton.util.progress import NoProgress
+from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .pretend_gpu import PretendGpu
@@ -209,6 +210,28 @@ def test_a_file_of_options_counts_as_arguments_do(here):
     file.write_text("samples = 9")
     with pytest.raises(CalibrationError, match="data holds 8 samples, but 9 are needed"):
         shape(IDS, **unset)
+
+
+def test_arguments_of_other_types_are_one_line(here):
+    model = AutoModelForCausalLM.from_pretrained("my-model")
+    with pytest.raises(CalibrationError, match=r"expected integers \[samples, tokens\]"):
+        permtriton.evaluate(model, IDS[0])
+    with pytest.raises(CalibrationError, match="window holds 1 token"):
+        permtriton.evaluate(model, IDS[:, :1])
+    for name, value in (("window", "4"), ("window", 4.0), ("limit", "5"), ("batch_size", "4")):
+        with pytest.raises(ConfigError, match=f"`{name}=` is .*expected a whole number"):
+            permtriton.evaluate(model, IDS, **{name: value})
+    options = {"methods": ["magnitude"], "samples": 4, "sequence_length": 16, "calibration": "my-text.txt"}
+    found = permtriton.compare("my-model", eval_data=IDS, sparsity=NMPattern(1, 4), **options)
+    assert found["patterns"] == ["1:4"]
+
+
+def test_a_column_is_named_once_for_both_data(here):
+    columns = Dataset.from_dict({"body": TEXTS})
+    found = permtriton.compile("my-model", data=columns, eval_data=columns, text_column="body", **QUICK)
+    assert "dense" in found.report["evaluation"]
+    with pytest.raises(CalibrationError, match="has train, test: give one of them alone"):
+        permtriton.compile("my-model", data=IDS, eval_data={"train": columns, "test": columns}, **QUICK)
 
 
 def test_held_out_data_are_of_the_same_kinds(here):

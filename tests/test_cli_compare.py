@@ -120,6 +120,23 @@ def test_every_format_has_the_same_numbers(desk, tasks):
     assert all(row["kl"] > 0 and row["cosine"] < 1 and row["peak_bytes"] > 2**20 for row in report["rows"][1:])
 
 
+def test_a_group_of_tasks_counts_once_in_the_mean(desk, tasks):
+    for name, answers in (("other", "{{1 - answer}}"), ("third", "{{answer}}")):
+        text = TASK.replace("task: short", f"task: {name}").replace("{{answer}}", answers)
+        desk.write(f"tasks/{name}.yaml", text)
+    group = {"group": "both", "task": ["short", "other"], "aggregate_metric_list": [{"metric": "acc"}]}
+    desk.write("tasks/both.yaml", json.dumps(group))
+    more = ("--methods", "magnitude", "--tasks-dir", tasks, "--json")
+    report = json.loads(compare(desk, *more, "--tasks", "both,third", "--output", "t.csv").stdout)
+    scores = report["rows"][0]["tasks"]
+    assert (scores["both acc"], scores["short acc"]) == (0.5, scores["third acc"])
+    mean = (0.5 + scores["third acc"]) / 2
+    assert report["rows"][0]["accuracy"] == pytest.approx(mean)
+    table = next(csv.DictReader((desk.folder / "t.csv").read_text().splitlines()))
+    assert float(table["mean acc"]) == pytest.approx(mean)
+    assert "mean acc" not in compare(desk, *more[:-1], "--tasks", "both").stdout, "of one result"
+
+
 def test_an_interrupted_comparison_continues(desk, interrupted):
     arguments = ("--methods", "magnitude,wanda", "--output", desk.folder / "t.json")
     result = RUNNER.invoke(app, command(desk, *arguments))

@@ -16,7 +16,9 @@ from permtriton.reporting.pages import Page, write
 from permtriton.running.state import StateFile
 from permtriton.util.durable import replace_file
 
-MEASURED = Measured(perplexity=1.0, cosine=1.0, tasks={}, seconds=1.0, compile_seconds=1.0, peak_bytes=None)
+MEASURED = Measured(
+    perplexity=1.0, cosine=1.0, tasks={}, accuracy=None, seconds=1.0, compile_seconds=1.0, peak_bytes=None
+)
 WRITERS = {
     "results": lambda path: ResultFile(path, {}).put(Key("dense"), MEASURED),
     "table.csv": lambda path: write_table(path, ["a"], [[1]], {}),

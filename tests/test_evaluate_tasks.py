@@ -155,8 +155,10 @@ def test_groups_and_wildcards(tmp_path, model, tokenizer):
     mean = (results["foxes"].scores["acc"].value + results["foxes_few"].scores["acc"].value) / 2
     assert results["all"].scores["acc"].value == pytest.approx(mean)
     assert results["foxes_few"].shots == 1
+    assert {name: each.group for name, each in results.items()} == {"all": None, "foxes": "all", "foxes_few": "all"}
     found = Tasks(["foxes*"], folder=tmp_path / "tasks").run(model, tokenizer)
     assert {each.name: each.scores for each in found} == {n: r.scores for n, r in results.items() if n != "all"}
+    assert not any(each.group for each in found)
 
 
 def test_metrics_that_need_a_bootstrap_run_in_this_process(tmp_path, model, tokenizer, capfd, monkeypatch):

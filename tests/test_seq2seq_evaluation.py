@@ -1,8 +1,12 @@
 """Encoder-decoders are measured on what their decoder predicts, whatever the samples are."""
 
+import json
+
 import pytest
 import torch
+from datasets import Dataset
 
+import permtriton
 from permtriton.data.samples import Samples
 from permtriton.data.text import check_samples
 from permtriton.driver.prepare import held_out_samples
@@ -17,7 +21,7 @@ from permtriton.util.progress import NoProgress
 
 from .sentences import trained_tokenizer
 from .test_seq2seq import IDS, build, inputs_of
-from .zoo import token_ids
+from .zoo import tiny_llama, token_ids
 
 LABELS = IDS[:, :7].contiguous()
 SOUND = inputs_of("whisper")["input_features"]
@@ -64,6 +68,33 @@ def test_the_labels_are_what_is_predicted(name):
     compiling = Evaluation(dense, held_out_samples(dense, windows), NoProgress())
     assert compiling.measure == "perplexity"
     assert [compiling.compiled(model, None), compiling.dense] == pytest.approx(perplexities, rel=1e-4)
+
+
+def test_labels_are_read_from_every_kind_of_data(tmp_path):
+    """A causal model leaves them out, and so do all where labels are classes."""
+    model, rows = (
+        build("t5"),
+        [{"input_ids": a, "labels": b} for a, b in zip(IDS.tolist(), LABELS.tolist(), strict=True)],
+    )
+    dataset = Dataset.from_list(rows)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = [str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.parquet"), dataset, dataset.with_format("torch")]
+    found = [permtriton.evaluate(model, each, window=14) for each in data]
+    assert len({(each.perplexity, each.windows) for each in found}) == 1
+    alone = permtriton.evaluate(model, dataset.remove_columns("labels"), window=14)
+    assert alone.perplexity != found[0].perplexity
+    classes = dataset.remove_columns("labels").add_column("labels", [1] * len(rows))
+    assert permtriton.evaluate(model, classes, window=14).perplexity == alone.perplexity
+    causal = tiny_llama(vocab_size=model.config.vocab_size)
+    assert permtriton.evaluate(causal, dataset, window=14).perplexity == (
+        permtriton.evaluate(causal, classes, window=14).perplexity
+    )
+
+
+def test_the_words_say_what_was_predicted():
+    found = measure_model(build("t5"), windows=WINDOWS["t5"])
+    assert found.protocol == f"{len(IDS)} samples; the decoder predicts the 7 labels of each"
 
 
 def test_both_models_read_the_text_that_the_dense_one_writes():

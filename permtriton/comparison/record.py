@@ -25,6 +25,7 @@ class Row(TypedDict):
     kl: float | None
     cosine: float | None
     tasks: dict[str, float]
+    accuracy: NotRequired[float | None]  # mean of the tasks
     seconds: float
     compile_seconds: float | None
     peak_bytes: Integer | None

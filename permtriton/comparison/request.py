@@ -1,6 +1,6 @@
 """What was asked of a comparison, by a command or a call, and how is it run?"""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,7 +204,8 @@ def _parts(words: Words, name: str = "") -> list[str]:
     """
     if words is None:
         return []
-    parts = [part.strip() for part in words.split(",")] if isinstance(words, str) else [str(word) for word in words]
+    several = words.split(",") if isinstance(words, str) else words if isinstance(words, Iterable) else [words]
+    parts = [str(part).strip() for part in several]
     if "" in parts:
         raise ConfigError(f"`{name}=` {words!r} has an empty name: separate names by commas, or leave `{name}=` out")
     return parts

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -90,11 +91,13 @@ class Benchmark:
         scores = {
             f"{task.name} {metric}": score.value for task in evaluation.tasks for metric, score in task.scores.items()
         }
+        accuracies = [task.scores["acc"].value for task in evaluation.tasks if "acc" in task.scores and not task.group]
         seconds = compile_seconds + evaluation.seconds
         return Measured(
             perplexity=evaluation.perplexity,
             **{name: getattr(evaluation, name) for name in DISTANCES},
             tasks=scores,
+            accuracy=fmean(accuracies) if len(accuracies) > 1 else None,
             seconds=seconds,
             compile_seconds=compile_seconds,
             peak_bytes=peak_bytes,

@@ -71,6 +71,7 @@ def _row(result: RowResult) -> dict[str, Any]:
         "spread": result.spread,
         **{name: result.average(attrgetter(name)) for name in DISTANCES},
         "tasks": {name: fmean(each.tasks[name] for each in result.measured) for name in result.measured[0].tasks},
+        "accuracy": result.average(attrgetter("accuracy")),
         "seconds": round(result.seconds, 1),
         "compile_seconds": round(sum(each.compile_seconds for each in result.measured), 1),
         "peak_bytes": max(peaks) if len(peaks) == len(result.measured) else None,
@@ -101,9 +102,8 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
             table[distance.header] = [row[name] for row in rows]  # in its place, where it is the measure
     for name in rows[0]["tasks"]:
         table[name] = [row["tasks"][name] for row in rows]
-    accuracies = [name for name in rows[0]["tasks"] if name.endswith(" acc")]
-    if len(accuracies) > 1:
-        table["mean acc"] = [fmean(row["tasks"][name] for name in accuracies) for row in rows]
+    if rows[0].get("accuracy") is not None:
+        table["mean acc"] = [row["accuracy"] for row in rows]
     table["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["compile_seconds"] else None for row in rows]
     table["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
     return list(table), [list(row) for row in zip(*table.values(), strict=True)]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
 from permtriton.data.media import Processor
+from permtriton.data.pairs import Pair, with_labels
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples, text_column
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
@@ -46,6 +47,8 @@ def name_of(data: object) -> str:
 def selected(data: Any, column: str | None = None, split: str | None = None) -> Any:
     """Returns the documents of a dataset, or of one of a dictionary of datasets; any other data as they are.
 
+    Documents with labels, as encoder-decoders read them, are pairs.
+
     Args:
         data: what a caller gave.
         column: column of the dataset; None for ``input_ids`` or ``text``.
@@ -58,7 +61,10 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
     if isinstance(data, Mapping) and data and all(hasattr(each, "column_names") for each in data.values()):
         if split not in data:
             got = f"split is {shown(split)}" if split is not None else "no split is named"
-            raise CalibrationError(f"{got}, but the dictionary of datasets has {', '.join(data)}: name one of them")
+            raise CalibrationError(
+                f"{got}, but the dictionary of datasets has {', '.join(data)}: give one of them alone, or, of "
+                "calibration data, its name as `split=`"
+            )
         data, split = data[split], None
     if split is not None:
         raise ConfigError("split has an effect on a dictionary of datasets (DatasetDict) only: leave it out")
@@ -71,7 +77,7 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
     names = data.column_names
     if column is not None and column not in names:
         raise CalibrationError(f"text_column is {shown(column)}, but the Dataset has {', '.join(names)}")
-    return data[column or text_column(names, "the Dataset")]
+    return with_labels(data[column or text_column(names, "the Dataset")], data["labels"] if "labels" in names else None)
 
 
 def documents_of(data: Any) -> Documents | None:
@@ -91,7 +97,7 @@ def documents_of(data: Any) -> Documents | None:
     if isinstance(data, Sequence) and len(data):
         if isinstance(data[0], int):
             return [data]
-        if isinstance(data[0], str | Sequence | Tensor | np.ndarray):
+        if isinstance(data[0], str | Sequence | Tensor | np.ndarray | Pair):
             return data
     raise CalibrationError(f"data is {shown(data)}, a {type(data).__name__}: expected {KINDS}")
 

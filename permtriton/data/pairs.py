@@ -18,6 +18,27 @@ class Pair:
     labels: str | list[int]
 
 
+@dataclass(frozen=True)
+class Pairs(Sequence[Pair]):
+    """The pairs of two columns, each made when it is asked for."""
+
+    sources: Sequence[Any]
+    labels: Sequence[Any]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, number: Any) -> Any:
+        return Pair(self.sources[number], self.labels[number])
+
+
+def with_labels(sources: Sequence[Any], labels: Sequence[Any] | None) -> Sequence[Any]:
+    """Returns pairs where there are labels, and these are texts or token ids, not classes."""
+    if labels is None or not len(labels) or not (isinstance(labels[0], str) or hasattr(labels[0], "__len__")):
+        return sources
+    return Pairs(sources, labels)
+
+
 def are_pairs(documents: Sequence[object]) -> bool:
     """Whether a source's documents are pairs; either all are, or none is."""
     return len(documents) > 0 and isinstance(documents[0], Pair)
@@ -25,6 +46,8 @@ def are_pairs(documents: Sequence[object]) -> bool:
 
 def sources_of(documents: Sequence[Any]) -> Sequence[Any]:
     """Returns documents without their labels, which a model that reads no pairs does without."""
+    if isinstance(documents, Pairs):
+        return documents.sources
     return [pair.source for pair in documents] if are_pairs(documents) else documents
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton import demo
 from permtriton.config import SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.media import Processor, is_media, media_samples
-from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of
+from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of, with_labels
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
@@ -473,11 +473,13 @@ def _parquet(path: Path, column: str) -> Sequence[Any]:
     with reading(f"{path} is not a readable parquet file", CalibrationError):
         file = parquet.ParquetFile(path)
         name = text_column(file.schema_arrow.names, str(path), column)
-        documents = file.read([name]).column(name).to_pylist()
-    for number, document in enumerate(documents, start=1):
-        if isinstance(document, str):
-            _without_nul(document, f"{path} row {number}")
-    return documents
+        columns = [name, *({"labels"} & set(file.schema_arrow.names))]
+        found = [column.to_pylist() for column in file.read(columns).select(columns).columns]
+    for number, row in enumerate(zip(*found, strict=True), start=1):
+        for text in filter(lambda each: isinstance(each, str), row):
+            _without_nul(text, f"{path} row {number}")
+    documents, *labels = found
+    return with_labels(documents, *labels or [None])
 
 
 def _read(path: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from permtriton.config import CALIBRATION, RUNNING
+from permtriton.errors import ConfigError, shown
 from permtriton.evaluation.protocol import measured_by
 from permtriton.util.asking import facts, flag
 
@@ -54,8 +55,11 @@ class Measures(Loads):
         """Returns the same with what its protocol says where nothing was given.
 
         Raises:
-            ConfigError: there is no such protocol.
+            ConfigError: there is no such protocol, or a number is none.
         """
+        for name in ("window", "limit", "batch_size"):
+            if not isinstance(value := getattr(self, name, None), int | None):
+                raise ConfigError(f"`{name}=` is {shown(value)}: expected a whole number")
         eval_data, window, tasks = measured_by(self.protocol, self.eval_data, self.window, self.tasks)
         return replace(self, protocol=None, eval_data=eval_data, window=window, tasks=tasks)  # type: ignore[type-var]
 

@@ -55,7 +55,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
         trust_remote_code: whether code that comes with a model may run.
         gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
-        text_column, split, token, progress: as `permtriton.compile` takes them.
+        text_column, split: of a dataset in memory, as `permtriton.compile` takes them.
+        token, progress: as `permtriton.compile` takes them.
 
     Raises:
         ConfigError: there is nothing to measure, or an option makes no sense.

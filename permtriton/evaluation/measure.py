@@ -95,12 +95,13 @@ def measure_model(  # noqa: PLR0913
         CalibrationError: a measure is not finite.
         TaskError: a task cannot be run.
     """
+    windows = None if windows is None else check_inputs(model, windows)
     _check(model, tokenizer, windows, dense, tasks, batch)
     started, watch = time.perf_counter(), Stopwatch()
     measured, count, window = Fidelity(), 0, 0
     with in_eval_mode(*filter(None, (model, dense))):
         if windows is not None:
-            samples = with_tokens(model, with_decoder_ids(dense or model, check_inputs(model, windows)))
+            samples = with_tokens(model, with_decoder_ids(dense or model, windows))
             count, window = len(samples), samples.tokens
             at_once = batch or windows_at_once(samples.longest)
             if dense is not None:
@@ -117,19 +118,22 @@ def measure_model(  # noqa: PLR0913
         seconds=time.perf_counter() - started,
         tokens_per_second=count * window / watch.seconds if watch.seconds else 0.0,
         text=text if count else None,
-        protocol=_protocol(model, text, count, window, measured) if count else None,
+        protocol=_protocol(model, text, samples, measured) if count else None,
         dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(model.device),
     )
 
 
-def _protocol(model: PreTrainedModel, text: str, count: int, window: int, measured: Fidelity) -> str:
+def _protocol(model: PreTrainedModel, text: str, samples: Samples, measured: Fidelity) -> str:
     """Returns in words what was measured on which samples."""
+    count, window = len(samples), samples.tokens
     if is_media(model, text):
         return f"{count} samples of {window} positions"
     windows = f"{count} windows of {window} tokens that do not overlap"
     if measured.perplexity is None:
         return windows
+    if takes_decoder_ids(model) and samples.ids is None:
+        return f"{count} samples; the decoder predicts the {window} labels of each"
     if takes_decoder_ids(model):
         return f"{windows}; the encoder reads the first half of each, and the decoder predicts the second"
     return f"{windows}; the first token of each is not predicted"
@@ -138,7 +142,7 @@ def _protocol(model: PreTrainedModel, text: str, count: int, window: int, measur
 def _check(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
-    windows: Inputs | None,
+    windows: Samples | None,
     dense: PreTrainedModel | None,
     tasks: "Tasks | None",
     batch: int | None,
@@ -153,7 +157,7 @@ def _check(
     if not (model.can_generate() and model.main_input_name == "input_ids") and tasks is not None:
         why = f"reads {model.main_input_name}, not text" if model.can_generate() else "predicts no next token"
         raise ConfigError(f"{kind} {why}, so it has no tasks: leave `tasks=` out")
-    if windows is not None and dense is None and predicted(model, Samples.of(windows)) is None:
+    if windows is not None and dense is None and predicted(model, windows) is None:
         why = "is given no labels to predict" if model.can_generate() else "predicts no next token"
         raise ConfigError(
             f"{kind} {why}, so it has no perplexity: give the dense model with `against=` for the cosine of the hidden "

@@ -69,8 +69,10 @@ def perplexity_of(model: PreTrainedModel, loss: float, tokens: int) -> float:
         tokens: number of predicted tokens.
 
     Raises:
-        CalibrationError: The loss is not finite.
+        CalibrationError: The loss is not finite, or of no tokens.
     """
+    if not tokens:
+        raise CalibrationError("each held-out window holds 1 token, so that nothing is predicted: give longer ones")
     if not math.isfinite(loss):
         raise CalibrationError(
             f"the held-out loss is {loss}: activations overflow in {model.dtype}; try `dtype=float32`"

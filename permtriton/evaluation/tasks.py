@@ -54,6 +54,7 @@ class TaskResult:
         shots: examples before each question.
         samples: documents that were evaluated.
         scores: metric -> score, such as ``acc``; where the task has a filter, ``exact_match,strict``.
+        group: group with a score of its own that counts this task or group; None without one.
     """
 
     name: str
@@ -61,6 +62,7 @@ class TaskResult:
     shots: int
     samples: int
     scores: dict[str, Score]
+    group: str | None = None
 
 
 class Tasks:
@@ -133,6 +135,12 @@ class Tasks:
             ) from error
         if harness.truncated:
             progress.say(f"{harness.truncated} requests of tasks lost their beginning: longer than the model can take")
+        groups = {
+            member: group
+            for group, members in results["group_subtasks"].items()
+            if _scores(results["results"].get(group, {}))
+            for member in members
+        }
         return tuple(
             TaskResult(
                 name,
@@ -140,6 +148,7 @@ class Tasks:
                 results["n-shot"].get(name, 0),
                 values["sample_len"],
                 _scores(values),
+                groups.get(name),
             )
             for name, values in results["results"].items()
         )
