@@ -264,6 +264,16 @@ def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
         assert torch.equal(one[linear], other[linear])
 
 
+def test_linears_without_a_gradient_have_no_output_gradients():
+    """Such as those of the indexer of DeepSeek-V3.2, whose results only choose tokens."""
+    model = zoo.build("llama")
+    plan, attention = find_plan(model, TWO_FOUR), model.model.layers[0].self_attn
+    attention.forward = torch.no_grad()(attention.forward)
+    gradients = output_gradients(model, plan, "kl", Samples.of(IDS), config_from(), NoProgress())
+    missing = {name for _, name in plan.linears()} - gradients.keys()
+    assert missing == {f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"}
+
+
 def test_linears_that_not_every_token_reaches_have_no_output_gradients():
     model, plan = unstacked("mixtral")
     gradients = output_gradients(model, plan, "kl", Samples.of(IDS), config_from(), NoProgress())

@@ -598,6 +598,34 @@ def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
     permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """As schedule-free optimizers do, it steps weights of its own, and mixes them into the model's."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            z = self.state[parameter].setdefault("z", parameter.clone())
+            z -= 0.1 * parameter.grad
+            parameter.lerp_(z, 0.5)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.lerp_(self.state[parameter]["z"], -0.5)
+
+
+def test_a_schedule_free_optimizer_mixes_zeros_with_zeros():
+    model = pruned_llama()
+    zeros, kept = zeros_of(model), permtriton.keep_pattern(model)
+    optimizer = ScheduleFree(model.parameters())
+    train(model, optimizer)
+    optimizer.eval()
+    assert all(bool((model.get_parameter(name)[zeros[name]] == 0).all()) for name in kept.patterns)
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_norms_that_liger_took_the_place_of_are_refused(before):
     """As its functions do, it sets the forward of the norms that are there; it runs on GPUs alone."""

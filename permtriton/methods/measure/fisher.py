@@ -147,7 +147,7 @@ def output_gradients(
     """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU, of all ranks.
 
     The loss is that of `fisher_information`, and so are the arguments. Linears that not every token reaches (those of
-    experts) are left out.
+    experts) are left out, and those that get no gradient: an indexer chooses tokens, which has none.
 
     Raises:
         CalibrationError: A gradient is NaN or infinite.
@@ -162,7 +162,10 @@ def output_gradients(
     for site in plan.sites:
         for name in site.linears if reads_every_token(model, site) else ():
             own = torch.cat(parts.pop(name)) if name in parts else torch.empty(0)
-            gradients[name] = torch.cat([each for each in ranks.gather(own) if each.numel()])
+            found = [each for each in ranks.gather(own) if each.numel()]
+            if not found:
+                continue
+            gradients[name] = torch.cat(found)
             if not bool(gradients[name].isfinite().all()):
                 raise CalibrationError(
                     f"{name}: the gradients of its outputs are not finite on the calibration text: try "

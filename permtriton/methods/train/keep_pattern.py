@@ -8,7 +8,7 @@ is.
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,13 @@ class _Weight:
             self.zeros = self.zeros.to(value.device)
         value.masked_fill_(self.zeros, 0)
 
+    @torch.no_grad()
+    def restore_state(self, state: Mapping[str, Any]) -> None:
+        """Sets what an optimizer keeps for each pruned weight to zero."""
+        for value in map(_local, state.values()):
+            if isinstance(value, Tensor) and value.shape == self.zeros.shape:
+                value.masked_fill_(self.zeros.to(value.device), 0)
+
 
 @dataclass(frozen=True)
 class MergedAdapter:
@@ -189,6 +196,8 @@ class KeptPattern:
             parameter = weight.owner._parameters.get(weight.key)
             if parameter is not None and _place(parameter) in changed:
                 weight.restore()
+                if callable(getattr(optimizer, "eval", None)):  # schedule-free: it mixes weights with others of its own
+                    weight.restore_state(optimizer.state.get(parameter, {}))
 
     def _is_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether an optimizer trains this model."""
