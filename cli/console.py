@@ -19,8 +19,8 @@ from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags, fi
 from permtriton.util.bars import PlainConsole, discard, err, visible
 from permtriton.util.progress import without_other_bars
 
-# What errors of limits that were set for the process say -> what it was refused.
 AGAIN = "the same command, started again, continues after the last round, epoch, layer or row that was finished"
+# What errors of limits that were set for the process say -> what it was refused.
 LIMITS = {
     "can't start new thread": "another thread (ulimit -u, or the limits of a container)",
     "failed to map segment": "memory for a library (ulimit -v)",

@@ -5,8 +5,8 @@
 Calibration texts: ``wikitext`` (valid.txt of FOLDER), ``python`` (four fifths of Python's language reference, which
 every Python holds as pydoc's topics), ``written`` (by the dense model itself) and ``mix`` (equal parts of the three).
 Held-out texts: WikiText-2's test.txt, and the other fifth of the reference. A folder that ``python -m benchmarks.real``
-left in the folder for work is measured as it is. A row is written as soon as it is measured,
-and the same command continues with what is missing.
+left in the folder for work is measured as it is. A row is written as soon as it is measured, and the same command
+continues with what is missing.
 """
 
 import json

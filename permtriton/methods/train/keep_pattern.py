@@ -28,7 +28,7 @@ from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading
 from permtriton.model.expert_linears import input_dim, stacks
-from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm, is_packed
+from permtriton.model.modules import is_packed, is_permuted
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
 from permtriton.util.output_files import real_path
@@ -240,7 +240,7 @@ class KeptPattern:
                     "instead"
                 )
         for module, name in places.items():
-            if name.endswith(BASE_LAYER) and isinstance(module, GatheredLinear) and module.gather is not None:
+            if name.endswith(BASE_LAYER) and is_permuted(module):
                 raise ModelError(
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
                     "read: keep the adapter beside the model, or train one of the layout portable"
@@ -372,7 +372,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
 def _refuse_liger(model: nn.Module) -> None:
     for name, module in model.named_modules():
         runs = getattr(vars(module).get("forward"), "__module__", "")
-        if isinstance(module, PermutedRMSNorm | PermutedLayerNorm) and runs.startswith("liger_kernel"):
+        if is_permuted(module) and runs.startswith("liger_kernel"):
             raise ModelError(
                 f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
                 "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
