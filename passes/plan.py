@@ -192,6 +192,7 @@ class Site:
         space: channel space of the input channels; its permutation orders them.
         layer: number of the layer in its module list, or -1.
         calls: number of times that the linears run in one forward pass; above 1 if layers share their weights.
+        routed: whether the model decides by its weights which rows they read, as for experts in a list.
         residual_reader: name of the module whose input the linear's output is added to, the residual stream; empty if
             the graph shows none.
     """
@@ -203,6 +204,7 @@ class Site:
     space: ChannelSpace
     layer: int = -1
     calls: int = 1
+    routed: bool = False
     residual_reader: str = ""
 
     def expand(self, index: Tensor) -> Tensor:

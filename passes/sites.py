@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from permtriton.passes.graph import module_name, one_thread
 from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.residual import residual_readers
+from permtriton.passes.routed import routed_nodes
 from permtriton.passes.unseen import Unseen, layer_of
 from permtriton.passes.values import LinearCall
 from permtriton.util.sparsity import NMPattern
@@ -66,7 +67,7 @@ def find_sites(
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
-    builder = _SpaceBuilder(provenance, patterns, residual_readers(hidden.graph))
+    builder = _SpaceBuilder(provenance, patterns, hidden.graph)
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
     hidden_space, hidden_units = builder.locate(provenance.hidden)
@@ -215,10 +216,9 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 class _SpaceBuilder:
     """Groups the labels of the sites' input channels into channel spaces; a label belongs to at most one space."""
 
-    def __init__(
-        self, provenance: Provenance, patterns: Mapping[str, NMPattern], residual_reader: Callable[[fx.Node, str], str]
-    ) -> None:
-        self._provenance, self._patterns, self._residual_reader = provenance, patterns, residual_reader
+    def __init__(self, provenance: Provenance, patterns: Mapping[str, NMPattern], graph: fx.Graph) -> None:
+        self._provenance, self._patterns = provenance, patterns
+        self._residual_reader, self._routed = residual_readers(graph), routed_nodes(graph)
         labels = provenance.contexts.size
         self._space_of = np.full(labels, -1, np.int64)
         self._unit_of = np.full(labels, -1, np.int64)
@@ -233,7 +233,8 @@ class _SpaceBuilder:
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
         layer = layer_of(model, names[0])
-        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count)
+        routed = calls[0].source in self._routed
+        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count, routed)
         if len(names) == count == 1 and site.layer_paths:
             site.residual_reader = self._residual_reader(calls[0].node, *site.layer_paths)
         for group in dict.fromkeys(self._patterns[each].group for each in names):

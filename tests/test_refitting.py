@@ -145,6 +145,17 @@ def test_experts(name):
     check_pruned(problem.model, problem.plan)
 
 
+def test_experts_in_a_list_are_not_compared():
+    """The model itself sends tokens to them, others once it is pruned, and perhaps as many."""
+    model = tiny_architectures.build("SwitchTransformersForConditionalGeneration")
+    problem = Problem(model, ids=tiny_architectures.inputs(model, samples=4))
+    shifts = shifts_of(problem)
+    experts = {site for site in shifts if ".experts." in site}
+    assert len(experts) == 2 * 4 * 4
+    assert {site for site, has_shift in shifts.items() if not has_shift} == experts
+    check_pruned(problem.model, problem.plan)
+
+
 @pytest.mark.slow
 def test_experts_that_read_sorted_tokens_are_not_compared():
     model = tiny_architectures.build("JetMoeForCausalLM")
