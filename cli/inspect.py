@@ -90,9 +90,8 @@ def layer_name(plan: Plan, layer: int) -> str:
         ConfigError: the layer holds no site.
     """
     for site in plan.sites:
-        parts = site.linears[0].split(".")
-        if site.layer == layer and str(layer) in parts:
-            return ".".join(parts[: parts.index(str(layer)) + 1])
+        if site.layer == layer >= 0:
+            return min(site.layer_paths)
     known = sorted({site.layer for site in plan.sites})
     raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
 

@@ -1,7 +1,6 @@
 """The plan of a model: which channels one permutation orders, which parameters write them and which read them."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,7 +189,8 @@ class Site:
         channels: number of input channels.
         units: unit of ``space`` at each input channel, int64 ``[channels]``.
         space: channel space of the input channels; its permutation orders them.
-        layer: number of the layer in its module list, or -1.
+        layer_paths: names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers.
+        depth: number of pruned linears in a row that end with one of these, along the longest way through the model.
         calls: number of times that the linears run in one forward pass; above 1 if layers share their weights.
         routed: whether the model decides by its weights which rows they read, as for experts in a list.
         residual_reader: name of the module whose input the linear's output is added to, the residual stream; empty if
@@ -202,7 +202,8 @@ class Site:
     channels: int
     units: Tensor
     space: ChannelSpace
-    layer: int = -1
+    layer_paths: frozenset[str] = frozenset()
+    depth: int = 0
     calls: int = 1
     routed: bool = False
     residual_reader: str = ""
@@ -212,11 +213,9 @@ class Site:
         return Axis("", 0, self.units, torch.zeros_like(self.units), reads=True).expand(index)
 
     @property
-    def layer_paths(self) -> set[str]:
-        """Names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers."""
-        parts = [name.split(".") for name in self.linears]
-        depth = parts[0].index(str(self.layer)) + 1 if self.layer >= 0 else 0
-        return {".".join(each[:depth]) for each in parts if depth}
+    def layer(self) -> int:
+        """Number of the layer in its module list, the lowest of several, or -1."""
+        return min((int(path.rpartition(".")[2]) for path in self.layer_paths), default=-1)
 
     @property
     def copies(self) -> int:
@@ -291,7 +290,7 @@ class Plan:
         encoder; it stands before the first of these layers.
         """
         groups: list[list[Site]] = []
-        last: set[str] = set()  # path of the layer of the last group
+        last: frozenset[str] = frozenset()  # path of the layer of the last group
         for site in self.sites:
             paths = site.layer_paths
             if len(paths) > 1:
@@ -324,25 +323,29 @@ def sequential_groups(sites: list[Site]) -> list[list[Site]]:
     Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,
     that trebles the perplexity.
     """
-    turns: dict[str, list[Site]] = {}
-    for site in sites:
-        place = re.sub(r"(?<=\.)\d+(?=\.)", "", site.name)  # without the numbers of experts; fc1 and fc2 stay apart
-        turns.setdefault(place, []).append(site)
-    return list(turns.values())
+    depths = sorted({site.depth for site in sites})
+    return [[site for site in sites if site.depth == depth] for depth in depths]
+
+
+def layer_of(model: nn.Module, name: str) -> str:
+    """Returns the name of the layer that a module is, or is part of; "" for none.
+
+    A layer is an item of the outermost module list, or, where the items are lists themselves, of the first that holds
+    others.
+    """
+    module, parts = model, name.split(".") if name else []
+    for depth, part in enumerate(parts, 1):
+        listed = isinstance(module, nn.ModuleList)
+        module = module.get_submodule(part)
+        if listed and not isinstance(module, nn.ModuleList):
+            return ".".join(parts[:depth])
+    return ""
 
 
 def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """Returns the items of the outermost module lists that hold sites, and are no lists themselves, as they run."""
-    layers: dict[str, nn.Module] = {}
-    for _, name in plan.linears():
-        parts = name.split(".")
-        for depth in range(1, len(parts)):
-            layer = ".".join(parts[: depth + 1])
-            inside = isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList)
-            if inside and not isinstance(model.get_submodule(layer), nn.ModuleList):
-                layers[layer] = model.get_submodule(layer)
-                break
-    return list(layers.values())
+    """Returns the layers that hold sites, as they run."""
+    layers = dict.fromkeys(layer_of(model, name) for _, name in plan.linears())
+    return [model.get_submodule(layer) for layer in layers if layer]
 
 
 def named_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:

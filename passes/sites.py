@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor, fx, nn
 from permtriton.errors import ModelError, reasons_of
 from permtriton.passes.chosen import check_own_patterns, left_out, own_patterns
 from permtriton.passes.graph import module_name, one_thread
-from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site
+from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site, layer_of
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.residual import residual_readers
 from permtriton.passes.routed import routed_nodes
-from permtriton.passes.unseen import Unseen, layer_of
+from permtriton.passes.unseen import Unseen
 from permtriton.passes.values import LinearCall
 from permtriton.util.sparsity import NMPattern
 
@@ -67,7 +67,8 @@ def find_sites(
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
-    builder = _SpaceBuilder(provenance, patterns, hidden.graph)
+    depths = _depths(hidden.graph, {call.node for calls in by_sources.values() for call in calls})
+    builder = _SpaceBuilder(provenance, patterns, hidden.graph, depths)
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
     hidden_space, hidden_units = builder.locate(provenance.hidden)
@@ -213,11 +214,25 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
     return ancestors
 
 
+def _depths(graph: fx.Graph, products: Collection[fx.Node]) -> dict[fx.Node, int]:
+    """Returns node -> the most ``products`` on one way through the graph to it, itself included."""
+    depths: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        depths[node] = max((depths[each] for each in node.all_input_nodes), default=0) + (node in products)
+    return depths
+
+
 class _SpaceBuilder:
     """Groups the labels of the sites' input channels into channel spaces; a label belongs to at most one space."""
 
-    def __init__(self, provenance: Provenance, patterns: Mapping[str, NMPattern], graph: fx.Graph) -> None:
-        self._provenance, self._patterns = provenance, patterns
+    def __init__(
+        self,
+        provenance: Provenance,
+        patterns: Mapping[str, NMPattern],
+        graph: fx.Graph,
+        depths: Mapping[fx.Node, int],
+    ) -> None:
+        self._provenance, self._patterns, self._depths = provenance, patterns, depths
         self._residual_reader, self._routed = residual_readers(graph), routed_nodes(graph)
         labels = provenance.contexts.size
         self._space_of = np.full(labels, -1, np.int64)
@@ -232,9 +247,18 @@ class _SpaceBuilder:
         problem = next((call.problem for call in calls if call.problem), "")
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
-        layer = layer_of(model, names[0])
-        routed = calls[0].source in self._routed
-        site = Site(name, tuple(names), labels.size, torch.from_numpy(units), space, layer, count, routed)
+        layers = frozenset(layer_of(model, each) for each in names)
+        site = Site(
+            name,
+            tuple(names),
+            labels.size,
+            torch.from_numpy(units),
+            space,
+            layers if all(layers) else frozenset(),
+            self._depths[calls[0].node],
+            count,
+            calls[0].source in self._routed,
+        )
         if len(names) == count == 1 and site.layer_paths:
             site.residual_reader = self._residual_reader(calls[0].node, *site.layer_paths)
         for group in dict.fromkeys(self._patterns[each].group for each in names):

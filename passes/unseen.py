@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
-from permtriton.passes.plan import Site
+from permtriton.passes.plan import Site, layer_of
 
 
 class Unseen:
@@ -41,7 +41,7 @@ class Unseen:
             readers: Sites that read them.
         """
         scope = _common_module(names)
-        if layer_of(self._model, scope) < 0:
+        if not layer_of(self._model, scope):
             scope = ""
         prefix = f"{scope}." if scope else ""
         widths = sorted({width for site in readers for width in (site.channels, site.space.units) if width > 1})
@@ -53,16 +53,6 @@ class Unseen:
                         "channels"
                     )
         return ""
-
-
-def layer_of(model: nn.Module, name: str) -> int:
-    """Returns the layer of the module ``name``: its number in the outermost module list that holds it, or -1."""
-    module = model
-    for part in name.split(".") if name else ():
-        if isinstance(module, nn.ModuleList):
-            return int(part)
-        module = module.get_submodule(part)
-    return -1
 
 
 def _common_module(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertModel, OPTConfig, OPTForCausalLM
 
+from benchmarks.architectures import tiny as tiny_architectures
 from permtriton.data.samples import Samples
 from permtriton.driver.planning import find_plan
 from permtriton.methods.measure.statistics import hessians
@@ -18,6 +19,7 @@ from . import zoo
 from .expert_stacks import unstacked
 
 IDS = zoo.token_ids(5, 12)
+CLASSES = {"swin": "SwinModel", "pvt": "PvtV2Model", "funnel": "FunnelModel"}
 
 
 def ignore(*_: object) -> None:
@@ -32,6 +34,9 @@ def prune(model, sites):
 
 
 def model_of(name: str):
+    if name in CLASSES:
+        model = tiny_architectures.build(CLASSES[name])
+        return model, find_plan(model, NMPattern(2, 4), skip_indivisible=True)
     if name == "shared":
         model = zoo.tiny_llama(num_hidden_layers=4, vocab_size=zoo.VOCABULARY)
         first, last = model.model.layers[0], model.model.layers[3]
@@ -46,18 +51,24 @@ def model_of(name: str):
 
 
 @pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.parametrize("name", ["llama_eager", "gpt2", "gemma2", "mixtral", "albert", "shared"])
+@pytest.mark.parametrize(
+    "name", ["llama_eager", "gpt2", "gemma2", "mixtral", "albert", "shared", "swin", "pvt", "funnel"]
+)
 def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
-    """Also where layers share weights, so that all of them, or the first and the last one, need the model."""
+    """Also where layers share weights, so that all of them, or the first and the last one, need the model.
+
+    Layers of Swin change the shape of hidden states, those of PVT return them inside a tuple.
+    """
     model, plan = model_of(name)
+    samples = Samples(tiny_architectures.inputs(model, samples=5)) if name in CLASSES else Samples.of(IDS)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     expected = []
     for sites in plan.layers():
-        expected.append(hessians(model, from_model(model, sites, Samples.of(IDS), 2), ignore))
+        expected.append(hessians(model, from_model(model, sites, samples, 2), ignore))
         if changing:
             prune(model, sites)
     model.load_state_dict(weights)
-    for layer, before in zip(layer_by_layer(model, plan, Samples.of(IDS), 2, changing=changing), expected, strict=True):
+    for layer, before in zip(layer_by_layer(model, plan, samples, 2, changing=changing), expected, strict=True):
         found = hessians(model, layer, ignore)
         assert found.keys() == before.keys()
         for site, hessian in found.items():

@@ -7,6 +7,7 @@ from torch import Tensor
 from benchmarks.architectures import tiny as tiny_architectures
 from permtriton import config_from
 from permtriton.driver.pipeline import compile_model
+from permtriton.driver.planning import find_plan
 from permtriton.driver.step import Outcome
 from permtriton.methods.measure import statistics as module_statistics
 from permtriton.methods.measure.statistics import Moments
@@ -17,6 +18,7 @@ from permtriton.model.experts import unstack_experts
 from permtriton.passes.plan import Site, sequential_groups
 from permtriton.running.layer_inputs import from_model
 from permtriton.running.offload import OffloadFolder
+from permtriton.util.sparsity import NMPattern
 
 from . import test_seq2seq, zoo
 from .expert_stacks import unstacked
@@ -268,12 +270,19 @@ def test_weights_in_files_give_the_same_bytes(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize(("name", "turns"), [("llama_eager", 4), ("opt", 4), ("gpt_neox", 4), ("mixtral", 4)])
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [("llama_eager", 4), ("opt", 4), ("gpt_neox", 2), ("mixtral", 4), ("mobilebert", 12), ("funnel", 4)],
+)
 def test_a_linear_is_fitted_to_what_the_new_weights_before_it_give(name, turns):
-    """Numbers tell experts apart, which share a turn; fc1 and fc2, or dense_h_to_4h and dense_4h_to_h, share none."""
-    _, plan = zoo.planned(name)[:2]
-    for sites in plan.layers():
+    """Experts share a turn, and so do attention and MLP if neither reads the other; layers and MLPs in lists do not."""
+    classes = {"mobilebert": "MobileBertModel", "funnel": "FunnelModel"}
+    model = tiny_architectures.build(classes[name]) if name in classes else None
+    plan = zoo.planned(name)[1] if model is None else find_plan(model, NMPattern(2, 4), skip_indivisible=True)
+    layers = [sites for sites in plan.layers() if sites[0].layer_paths]
+    assert len(layers) >= 2
+    for sites in layers:
         groups = sequential_groups(sites)
         assert len(groups) == turns
-        if name != "mixtral":
+        if name not in ("mixtral", "gpt_neox", "funnel"):
             assert [len(group) for group in groups] == [1] * turns

@@ -1,8 +1,9 @@
 """Which activations of a graph hold rows that the model selects by what it has computed."""
 
 import torch
-from permtriton.passes.routed import routed_nodes
 from torch import fx, nn
+
+from permtriton.passes.routed import routed_nodes
 
 aten = torch.ops.aten
 

@@ -1,6 +1,6 @@
 """From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,9 +58,14 @@ class Planned:
         def written(site: Site) -> int:
             return sum(weights[name] // site.channels for name in site.linears)
 
+        def together(turn: list[Site], channels: Callable[[Site], int]) -> int:
+            experts = [site for site in turn if site.routed or stacked_name(model, site.linears[0])]
+            others = sum(channels(site) for site in turn if site not in experts)
+            return others + max(map(channels, experts), default=0)  # an expert reads a share of the tokens
+
         def waiting(layer: list[Site]) -> int:
             turns = sequential_groups(layer)
-            reads, writes = ([max(map(each, turn)) for turn in turns] for each in (read, written))
+            reads, writes = ([together(turn, each) for turn in turns] for each in (read, written))
             # When the first turns are done, inputs of the later ones wait, and outputs of all but the last of them.
             return max(sum(reads[done:]) + sum(writes[: max(done - 1, 0)]) for done in range(len(turns) + 1))
 

@@ -323,8 +323,13 @@ def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequ
     def after(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, _inputs: object, output: Any) -> None:
             nonlocal last
-            last = (name, _hidden_of(output).detach().clone())
-            calls[name].append(replace(started.pop(name), form=_form(output)))
+            call, hidden = started.pop(name), _hidden_of(output)
+            if isinstance(hidden, Tensor):
+                last = (name, hidden.detach().clone())
+                calls[name].append(replace(call, form=_form(output)))
+            else:
+                last = ("", None)
+                calls[name].append(replace(call, problem=f"returns a {type(hidden).__name__} before its hidden states"))
 
         return hook
 

@@ -112,17 +112,17 @@ def layer_by_layer(
         parts = torch.arange(len(own)).split(batch if layer.together else 1)
         if changing:
             kept = KeptOutputs(model, name, sites, keep)
-            run = partial(_run, layer, hidden, None, partial(within, name), kept.running)
+            run = partial(_run, layer, hidden, None, store, partial(within, name), kept.running)
             yield LayerInputs(sites, parts, run, settle=kept.settle)
             if name != chain_of[name][-1]:  # what follows runs in the model
                 with within(name):
                     hidden = layer.run(hidden, batch, store=store, during=partial(kept.running, last=True))
             kept.clear()
         else:
-            outputs = store.empty(hidden.shape, dtype=hidden.dtype)
-            run = partial(_run, layer, hidden, outputs, partial(within, name), any_rows)
+            outputs: list[Tensor] = []
+            run = partial(_run, layer, hidden, outputs, store, partial(within, name), any_rows)
             yield LayerInputs(sites, parts, run, may_end=False)
-            hidden = outputs
+            (hidden,) = outputs
 
 
 def once_each(
@@ -142,15 +142,19 @@ def once_each(
 def _run(
     layer: LayerCalls,
     hidden: Tensor,
-    outputs: Tensor | None,
+    outputs: list[Tensor] | None,
+    store: Store,
     within: Callable[[], AbstractContextManager[None]],
     during: During,
     rows: Tensor,
 ) -> None:
+    """Runs a layer on some sequences; the first run adds to ``outputs`` a tensor for all, which every run fills."""
     with within():
         output = layer(hidden[rows], rows, during)
     if outputs is not None:
-        outputs[rows] = output.to(outputs.device)
+        if not outputs:
+            outputs.append(store.empty((len(hidden), *output.shape[1:]), dtype=output.dtype))
+        outputs[0][rows] = output.to(outputs[0].device)
 
 
 def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
