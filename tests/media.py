@@ -14,6 +14,8 @@ from transformers import (
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
+    DINOv3ViTConfig,
+    DINOv3ViTModel,
     Kosmos2Config,
     Kosmos2ForConditionalGeneration,
     PreTrainedModel,
@@ -41,6 +43,7 @@ WHISPER = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "en
 MODELS = {
     "vit": lambda: ViTForImageClassification(ViTConfig(**SIZES, **PIXELS, num_labels=4)),
     "dinov2": lambda: Dinov2Model(Dinov2Config(**HEADS, **PIXELS)),
+    "dinov3": lambda: DINOv3ViTModel(DINOv3ViTConfig(**{**SIZES, **PIXELS, "hidden_size": 32})),
     "clip": lambda: CLIPVisionModel(CLIPVisionConfig(**SIZES, **PIXELS)),
     "siglip": lambda: SiglipVisionModel(SiglipVisionConfig(**SIZES, **PIXELS)),
     "wav2vec2": lambda: Wav2Vec2ForCTC(Wav2Vec2Config(**SIZES, **CONVOLUTIONS)),

@@ -67,8 +67,10 @@ def test_channels_move_and_outputs_stay(name):
     assert zoo.difference(before, after) < 1e-4
 
 
-@pytest.mark.parametrize(("name", "layout"), [("vit", "fused"), ("wav2vec2", "portable"), ("whisper", "fused")])
-@pytest.mark.slow(but=["vit-fused"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [("vit", "fused"), ("wav2vec2", "portable"), ("whisper", "fused"), ("dinov3", "fused")]
+)
+@pytest.mark.slow(but=["vit-fused", "dinov3-fused"])
 def test_compiled_from_a_dict_of_inputs(name, layout):
     """The held-out measure is the cosine of the hidden states, computed here from a second model."""
     config = config_from({**OPTIONS, "layout": layout}, "heuristic,sparsegpt")
@@ -88,7 +90,7 @@ def test_compiled_from_a_dict_of_inputs(name, layout):
     assert compiled.report["calibration"]["shape"] == [6, expected.shape[1]]
 
 
-@pytest.mark.parametrize("name", ["dinov2", "whisper"])
+@pytest.mark.parametrize("name", ["dinov2", "dinov3", "whisper"])
 def test_the_trace_ends_at_the_last_hidden_state(name):
     model, given = media.build(name), media.inputs(name)
     traced = trace(model, Samples.of(given)[:1])

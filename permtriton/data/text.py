@@ -21,7 +21,7 @@ from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of, w
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
-from permtriton.model.core import DECODER_IDS, takes_decoder_ids
+from permtriton.model.core import DECODER_IDS, core_of, takes_decoder_ids
 from permtriton.model.forward import check_length, max_tokens
 from permtriton.model.name import is_hub_name
 from permtriton.model.seq2seq import arguments_of, samples_of
@@ -263,14 +263,13 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     kinds = {name: values.dtype for name, values in samples.inputs.items() if name in OF_IDS}
     integers = [name for name, kind in kinds.items() if kind in INTEGERS]
     samples = replace(samples, inputs={**samples.inputs, **{name: samples.inputs[name].long() for name in integers}})
-    parameters = inspect.signature(model.base_model.forward).parameters.values()
+    reader = model if core_of(model) is model else model.base_model
+    parameters = inspect.signature(reader.forward).parameters.values()
     taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     made = {"labels", DECODER_IDS} if takes_decoder_ids(model) else set()
     unknown = [name for name in samples.inputs if name not in (*taken, *made)]
     if taken and unknown:  # a wrapper may hand on all arguments
-        raise CalibrationError(
-            f"{unknown[0]} is no argument of {type(model.base_model).__name__}: it takes {', '.join(taken)}"
-        )
+        raise CalibrationError(f"{unknown[0]} is no argument of {type(reader).__name__}: it takes {', '.join(taken)}")
     _check_values(model, samples)
     return samples
 

@@ -31,6 +31,8 @@ def core_of(model: PreTrainedModel) -> nn.Module:
 
     It is the decoder where the class with the head holds encoder and decoder side by side, as T5's does.
     """
+    if is_headless(model) and model.main_input_name not in inspect.signature(model.base_model.forward).parameters:
+        return model  # its "base model" is only a part of it, as DINOv3's encoder without embeddings
     if model.base_model is not model or not takes_decoder_ids(model) or model.get_output_embeddings() is None:
         return _backbone(model) or model.base_model
     decoder = model.get_decoder()
