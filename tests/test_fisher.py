@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, normalize
 from transformers import AlbertConfig, AlbertForMaskedLM, OlmoConfig, OlmoForCausalLM
 
+from benchmarks.architectures import tiny
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
@@ -262,6 +263,28 @@ def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
         assert one[linear].dtype == torch.bfloat16
         torch.testing.assert_close(one[linear].float().square().sum(0), fisher.row.float(), rtol=0.05, atol=1e-6)
         assert torch.equal(one[linear], other[linear])
+
+
+def test_layers_that_are_given_a_cache_run_once():
+    """XLM always gives its layers one, to which a second run in the backward pass would add the same tokens again."""
+    model = tiny.build("XLMWithLMHeadModel")
+    plan = find_plan(model, TWO_FOUR)
+    one, other = (
+        output_gradients(
+            model, plan, "kl", Samples.of(IDS), config_from({"activation_checkpointing": again}), NoProgress()
+        )
+        for again in (False, True)
+    )
+    assert one.keys() == {name for _, name in plan.linears()}
+    assert all(torch.equal(gradient, other[name]) for name, gradient in one.items())
+
+
+def test_a_model_that_computes_the_gradients_of_its_layers_itself_is_refused():
+    model = tiny.build("ReformerModelWithLMHead")
+    plan = find_plan(model, TWO_FOUR, skip_indivisible=True)
+    ids = Samples(tiny.inputs(model, samples=1))
+    with pytest.raises(ModelError, match="has no gradients by the outputs of its linears"):
+        output_gradients(model, plan, "kl", ids, config_from(), NoProgress())
 
 
 def test_linears_without_a_gradient_have_no_output_gradients():

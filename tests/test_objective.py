@@ -187,6 +187,12 @@ def test_a_model_without_a_head_is_refused():
         dense_objective(zoo.build("bert"), "kl", Samples.of(IDS), 2)
 
 
+def test_a_head_that_cannot_run_on_some_of_the_tokens_is_refused():
+    model = tiny.build("ProphetNetForConditionalGeneration")
+    with pytest.raises(ConfigError, match=r"ProphetNet\w+ cannot run alone, so choose the loss cosine .*: shape"):
+        dense_objective(model, "kl", Samples(tiny.inputs(model)), 2)
+
+
 def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():
     model = zoo.build("llama")
     shift = torch.nn.Parameter(torch.randn(zoo.VOCABULARY))

@@ -1,12 +1,13 @@
 """What every backward pass through a model needs: frozen weights, recomputed activations, and a scaled loss."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import Cache
 
 from permtriton.model.forward import replaced_forwards
 
@@ -26,11 +27,22 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the context, recomputes each layer in the backward pass.
+    """Inside the context, recomputes each layer in the backward pass, unless it is given a cache, as XLM's always are.
 
     The switch in transformers works in training mode only, which would turn on dropout.
     """
-    with replaced_forwards(layers, lambda layer: partial(checkpoint, layer.forward, use_reentrant=False)):
+
+    def replacement(layer: nn.Module) -> Callable[..., Any]:
+        compute = layer.forward
+
+        def forward(*positional: Any, **named: Any) -> Any:
+            if any(isinstance(each, Cache) for each in (*positional, *named.values())):
+                return compute(*positional, **named)  # a second run would add the same tokens to the cache again
+            return checkpoint(compute, *positional, use_reentrant=False, **named)
+
+        return forward
+
+    with replaced_forwards(layers, replacement):
         yield
 
 

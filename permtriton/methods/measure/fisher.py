@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig, ObjectiveKind
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.objective import LOSSES
 from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.model.modules import as_multiplied
@@ -213,7 +213,14 @@ class _BackwardPasses:
                         continue
                     for batch in batches:
                         with checkpointed(layers):
-                            loss(model, batch, draw).backward()
+                            value = loss(model, batch, draw)
+                            if not value.requires_grad:
+                                raise ModelError(
+                                    f"the loss of {type(model).__name__} has no gradients by the outputs of its "
+                                    "linears, because it computes those of its layers by itself: choose a recipe that "
+                                    "needs none, such as `fast`"
+                                )
+                            value.backward()
                         advance(len(batch))
 
         with frozen(model), _watched(model, self.plan, watch):

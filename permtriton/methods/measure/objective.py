@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, reading
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.core import body_of, core_of, has_head
 from permtriton.model.forward import (
@@ -57,8 +57,11 @@ class Head:
                 expected = model(**probe).logits
             if core not in self._outputs:  # a head may call only what is inside its backbone
                 self._outputs[core] = core(**probe)
-            logits = self(self._outputs[core][0])
-        self.vocabulary = expected.shape[-1]
+            self.vocabulary, fewer = expected.shape[-1], max(expected.shape[1] - 1, 1)  # it runs on some of the tokens
+            expected = expected[:, :fewer]
+            problem = f"objective {kind}: the head of a {type(model).__name__} cannot run alone, so {CHOOSE}"
+            with reading(problem, ConfigError):
+                logits = self(self._outputs[core][0][:, :fewer])
         if logits.shape != expected.shape or relative_difference(expected, logits) > TOLERANCE[model.dtype]:
             raise ConfigError(
                 f"objective {kind}: the logits of {type(model).__name__} do not follow from its last hidden state: "
