@@ -12,6 +12,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.core import recorded_embeddings, recorded_states
 from permtriton.model.forward import without_cache
+from permtriton.model.hooks import hooked
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util.sparsity import NMPattern
 
@@ -117,12 +118,8 @@ def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
 
     expected = run()
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
-    handles = [module.register_forward_hook(rounded) for module in modules]
-    try:
+    with hooked(module.register_forward_hook(rounded) for module in modules):
         return relative_difference(expected, run())
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def allowed_difference(dtype: torch.dtype, noise: float) -> float:

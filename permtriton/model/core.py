@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from permtriton.errors import ModelError
+from permtriton.model.hooks import hooked
 
 DECODER_IDS = "decoder_input_ids"
 ENCODER_STATE = "encoder_last_hidden_state"  # transformers' name for it among the outputs of an encoder-decoder
@@ -95,12 +96,8 @@ def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     backbones = [module for module in inner if module.base_model is module]  # a decoder with a head returns logits
     if core_of(model) is model and is_headless(model):
         backbones = [model]  # what is inside it may lack the final norm, as DINOv2's encoder does
-    handles = [module.register_forward_hook(_appending(states)) for module in backbones or [model]]
-    try:
+    with hooked(module.register_forward_hook(_appending(states)) for module in backbones or [model]):
         yield states
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -116,12 +113,9 @@ def recorded_embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     def add(_module: nn.Module, _inputs: object, output: object) -> None:
         embedded.extend([output] if isinstance(output, Tensor) else [])
 
-    handle = table.register_forward_hook(add) if taken and isinstance(table, nn.Module) else None
-    try:
+    tables = [table] if taken and isinstance(table, nn.Module) else []
+    with hooked(each.register_forward_hook(add) for each in tables):
         yield embedded
-    finally:
-        if handle is not None:
-            handle.remove()
 
 
 def _appending(states: list[Tensor]) -> Any:

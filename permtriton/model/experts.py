@@ -115,11 +115,17 @@ def unstacked_experts(model: nn.Module) -> Iterator[Unstacked]:
         restack_experts(model, before)
 
 
-def measure_experts(model: nn.Module, measuring: bool) -> None:
-    """Says whether statistics are being taken, so that experts count their tokens, or see all of them."""
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            module.measuring = measuring
+@contextmanager
+def measured_experts(model: nn.Module) -> Iterator[None]:
+    """Inside the ``with`` block, statistics are being taken: experts count their tokens, or see all of them."""
+    experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    try:
+        for module in experts:
+            module.measuring = True
+        yield
+    finally:
+        for module in experts:
+            module.measuring = False
 
 
 def measure_all_experts(model: nn.Module, wanted: bool) -> None:

@@ -74,13 +74,11 @@ def last_hidden_state(model: PreTrainedModel, samples: Samples) -> Tensor:
     with without_cache(model):
         if core is model.base_model:
             return core(**arguments)[0]
-        handle = core.register_forward_hook(_end)
         try:
-            model(**arguments)
+            with core.register_forward_hook(_end):
+                model(**arguments)
         except _Reached as reached:
             return reached.hidden
-        finally:
-            handle.remove()
     raise AssertionError(f"{type(model).__name__} does not run its decoder")
 
 
@@ -109,11 +107,8 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
         first = Samples(arguments_of(model, samples[:1].inputs))
         lengths = [0]
         encoder = model.get_encoder() if takes_decoder_ids(model) else nn.Identity()
-        handle = encoder.register_forward_hook(lambda _module, _inputs, output: lengths.append(output[0].shape[1]))
-        try:
+        with encoder.register_forward_hook(lambda _module, _inputs, output: lengths.append(output[0].shape[1])):
             tokens = last_hidden_state(model, first).shape[1]
-        finally:
-            handle.remove()
         return replace(samples, tokens=tokens, longest=max(tokens, *lengths))
     except Exception as error:  # the model's code may raise any kind
         if is_out_of_memory(error):

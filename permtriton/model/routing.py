@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from permtriton.errors import VerificationError
 from permtriton.model.expert_linears import UnstackedExperts, stacks
+from permtriton.model.hooks import hooked
 
 
 class Routing:
@@ -66,12 +67,8 @@ class Routing:
     @contextmanager
     def _hooked(self, hook: Callable[..., tuple[Tensor, ...] | None]) -> Iterator[None]:
         modules = [module for module in self._model.modules() if isinstance(module, UnstackedExperts) or stacks(module)]
-        handles = [module.register_forward_pre_hook(hook) for module in modules]
-        try:
+        with hooked(module.register_forward_pre_hook(hook) for module in modules):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _expert_count(experts: nn.Module) -> int:

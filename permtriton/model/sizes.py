@@ -121,11 +121,8 @@ def _at_most(limit: int, name: str) -> Iterator[None]:
                 "fill: a number in it is damaged, or it belongs to other weights"
             )
 
-    handle = register_module_module_registration_hook(added)
-    try:
+    with register_module_module_registration_hook(added):
         yield
-    finally:
-        handle.remove()
 
 
 def _check_parameters(model: nn.Module, largest: float, name: str) -> int:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
+from permtriton.model.hooks import hooked
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.store import MEMORY, Store
 
@@ -333,15 +334,10 @@ def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequ
 
         return hook
 
-    handles = []
-    try:
-        for name, layer in layers.items():
-            handles.append(layer.register_forward_pre_hook(before(name), with_kwargs=True))
-            handles.append(layer.register_forward_hook(after(name)))
+    starts = (layer.register_forward_pre_hook(before(name), with_kwargs=True) for name, layer in layers.items())
+    ends = (layer.register_forward_hook(after(name)) for name, layer in layers.items())
+    with hooked(starts), hooked(ends):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _form(output: Any) -> Form | None:

@@ -99,10 +99,6 @@ class LayerStream:
         def hook(_layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             read.append(hidden_argument(positional, named))
 
-        handle = self.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            with left_out(self._forms):
-                last_hidden_state(self._model, self._batches[batch])
-        finally:
-            handle.remove()
+        with self.layers[0].register_forward_pre_hook(hook, with_kwargs=True), left_out(self._forms):
+            last_hidden_state(self._model, self._batches[batch])
         return read[0]

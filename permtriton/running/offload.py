@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from permtriton.errors import ConfigError, OutputError
+from permtriton.model.hooks import hooked
 from permtriton.running.store import Store
 from permtriton.util.machine import format_bytes
 from permtriton.util.output_files import problem_of, real_path
@@ -134,11 +135,10 @@ class OffloadFolder(Store):
 
         before = os.environ.get(ASYNC_LOAD)
         os.environ[ASYNC_LOAD] = "1"
-        handle = register_module_parameter_registration_hook(moved)
         try:
-            yield
+            with register_module_parameter_registration_hook(moved):
+                yield
         finally:
-            handle.remove()
             del os.environ[ASYNC_LOAD]
             if before is not None:
                 os.environ[ASYNC_LOAD] = before
@@ -162,12 +162,8 @@ class OffloadFolder(Store):
         """
         self.move(model)
         layers = {layer for each in model.modules() if isinstance(each, nn.ModuleList) for layer in each}
-        handles = [layer.register_forward_hook(lambda *_: self.release()) for layer in layers]
-        try:
+        with hooked(layer.register_forward_hook(lambda *_: self.release()) for layer in layers):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def working(

@@ -22,6 +22,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.objective import LOSSES
 from permtriton.methods.measure.statistics import reads_every_token
+from permtriton.model.hooks import hooked
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.running import ranks
@@ -270,14 +271,10 @@ def _backward(
 @contextmanager
 def _watched(model: PreTrainedModel, plan: Plan, watch: Watch) -> Iterator[None]:
     """Inside the context, every forward and backward pass shows inputs and gradients of the linears to ``watch``."""
-    handles = [
+    with hooked(
         linear_module(model, name).register_forward_hook(_showing(partial(watch, name))) for _, name in plan.linears()
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]

@@ -29,6 +29,7 @@ from permtriton.model.forward import (
     to_numbers,
     without_cache,
 )
+from permtriton.model.hooks import hooked
 from permtriton.running import ranks
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
@@ -90,12 +91,8 @@ class Head:
 def _recorded(modules: Sequence[Any]) -> Iterator[dict[Any, Any]]:
     """Yields a dict that a run inside the context fills with the output of each module."""
     outputs: dict[Any, Any] = {}
-    handles = [m.register_forward_hook(lambda module, _, output: outputs.update({module: output})) for m in modules]
-    try:
+    with hooked(m.register_forward_hook(lambda module, _, output: outputs.update({module: output})) for m in modules):
         yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

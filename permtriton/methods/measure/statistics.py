@@ -1,7 +1,7 @@
 """Statistics of the input channels of every site, measured on the calibration text."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,7 +16,8 @@ from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
 from permtriton.methods.prune.obs import inverse_diagonal
 from permtriton.model.expert_linears import SECOND, RoutedExperts
-from permtriton.model.experts import expert_of, measure_experts, stacked_name
+from permtriton.model.experts import expert_of, measured_experts, stacked_name
+from permtriton.model.hooks import hooked
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
@@ -98,7 +99,7 @@ def watch_inputs(
         advance: Progress of the stage, advanced by the sequences of each forward pass.
     """
     pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
-    residuals, handles = _watch_residuals(model, layer.sites)
+    residuals: dict[str, Tensor] = {}
 
     def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         reader = linear_module(model, site.linears[0])
@@ -112,27 +113,24 @@ def watch_inputs(
 
         return hook
 
-    for site in layer.sites:
-        reader = linear_module(model, site.linears[0])
-        expert = expert_of(model, site.linears[0])
-        if expert is None:
-            handles.append(reader.register_forward_pre_hook(record(site)))
-            handles.append(reader.register_forward_pre_hook(count(site)))
-        else:
-            experts, reads_every_token = expert
-            handles.append((experts if reads_every_token else reader).register_forward_pre_hook(record(site)))
-            handles.append(experts.register_forward_hook(count(site)))
-    try:
-        measure_experts(model, True)
+    def hooks() -> Iterator[RemovableHandle]:
+        for site in layer.sites:
+            reader = linear_module(model, site.linears[0])
+            expert = expert_of(model, site.linears[0])
+            if expert is None:
+                yield reader.register_forward_pre_hook(record(site))
+                yield reader.register_forward_pre_hook(count(site))
+            else:
+                experts, reads_every_token = expert
+                yield (experts if reads_every_token else reader).register_forward_pre_hook(record(site))
+                yield experts.register_forward_hook(count(site))
+
+    with hooked(_residual_hooks(model, layer.sites, residuals)), hooked(hooks()), measured_experts(model):
         for rows in layer.parts:
             pending |= {site.name: site.calls for site in layer.sites}
             with suppress(_EverySiteSeen):
                 layer.run(rows)
             advance(rows.shape[0])
-    finally:
-        measure_experts(model, False)
-        for handle in handles:
-            handle.remove()
 
 
 def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
@@ -169,9 +167,8 @@ def describe_few(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
     )
 
 
-def _watch_residuals(model: nn.Module, sites: Iterable[Site]) -> tuple[dict[str, Tensor], list[RemovableHandle]]:
-    """Returns site name -> the residual stream that its output will be added to, as it is seen, and the hooks."""
-    residuals: dict[str, Tensor] = {}
+def _residual_hooks(model: nn.Module, sites: Iterable[Site], residuals: dict[str, Tensor]) -> Iterator[RemovableHandle]:
+    """Yields hooks that store site name -> the residual stream that its output will be added to, as it is seen."""
 
     def keep(site: Site) -> Callable[..., None]:
         def hook(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
@@ -179,8 +176,9 @@ def _watch_residuals(model: nn.Module, sites: Iterable[Site]) -> tuple[dict[str,
 
         return hook
 
-    readers = [(site, model.get_submodule(site.residual_reader)) for site in sites if site.residual_reader]
-    return residuals, [module.register_forward_pre_hook(keep(site), with_kwargs=True) for site, module in readers]
+    for site in sites:
+        if site.residual_reader:
+            yield model.get_submodule(site.residual_reader).register_forward_pre_hook(keep(site), with_kwargs=True)
 
 
 def channel_norms(

@@ -212,7 +212,7 @@ def hard_masked(
         model: Dense model, its channels in base order; unchanged afterwards.
         fisher: Linear name -> Fisher information of the dense weight, for every pruned linear.
     """
-    linears, handles = [], []
+    linears = []
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)
     if experts is not None and any(is_spread(parameter) for parameter in model.parameters()):
         raise ConfigError(
@@ -234,12 +234,10 @@ def hard_masked(
                 site, parameter, share(parameter).clone(), importance, information, plan.patterns[name], in_out
             )
             linears.append(masked)
-            handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
+            stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
         try:
             yield HardMasks(model, linears, config.micro_batch_size)
         finally:
-            for handle in handles:
-                handle.remove()
             for linear in linears:
                 share(linear.parameter).copy_(linear.dense)
                 linear.parameter.requires_grad_(False)

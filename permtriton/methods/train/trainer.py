@@ -9,7 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -147,17 +147,14 @@ class Trainable(ABC):
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
         """Inside the context, backward passes give the gradients of the parameters here and leave none in the model."""
-        with frozen(model):
-            handles = []
+        with frozen(model), ExitStack() as hooks:
             try:
                 for name, parameter in self._parameters.items():
                     parameter.grad = None
                     parameter.requires_grad_(True)
-                    handles.append(parameter.register_post_accumulate_grad_hook(partial(self._take, name)))
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(self._take, name)))
                 yield
             finally:
-                for handle in handles:
-                    handle.remove()
                 for parameter in self._parameters.values():
                     parameter.grad = None
                     parameter.requires_grad_(False)
