@@ -1,4 +1,4 @@
-"""Training that keeps the zeros of N:M weights: every optimizer and loop, saving, exporting, adapters, refusals."""
+"""Training that keeps the zeros of N:M weights: every optimizer and loop, saving, exporting, refusals."""
 
 import copy
 import gc
@@ -23,57 +23,13 @@ from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.util.sparsity import NMPattern
 
 from . import folders, zoo
+from .keeping import UP, adamw, check_kept, no_hooks_stay, pruned_llama, train, zeros_of  # noqa: F401 (no_hooks_stay)
 from .sentences import SENTENCE, trained_tokenizer
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "permtriton" / "demo"
 TWO_FOUR = NMPattern(2, 4)
 PAGE = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
-UP = "model.layers.0.mlp.up_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def no_hooks_stay():
-    """Collects what the test left; searching what all earlier tests left, too, would take a second each time."""
-    gc.freeze()
-    yield
-    gc.collect()
-    gc.unfreeze()
-    for hooks in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks):
-        hooks.clear()
-
-
-def pruned_llama(**sizes: int) -> PreTrainedModel:
-    model = zoo.tiny_llama(**sizes)
-    folders.prune(model)
-    return model
-
-
-def zeros_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() == 0 for name, parameter in model.named_parameters() if parameter.ndim > 1}
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
-    for step in range(steps):
-        ids = zoo.tiny_ids(2, 8, seed=step)
-        model(input_ids=ids).logits.logsumexp(-1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
-
-
-def check_kept(model: nn.Module, before: dict[str, torch.Tensor], names: list[str]) -> None:
-    """Every weight that was zero is +0.0, and almost all others are not zero."""
-    for name in names:
-        weight, zeros = model.get_parameter(name).detach(), before[name]
-        assert not weight[zeros].any(), name
-        assert not weight[zeros].signbit().any(), name
-        assert weight[~zeros].count_nonzero() > 0.99 * (~zeros).sum(), name
-
-
 OPTIMIZERS = {
     "sgd": lambda found: torch.optim.SGD(found, 0.1, momentum=0.9, weight_decay=0.1),
     "adamw": lambda found: torch.optim.AdamW(found, 1e-2, weight_decay=0.1),
@@ -408,6 +364,54 @@ def test_it_ends_when_asked_and_with_the_model():
         kept.save_pretrained("anywhere")
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """As schedule-free optimizers do, it steps weights of its own, and mixes them into the model's."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            z = self.state[parameter].setdefault("z", parameter.clone())
+            z -= 0.1 * parameter.grad
+            parameter.lerp_(z, 0.5)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.lerp_(self.state[parameter]["z"], -0.5)
+
+
+def test_a_schedule_free_optimizer_mixes_zeros_with_zeros():
+    model = pruned_llama()
+    zeros, kept = zeros_of(model), permtriton.keep_pattern(model)
+    optimizer = ScheduleFree(model.parameters())
+    train(model, optimizer)
+    optimizer.eval()
+    assert all(bool((model.get_parameter(name)[zeros[name]] == 0).all()) for name in kept.patterns)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_norms_that_liger_took_the_place_of_are_refused(before):
+    """As its functions do, it sets the forward of the norms that are there; it runs on GPUs alone."""
+
+    class LigerRMSNorm:
+        def forward(self, hidden_states):
+            return hidden_states
+
+    LigerRMSNorm.forward.__module__ = "liger_kernel.transformers.rms_norm"
+    model = pruned_llama()
+    folders.fuse(model, ["model.norm"], [])
+    if not before:
+        permtriton.keep_pattern(model)
+    norm = model.model.norm
+    norm.__dict__["forward"] = LigerRMSNorm.forward.__get__(norm)
+    begin = permtriton.keep_pattern if before else lambda model: train(model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ModelError, match=r"model\.norm permutes channels, and Liger's norm.*'rms_norm': False"):
+        begin(model)
+
+
 # -- what wraps a model ----------------------------------------------------------------------------------------------
 
 
@@ -560,107 +564,6 @@ def test_trainer_goes_on_from_its_own_checkpoints(tmp_path, fused):
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(continued.get_parameter(name), parameter)
     trained(2, "best", load_best_model_at_end=True, eval_strategy="steps", eval_steps=1)
-
-
-# -- adapters --------------------------------------------------------------------------------------------------------
-
-
-def adapted(model: PreTrainedModel):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config)
-
-
-@pytest.mark.parametrize("call", ["before", "after"])
-def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
-    """Whether the pattern is kept from before the adapter was added, or from afterwards."""
-    model = AutoModelForCausalLM.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
-    before, start = zeros_of(model), model.get_parameter(UP).detach().clone()
-    if call == "before":
-        kept = permtriton.keep_pattern(model)
-    wrapped = adapted(model)
-    if call == "after":
-        kept = permtriton.keep_pattern(wrapped)
-    assert kept.patterns.keys() == kept.record["pruned_weights"].keys()
-    train(wrapped, torch.optim.AdamW([each for each in wrapped.parameters() if each.requires_grad], 1e-2), 2)
-    with pytest.raises(ModelError, match="the model has adapters: merge them first"):
-        kept.save_pretrained(tmp_path / "trained")
-    (delta,) = (layer.get_delta_weight("default").detach() for name, layer in wrapped.named_modules()
-                if name.endswith("layers.0.mlp.up_proj"))  # fmt: skip
-    merged = kept.merge_and_unload(wrapped)
-    assert merged.model is model
-    check_kept(model, before, list(kept.patterns))
-    torch.testing.assert_close(model.get_parameter(UP), start + delta.masked_fill(before[UP], 0))
-    share = float(delta[before[UP]].square().sum() / delta.square().sum())
-    assert merged.lost_by_weight[UP] == pytest.approx(share, rel=1e-4)
-    assert len(merged.lost_by_weight) == 4
-    assert 0.3 < merged.lost < 0.7
-    permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """As schedule-free optimizers do, it steps weights of its own, and mixes them into the model's."""
-
-    def __init__(self, params) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            z = self.state[parameter].setdefault("z", parameter.clone())
-            z -= 0.1 * parameter.grad
-            parameter.lerp_(z, 0.5)
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.lerp_(self.state[parameter]["z"], -0.5)
-
-
-def test_a_schedule_free_optimizer_mixes_zeros_with_zeros():
-    model = pruned_llama()
-    zeros, kept = zeros_of(model), permtriton.keep_pattern(model)
-    optimizer = ScheduleFree(model.parameters())
-    train(model, optimizer)
-    optimizer.eval()
-    assert all(bool((model.get_parameter(name)[zeros[name]] == 0).all()) for name in kept.patterns)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_norms_that_liger_took_the_place_of_are_refused(before):
-    """As its functions do, it sets the forward of the norms that are there; it runs on GPUs alone."""
-
-    class LigerRMSNorm:
-        def forward(self, hidden_states):
-            return hidden_states
-
-    LigerRMSNorm.forward.__module__ = "liger_kernel.transformers.rms_norm"
-    model = pruned_llama()
-    folders.fuse(model, ["model.norm"], [])
-    if not before:
-        permtriton.keep_pattern(model)
-    norm = model.model.norm
-    norm.__dict__["forward"] = LigerRMSNorm.forward.__get__(norm)
-    begin = permtriton.keep_pattern if before else lambda model: train(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(ModelError, match=r"model\.norm permutes channels, and Liger's norm.*'rms_norm': False"):
-        begin(model)
-
-
-def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):
-    peft = pytest.importorskip("peft")
-    model, other = pruned_llama(), pruned_llama()
-    kept = permtriton.keep_pattern(model)
-    with pytest.raises(ModelError, match="the adapters are of another model"):
-        kept.merge_and_unload(adapted(other))
-    biased = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True)
-    with pytest.raises(ModelError, match="the adapters cannot be merged: Impossible to merge LoRA"):
-        permtriton.keep_pattern(other := pruned_llama()).merge_and_unload(peft.get_peft_model(other, biased))
-    folders.fuse(other := pruned_llama(), [], [UP.removesuffix(".weight")])
-    with pytest.raises(ModelError, match=r"0\.mlp\.up_proj brings its input into another order, which its adapter"):
-        permtriton.keep_pattern(other).merge_and_unload(adapted(other))
-    copying = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"])
-    with pytest.raises(ModelError, match=r"up_proj\.weight: the adapter trains a dense copy of it \(modules_to_save\)"):
-        kept.merge_and_unload(peft.get_peft_model(model, copying))
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""Adapters of PEFT on N:M weights: what merging keeps and loses, and what is refused."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import permtriton
+from permtriton.errors import ModelError
+
+from . import folders
+from .keeping import UP, check_kept, no_hooks_stay, pruned_llama, train, zeros_of  # noqa: F401 (no_hooks_stay)
+
+
+def adapted(model: PreTrainedModel):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("call", ["before", "after"])
+def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
+    """Whether the pattern is kept from before the adapter was added, or from afterwards."""
+    model = AutoModelForCausalLM.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
+    before, start = zeros_of(model), model.get_parameter(UP).detach().clone()
+    if call == "before":
+        kept = permtriton.keep_pattern(model)
+    wrapped = adapted(model)
+    if call == "after":
+        kept = permtriton.keep_pattern(wrapped)
+    assert kept.patterns.keys() == kept.record["pruned_weights"].keys()
+    train(wrapped, torch.optim.AdamW([each for each in wrapped.parameters() if each.requires_grad], 1e-2), 2)
+    with pytest.raises(ModelError, match="the model has adapters: merge them first"):
+        kept.save_pretrained(tmp_path / "trained")
+    (delta,) = (layer.get_delta_weight("default").detach() for name, layer in wrapped.named_modules()
+                if name.endswith("layers.0.mlp.up_proj"))  # fmt: skip
+    merged = kept.merge_and_unload(wrapped)
+    assert merged.model is model
+    check_kept(model, before, list(kept.patterns))
+    torch.testing.assert_close(model.get_parameter(UP), start + delta.masked_fill(before[UP], 0))
+    share = float(delta[before[UP]].square().sum() / delta.square().sum())
+    assert merged.lost_by_weight[UP] == pytest.approx(share, rel=1e-4)
+    assert len(merged.lost_by_weight) == 4
+    assert 0.3 < merged.lost < 0.7
+    permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
+
+
+def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    model, other = pruned_llama(), pruned_llama()
+    kept = permtriton.keep_pattern(model)
+    with pytest.raises(ModelError, match="the adapters are of another model"):
+        kept.merge_and_unload(adapted(other))
+    biased = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True)
+    with pytest.raises(ModelError, match="the adapters cannot be merged: Impossible to merge LoRA"):
+        permtriton.keep_pattern(other := pruned_llama()).merge_and_unload(peft.get_peft_model(other, biased))
+    folders.fuse(other := pruned_llama(), [], [UP.removesuffix(".weight")])
+    with pytest.raises(ModelError, match=r"0\.mlp\.up_proj brings its input into another order, which its adapter"):
+        permtriton.keep_pattern(other).merge_and_unload(adapted(other))
+    copying = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"])
+    with pytest.raises(ModelError, match=r"up_proj\.weight: the adapter trains a dense copy of it \(modules_to_save\)"):
+        kept.merge_and_unload(peft.get_peft_model(model, copying))
