@@ -509,6 +509,27 @@ def test_a_packed_folder_loads_dense_on_a_cpu_and_is_trained(tmp_path):
     assert "export" not in json.loads((saved / "permtriton.json").read_text())
 
 
+def test_a_compiled_model_that_was_trained_is_saved_as_not_measured(tmp_path):
+    """Whatever was measured of it before; what permtriton.compile returned saves it, in the mode of training, too."""
+    ids = zoo.tiny_ids(8, 12)
+    compiled = permtriton.compile(zoo.build("gpt2"), data=ids, eval_data=ids, recipe="mask")
+    kept = permtriton.keep_pattern(compiled.model)
+    compiled.evaluate(ids)
+    saved = compiled.save_pretrained(tmp_path / "pruned")
+    record = json.loads((saved / "permtriton.json").read_text())
+    assert record["evaluation"]["measure"] == "perplexity"
+    assert "trained" not in record
+    train(compiled.model.train(), adamw(compiled.model), 1)
+    with pytest.raises(ModelError, match="use save_pretrained of what permtriton.compile returned"):
+        kept.save_pretrained(tmp_path / "trained")
+    saved = compiled.save_pretrained(tmp_path / "trained")
+    record = json.loads((saved / "permtriton.json").read_text())
+    assert record["evaluation"] == {"text": "not measured since the weights were trained"}
+    assert "trained" in record
+    assert "| held-out evaluation | not measured |" in (saved / "README.md").read_text()
+    assert compiled.model.training
+
+
 def test_a_folder_that_is_not_nm_is_not_written(tmp_path):
     folder = folders.save(pruned_llama(), tmp_path / "pruned")
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -39,6 +39,20 @@ class Pruned:
     reference: Samples
     offload: OffloadFolder | None
 
+    def __post_init__(self) -> None:
+        self._versions = self._present_versions()
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether weights were changed in place after the compilation."""
+        return self._present_versions() != self._versions
+
+    def _present_versions(self) -> list[int]:
+        """Returns how often each parameter was changed in place; tensors of inference, which are not trained, have no
+        such count.
+        """
+        return [0 if each.is_inference() else each._version for each in self.model.parameters()]
+
 
 def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, PrunedWeight]:
     """Returns each pruned parameter with its input dimension and pattern; a stack of experts is one parameter."""

@@ -351,7 +351,7 @@ class Written(TypedDict):
     verification: Verification
     pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]  # parameter -> its input dimension
     patterns: NotRequired[dict[str, Pattern]]  # parameter -> its pattern, where it is not that of the config
-    trained: NotRequired[str]  # the folder whose weights were trained, with the pattern kept
+    trained: NotRequired[str]  # where the model was loaded from whose weights were trained, with the pattern kept
     files: dict[str, File]
     card: str | None
 

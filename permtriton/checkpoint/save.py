@@ -61,6 +61,8 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Recor
             "memory": {**compiled.report["memory"], "peak": peak_memory(compiled.model.device)},
         }
         record.pop("export", None)  # of a folder that was saved before
+        if compiled.is_trained:
+            _set_trained(record, compiled.model)
         return write_record(partial, record, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
 
 
@@ -104,12 +106,11 @@ def save_trained(
         }
         report: Record = {
             **record,
-            "trained": model.name_or_path,
             "dtype": str(model.dtype).removeprefix("torch."),
-            "evaluation": {"text": "not measured since the weights were trained"},
             **_written(partial, verified, names, pruned, sparsity),
         }
         report.pop("export", None)
+        _set_trained(report, model)
         write_record(partial, report, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
     return real_path(output)
 
@@ -129,6 +130,12 @@ def share_mode(folder: Path) -> None:
     """Gives the files of weights the mode of config.json, because safetensors makes them readable by the owner only."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / CONFIG_FILE, weights)
+
+
+def _set_trained(record: Record, model: Any) -> None:
+    """Says in a record that the weights were trained after they were pruned, and measured before."""
+    record["trained"] = model.name_or_path
+    record["evaluation"] = {"text": "not measured since the weights were trained"}
 
 
 def _written(

@@ -16,6 +16,7 @@ from permtriton.checkpoint.record import Reloaded, Tensors, Verification
 from permtriton.checkpoint.shards import read_tensors
 from permtriton.errors import VerificationError, first_line
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
+from permtriton.model.forward import in_eval_mode
 from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.sparsity import PrunedWeight
@@ -126,10 +127,11 @@ def _reloaded(compiled: Pruned, folder: Path) -> Reloaded:
         if is_out_of_memory(error):
             raise
         raise VerificationError(f"the saved checkpoint cannot be loaded again: {first_line(error)}") from error
-    difference = check_same_outputs(
-        model_outputs(model, compiled.reference),
-        partial(model_outputs, reloaded.eval(), compiled.reference),
-        reloaded,
-        "reloading the saved checkpoint",
-    )
+    with in_eval_mode(model, reloaded):
+        difference = check_same_outputs(
+            model_outputs(model, compiled.reference),
+            partial(model_outputs, reloaded, compiled.reference),
+            reloaded,
+            "reloading the saved checkpoint",
+        )
     return {"reloaded": "same outputs", "reload_difference": difference}

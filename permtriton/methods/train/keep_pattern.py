@@ -284,8 +284,9 @@ class KeptPattern:
         if self.record is None:
             name = getattr(model, "name_or_path", "") or f"this {type(model).__name__}"
             raise ModelError(
-                f"{name} holds no permtriton.json, which would have to be saved, too: load the model from a folder "
-                "that permtriton compile wrote, or save it with its own save_pretrained"
+                f"{name} holds no permtriton.json, which would have to be saved, too: use save_pretrained of what "
+                "permtriton.compile returned, load the model from a folder that permtriton compile wrote, or save it "
+                "with its own save_pretrained"
             )
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
