@@ -1,5 +1,7 @@
 """Adapters of PEFT on N:M weights: what merging keeps and loses, and what is refused."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -11,9 +13,9 @@ from . import folders
 from .keeping import UP, check_kept, no_hooks_stay, pruned_llama, train, zeros_of  # noqa: F401 (no_hooks_stay)
 
 
-def adapted(model: PreTrainedModel):
+def adapted(model: PreTrainedModel, begin: bool | str = False):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=begin)
     return peft.get_peft_model(model, config)
 
 
@@ -42,6 +44,20 @@ def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
     assert len(merged.lost_by_weight) == 4
     assert 0.3 < merged.lost < 0.7
     permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
+
+
+@pytest.mark.parametrize("filled", ["merged", "pissa", "olora"])
+def test_what_is_lost_is_not_known_where_the_zeros_were_filled_before(filled):
+    """By an adapter that PEFT has merged already, or that begins with a part of the weights taken out of them."""
+    model = pruned_llama()
+    before, kept = zeros_of(model), permtriton.keep_pattern(model)
+    wrapped = adapted(model, False if filled == "merged" else filled)
+    if filled == "merged":
+        wrapped.merge_adapter()
+    merged = kept.merge_and_unload(wrapped)
+    check_kept(merged.model, before, list(kept.patterns))
+    assert math.isnan(merged.lost)
+    assert math.isnan(merged.lost_by_weight[UP])
 
 
 def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):

@@ -110,6 +110,16 @@ class _Weight:
             self.zeros = self.zeros.to(value.device)
         value.masked_fill_(self.zeros, 0)
 
+    def before_merging(self) -> Tensor:
+        """Returns a copy of the values, with NaN for what is not zero where the weight was zero."""
+        values = self.parameter.detach().clone()
+        return values.masked_fill_(self.zeros.to(values.device) & (values != 0), torch.nan)
+
+    def changes(self, before: Tensor) -> tuple[float, float]:
+        """Returns the squared norm of the changes since then, and that of those which fell on zeros."""
+        changes = (self.parameter.detach() - before).float().square()
+        return float(changes.sum()), float(changes[self.zeros.to(changes.device)].sum())
+
     @torch.no_grad()
     def restore_state(self, state: Mapping[str, Any]) -> None:
         """Sets what an optimizer keeps for each pruned weight to zero."""
@@ -124,7 +134,9 @@ class MergedAdapter:
 
     Attributes:
         model: the model without adapters, whose weights are N:M.
-        lost: share of the adapter's changes to N:M weights, by their squared norm, that fell on zeros and is lost.
+        lost: share of the adapter's changes to N:M weights, by their squared norm, that fell on zeros and is lost. NaN
+            where it is not known, because the zeros were filled before: by PEFT's ``merge_adapter``, or by a way to
+            begin, such as ``pissa``, that changes the weights themselves.
         lost_by_weight: the same of each weight that the adapter changed.
     """
 
@@ -245,17 +257,14 @@ class KeptPattern:
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
                     "read: keep the adapter beside the model, or train one of the layout portable"
                 )
-        before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
+        before = {name: weight.before_merging() for name, weight in self._weights.items()}
         with reading("the adapters cannot be merged", ModelError):
             merged = model.merge_and_unload(**options)
-        total, lost = dict[str, float](), dict[str, float]()
-        for name, weight in self._weights.items():
-            changes = (weight.parameter.detach() - before.pop(name)).float().square()
-            if size := float(changes.sum()):
-                total[name], lost[name] = size, float(changes[weight.zeros.to(changes.device)].sum())
+        sums = {name: weight.changes(before.pop(name)) for name, weight in self._weights.items()}
         self.restore()
-        shares = {name: lost[name] / size for name, size in total.items()}
-        return MergedAdapter(merged, sum(lost.values()) / (sum(total.values()) or 1.0), shares)
+        shares = {name: lost / size for name, (size, lost) in sums.items() if size}
+        size, lost = map(sum, zip(*sums.values(), strict=True))
+        return MergedAdapter(merged, lost / (size or 1.0), shares)
 
     def save_pretrained(
         self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
