@@ -72,6 +72,18 @@ def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):
     folders.fuse(other := pruned_llama(), [], [UP.removesuffix(".weight")])
     with pytest.raises(ModelError, match=r"0\.mlp\.up_proj brings its input into another order, which its adapter"):
         permtriton.keep_pattern(other).merge_and_unload(adapted(other))
-    copying = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"])
-    with pytest.raises(ModelError, match=r"up_proj\.weight: the adapter trains a dense copy of it \(modules_to_save\)"):
-        kept.merge_and_unload(peft.get_peft_model(model, copying))
+
+
+@pytest.mark.parametrize("copied", ["up_proj", "mlp"])
+@pytest.mark.parametrize("call", ["before", "after", "recorded"])
+def test_dense_copies_of_weights_are_refused(tmp_path, copied, call):
+    """Of a linear, or of what holds it; the pattern is kept from before the adapter was added, or from afterwards."""
+    peft = pytest.importorskip("peft")
+    model = pruned_llama()
+    if call == "recorded":
+        model = AutoModelForCausalLM.from_pretrained(folders.save(model, tmp_path / "pruned"))
+    kept = permtriton.keep_pattern(model) if call == "before" else None
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[copied]))
+    first = r"0\.mlp\.\w+_proj\.weight: the adapter trains a dense copy of it \(modules_to_save\)"
+    with pytest.raises(ModelError, match=first):
+        kept.merge_and_unload(wrapped) if kept else permtriton.keep_pattern(wrapped)

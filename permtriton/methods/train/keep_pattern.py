@@ -35,7 +35,7 @@ from permtriton.util.output_files import real_path
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
-ORIGINAL = ".original_module"  # and the one of which it trains a copy
+ORIGINAL = ".original_module"  # and the module of which it trains a copy
 REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own
 
 
@@ -246,11 +246,7 @@ class KeptPattern:
         for name, weight in self._weights.items():
             if weight.owner not in places:
                 raise ModelError(f"the adapters are of another model: this one does not hold the {name} that is kept")
-            if places[weight.owner].endswith(ORIGINAL):
-                raise ModelError(
-                    f"{name}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules "
-                    "instead"
-                )
+            _refuse_copied(name, places[weight.owner])
         for module, name in places.items():
             if name.endswith(BASE_LAYER) and is_permuted(module):
                 raise ModelError(
@@ -389,6 +385,14 @@ def _refuse_liger(model: nn.Module) -> None:
             )
 
 
+def _refuse_copied(name: str, place: str) -> None:
+    """Refuses an N:M weight in a module of which PEFT trains a copy."""
+    if ORIGINAL in place:
+        raise ModelError(
+            f"{_plain(name)}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules instead"
+        )
+
+
 def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
     """Returns the weights that ``permtriton.json`` lists, by their names in the model."""
     weights, own = dict[str, _Weight](), record.get("patterns", {})
@@ -464,12 +468,13 @@ def _kept_in_groups(weight: Tensor, dim: int, group: int) -> Tensor:
 
 def _weight(model: nn.Module, name: str, dim: int, pattern: NMPattern) -> _Weight:
     owner, _, key = name.rpartition(".")
+    _refuse_copied(name, owner)
     return _Weight(model.get_submodule(owner), key, dim, pattern)
 
 
 def _plain(name: str) -> str:
     """Returns the name that a parameter has without adapters."""
-    return name.replace(BASE_LAYER, "")
+    return name.replace(BASE_LAYER, "").replace(ORIGINAL, "")
 
 
 def _local(tensor: Any) -> Tensor:
