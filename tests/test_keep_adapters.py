@@ -87,3 +87,23 @@ def test_dense_copies_of_weights_are_refused(tmp_path, copied, call):
     first = r"0\.mlp\.\w+_proj\.weight: the adapter trains a dense copy of it \(modules_to_save\)"
     with pytest.raises(ModelError, match=first):
         kept.merge_and_unload(wrapped) if kept else permtriton.keep_pattern(wrapped)
+
+
+def test_adapters_of_transformers_are_merged_in_a_second_model(tmp_path):
+    """As the errors of the first one say: transformers cannot merge the adapters that it adds."""
+    peft = pytest.importorskip("peft")
+    folder = folders.save(pruned_llama(), tmp_path / "pruned")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.add_adapter(peft.LoraConfig(target_modules=["up_proj"], init_lora_weights=False))
+    kept = permtriton.keep_pattern(model)
+    with pytest.raises(ModelError, match="the model has adapters: merge them first, with merge_and_unload"):
+        kept.save_pretrained(tmp_path / "trained")
+    with pytest.raises(ModelError, match="a LlamaForCausalLM is no PeftModel: .* merged in a second model"):
+        kept.merge_and_unload(model)
+    model.save_pretrained(tmp_path / "adapter")
+    second = AutoModelForCausalLM.from_pretrained(folder)
+    before, start, kept = zeros_of(second), second.get_parameter(UP).detach().clone(), permtriton.keep_pattern(second)
+    kept.merge_and_unload(peft.PeftModel.from_pretrained(second, tmp_path / "adapter"))
+    delta = model.get_submodule(UP.removesuffix(".weight")).get_delta_weight("default").detach()
+    torch.testing.assert_close(second.get_parameter(UP), start + delta.masked_fill(before[UP], 0))
+    kept.save_pretrained(tmp_path / "trained")

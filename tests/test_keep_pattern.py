@@ -520,7 +520,7 @@ def test_a_compiled_model_that_was_trained_is_saved_as_not_measured(tmp_path):
     assert record["evaluation"]["measure"] == "perplexity"
     assert "trained" not in record
     train(compiled.model.train(), adamw(compiled.model), 1)
-    with pytest.raises(ModelError, match="use save_pretrained of what permtriton.compile returned"):
+    with pytest.raises(ModelError, match=r"use save_pretrained of what permtriton\.compile returned"):
         kept.save_pretrained(tmp_path / "trained")
     saved = compiled.save_pretrained(tmp_path / "trained")
     record = json.loads((saved / "permtriton.json").read_text())
@@ -640,7 +640,7 @@ def test_refusals_of_what_it_returns(tmp_path):
     averaged = torch.optim.swa_utils.AveragedModel(model)
     with pytest.raises(ModelError, match=r"this AveragedModel holds no permtriton\.json"):
         permtriton.keep_pattern(averaged).save_pretrained(tmp_path / "trained")
-    with pytest.raises(ModelError, match="has no adapters to merge: give the PeftModel"):
+    with pytest.raises(ModelError, match="a LlamaForCausalLM is no PeftModel: give the one that holds the adapters"):
         kept.merge_and_unload(model)
     torch.nn.utils.parametrize.register_parametrization(
         model.get_submodule(UP.removesuffix(".weight")), "weight", nn.Identity()

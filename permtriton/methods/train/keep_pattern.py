@@ -237,11 +237,15 @@ class KeptPattern:
             options: further arguments of its ``merge_and_unload``.
 
         Raises:
-            ModelError: the model has no adapters that can be merged, is another one, trains copies of N:M weights, or
+            ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, trains copies of N:M weights, or
                 has an adapter on a linear that gathers its input.
         """
         if not hasattr(model, "merge_and_unload"):
-            raise ModelError(f"a {type(model).__name__} has no adapters to merge: give the PeftModel")
+            raise ModelError(
+                f"a {type(model).__name__} is no PeftModel: give the one that holds the adapters. Those of the model's own "
+                "add_adapter are merged in a second model: save them with save_pretrained, load the folder of the "
+                "model again, and call keep_pattern and PeftModel.from_pretrained on it"
+            )
         places = {module: name for name, module in model.named_modules()}
         for name, weight in self._weights.items():
             if weight.owner not in places:
@@ -389,7 +393,8 @@ def _refuse_copied(name: str, place: str) -> None:
     """Refuses an N:M weight in a module of which PEFT trains a copy."""
     if ORIGINAL in place:
         raise ModelError(
-            f"{_plain(name)}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules instead"
+            f"{_plain(name)}: the adapter trains a dense copy of it (modules_to_save): name it in target_modules "
+            "instead"
         )
 
 
