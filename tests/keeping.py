@@ -1,6 +1,9 @@
 """Training of small pruned models, whose zeros `permtriton.keep_pattern` keeps."""
 
 import gc
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from transformers import PreTrainedModel
 
 from . import folders, zoo
 
+ROOT = Path(__file__).parent.parent
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
@@ -53,3 +57,17 @@ def check_kept(model: nn.Module, before: dict[str, torch.Tensor], names: list[st
         assert not weight[zeros].any(), name
         assert not weight[zeros].signbit().any(), name
         assert weight[~zeros].count_nonzero() > 0.99 * (~zeros).sum(), name
+
+
+def adapted(model: PreTrainedModel, begin: bool | str = False):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=begin)
+    return peft.get_peft_model(model, config)
+
+
+def run_two_ranks(work: str, place: Path) -> None:
+    """Runs one of the functions of `tests.two_ranks_keep` on a pruned folder."""
+    folder = folders.save(pruned_llama(num_attention_heads=1, num_key_value_heads=1), place / "pruned")
+    command = [sys.executable, "-m", "tests.two_ranks_keep", work, str(folder)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr

@@ -4,19 +4,22 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 import permtriton
 from permtriton.errors import ModelError
 
 from . import folders
-from .keeping import UP, check_kept, no_hooks_stay, pruned_llama, train, zeros_of  # noqa: F401 (no_hooks_stay)
-
-
-def adapted(model: PreTrainedModel, begin: bool | str = False):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=begin)
-    return peft.get_peft_model(model, config)
+from .keeping import (
+    UP,
+    adapted,
+    check_kept,
+    no_hooks_stay,  # noqa: F401 (a fixture of all tests here)
+    pruned_llama,
+    run_two_ranks,
+    train,
+    zeros_of,
+)
 
 
 @pytest.mark.parametrize("call", ["before", "after"])
@@ -60,6 +63,22 @@ def test_what_is_lost_is_not_known_where_the_zeros_were_filled_before(filled):
     assert math.isnan(merged.lost_by_weight[UP])
 
 
+def test_a_merge_that_fails_on_its_way_keeps_the_zeros():
+    model = pruned_llama()
+    before, kept, wrapped = zeros_of(model), permtriton.keep_pattern(model), adapted(model)
+    wrapped.get_submodule("base_model.model.model.layers.1.mlp.up_proj").lora_B.default.weight.data.fill_(torch.nan)
+    with pytest.raises(ModelError, match="the adapters cannot be merged: NaNs detected"):
+        kept.merge_and_unload(wrapped, safe_merge=True)
+    check_kept(model, before, [UP])
+
+
+@pytest.mark.slow
+def test_adapters_of_a_divided_model_with_two_ranks(tmp_path):
+    """FSDP2, before and after the call: the same weights and the same loss as without it."""
+    pytest.importorskip("peft")
+    run_two_ranks("merge", tmp_path)
+
+
 def test_adapters_that_would_leave_dense_weights_are_refused(tmp_path):
     peft = pytest.importorskip("peft")
     model, other = pruned_llama(), pruned_llama()
@@ -98,7 +117,7 @@ def test_adapters_of_transformers_are_merged_in_a_second_model(tmp_path):
     kept = permtriton.keep_pattern(model)
     with pytest.raises(ModelError, match="the model has adapters: merge them first, with merge_and_unload"):
         kept.save_pretrained(tmp_path / "trained")
-    with pytest.raises(ModelError, match="a LlamaForCausalLM is no PeftModel: .* merged in a second model"):
+    with pytest.raises(ModelError, match=r"a LlamaForCausalLM is no PeftModel: .* merged in a second model"):
         kept.merge_and_unload(model)
     model.save_pretrained(tmp_path / "adapter")
     second = AutoModelForCausalLM.from_pretrained(folder)

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,10 +21,19 @@ from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.util.sparsity import NMPattern
 
 from . import folders, zoo
-from .keeping import UP, adamw, check_kept, no_hooks_stay, pruned_llama, train, zeros_of  # noqa: F401 (no_hooks_stay)
+from .keeping import (
+    ROOT,
+    UP,
+    adamw,
+    check_kept,
+    no_hooks_stay,  # noqa: F401 (a fixture of all tests here)
+    pruned_llama,
+    run_two_ranks,
+    train,
+    zeros_of,
+)
 from .sentences import SENTENCE, trained_tokenizer
 
-ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "permtriton" / "demo"
 TWO_FOUR = NMPattern(2, 4)
 PAGE = (ROOT / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
@@ -458,11 +465,8 @@ def test_accelerate():
 
 @pytest.mark.slow
 def test_fsdp2_with_two_ranks(tmp_path):
-    """Divided before and after the call; the first rank saves, and the folder is exported."""
-    folder = folders.save(pruned_llama(num_attention_heads=1, num_key_value_heads=1), tmp_path / "pruned")
-    command = [sys.executable, "-m", "tests.two_ranks_keep", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
+    """Divided before and after the call; the first rank saves, all end as it does, and the folder is exported."""
+    run_two_ranks("train", tmp_path)
     for trained in ("before", "after"):
         export = permtriton.export(tmp_path / trained, tmp_path / f"{trained}-packed")
         assert export["weights"] == 14

@@ -1,32 +1,43 @@
-"""Two ranks train a pruned folder under FSDP2, started as ``python -m tests.two_ranks_keep FOLDER``."""
+"""Two ranks under FSDP2, started as ``python -m tests.two_ranks_keep train FOLDER`` or ``merge FOLDER``."""
 
+import gc
 import os
 import sys
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import permtriton
 from tests import zoo
+from tests.keeping import adapted
 
 RANKS = 2
 
 
-def run(rank: int, folder: Path, call: str) -> None:
-    """Trains and saves beside the folder; ``call`` says whether the pattern is kept before or after sharding."""
-    store = dist.FileStore(str(folder.parent / f"store-{call}"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    zeros = {name: parameter.detach() == 0 for name, parameter in model.named_parameters()}
-    kept = permtriton.keep_pattern(model) if call == "before" else None
-    for layer in model.model.layers:
+def divide(model: nn.Module, layers: nn.ModuleList) -> None:
+    for layer in layers:
         fully_shard(layer)
     fully_shard(model)
+
+
+def train(rank: int, folder: Path, call: str) -> None:
+    """Trains and saves beside the folder; ``call`` says whether the pattern is kept before or after sharding."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    zeros = {name: parameter.detach() == 0 for name, parameter in model.named_parameters()}
+    whole = [weakref.ref(parameter) for parameter in model.parameters()]
+    kept = permtriton.keep_pattern(model) if call == "before" else None
+    divide(model, model.model.layers)
+    gc.collect()
+    assert not any(parameter() is not None for parameter in whole), "no weight stays whole in memory"
     kept = kept or permtriton.keep_pattern(model)
+    kept.restore()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
     for step in range(2):
         model(input_ids=zoo.tiny_ids(2, 8, seed=2 * step + rank)).logits.logsumexp(-1).square().mean().backward()
@@ -34,10 +45,31 @@ def run(rank: int, folder: Path, call: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     for name in kept.patterns:
-        whole = model.get_parameter(name).full_tensor()
-        assert not whole[zeros[name]].any(), name
-        assert whole[~zeros[name]].any(), name
+        values = model.get_parameter(name).full_tensor()
+        assert not values[zeros[name]].any(), name
+        assert values[~zeros[name]].any(), name
     kept.save_pretrained(folder.parent / call)
+
+
+def merge(_: int, folder: Path, call: str) -> None:
+    """Merges an adapter as `train` trains, and compares with what one process gives."""
+    whole, model = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    kept = permtriton.keep_pattern(model) if call == "before" else None
+    wrapped, other = adapted(model), adapted(whole)
+    wrapped.load_state_dict(other.state_dict())
+    divide(wrapped, model.model.layers)
+    kept = kept or permtriton.keep_pattern(wrapped)
+    merged, expected = kept.merge_and_unload(wrapped), permtriton.keep_pattern(other).merge_and_unload(other)
+    assert merged.lost_by_weight == pytest.approx(expected.lost_by_weight)
+    assert merged.lost == pytest.approx(expected.lost)
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
+
+
+def run(rank: int, work: str, folder: Path, call: str) -> None:
+    store = dist.FileStore(str(folder.parent / f"store-{call}"), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
+    {"train": train, "merge": merge}[work](rank, folder, call)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -49,7 +81,7 @@ def main() -> None:
         for rank in range(RANKS):
             if not (child := os.fork()):
                 try:
-                    run(rank, Path(sys.argv[1]), call)
+                    run(rank, sys.argv[1], Path(sys.argv[2]), call)
                 except BaseException as error:
                     sys.stderr.write(f"rank {rank}: {type(error).__name__}: {error}\n")
                     sys.stderr.flush()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from transformers import TrainerCallback
@@ -100,25 +100,36 @@ class _Weight:
         return parameter
 
     def find_zeros(self) -> None:
-        self.known = self.parameter
-        self.zeros = _local(self.known).detach() == 0
+        self.zeros = _local(self.parameter).detach() == 0
+
+    def here(self) -> tuple[Tensor, Tensor]:
+        """Returns this rank's part of the values, and where it was zero."""
+        parameter = self.parameter
+        value = _local(parameter)
+        if isinstance(parameter, DTensor) and self.zeros.shape != value.shape:  # FSDP2 has divided it since
+            place = parameter.device_mesh, parameter.placements
+            self.zeros = distribute_tensor(self.zeros, *place, src_data_rank=None).to_local()
+        if self.zeros.device != value.device:
+            self.zeros = self.zeros.to(value.device)
+        return value, self.zeros
 
     @torch.no_grad()
     def restore(self) -> None:
-        value = _local(self.parameter)
-        if self.zeros.device != value.device:
-            self.zeros = self.zeros.to(value.device)
-        value.masked_fill_(self.zeros, 0)
+        value, zeros = self.here()
+        value.masked_fill_(zeros, 0)
 
     def before_merging(self) -> Tensor:
         """Returns a copy of the values, with NaN for what is not zero where the weight was zero."""
-        values = self.parameter.detach().clone()
-        return values.masked_fill_(self.zeros.to(values.device) & (values != 0), torch.nan)
+        values, (here, zeros) = self.parameter.detach().clone(), self.here()
+        _local(values).masked_fill_(zeros & (here != 0), torch.nan)
+        return values
 
     def changes(self, before: Tensor) -> tuple[float, float]:
-        """Returns the squared norm of the changes since then, and that of those which fell on zeros."""
+        """Returns the squared norm of the changes since then, and that of those which fell on zeros, of all ranks."""
         changes = (self.parameter.detach() - before).float().square()
-        return float(changes.sum()), float(changes[self.zeros.to(changes.device)].sum())
+        size = float(_whole(changes.sum()))
+        _local(changes).masked_fill_(~self.here()[1], 0)
+        return size, float(_whole(changes.sum()))
 
     @torch.no_grad()
     def restore_state(self, state: Mapping[str, Any]) -> None:
@@ -161,6 +172,8 @@ class KeptPattern:
     def _keep(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)  # the hooks below would keep it in memory
         self._began = False
+        found = {name: weight.owner._parameters.get(weight.key) for name, weight in self._weights.items()}
+        self._known = weakref.WeakValueDictionary({name: each for name, each in found.items() if each is not None})
         self._graded: dict[int, set[int]] = {}  # optimizer that steps -> places of its weights with a gradient
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -194,9 +207,10 @@ class KeptPattern:
         for name, weight in self._weights.items():
             parameter = weight.owner._parameters.get(weight.key)
             trained = self._is_of(optimizer) if parameter is None else _place(parameter) in places
-            if parameter is not weight.known and trained:  # FSDP2 has divided it since
+            if parameter is not self._known.get(name) and trained:  # FSDP2 has divided it since
                 _check_pattern(name, weight)
                 weight.find_zeros()
+                self._known[name] = weight.parameter
 
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -237,13 +251,13 @@ class KeptPattern:
             options: further arguments of its ``merge_and_unload``.
 
         Raises:
-            ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, trains copies of N:M weights, or
-                has an adapter on a linear that gathers its input.
+            ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, trains copies of N:M
+                weights, or has an adapter on a linear that gathers its input.
         """
         if not hasattr(model, "merge_and_unload"):
             raise ModelError(
-                f"a {type(model).__name__} is no PeftModel: give the one that holds the adapters. Those of the model's own "
-                "add_adapter are merged in a second model: save them with save_pretrained, load the folder of the "
+                f"a {type(model).__name__} is no PeftModel: give the one that holds the adapters. Those of the model's "
+                "own add_adapter are merged in a second model: save them with save_pretrained, load the folder of the "
                 "model again, and call keep_pattern and PeftModel.from_pretrained on it"
             )
         places = {module: name for name, module in model.named_modules()}
@@ -258,10 +272,12 @@ class KeptPattern:
                     "read: keep the adapter beside the model, or train one of the layout portable"
                 )
         before = {name: weight.before_merging() for name, weight in self._weights.items()}
-        with reading("the adapters cannot be merged", ModelError):
-            merged = model.merge_and_unload(**options)
-        sums = {name: weight.changes(before.pop(name)) for name, weight in self._weights.items()}
-        self.restore()
+        try:
+            with reading("the adapters cannot be merged", ModelError):
+                merged = model.merge_and_unload(**options)
+            sums = {name: weight.changes(before.pop(name)) for name, weight in self._weights.items()}
+        finally:
+            self.restore()
         shares = {name: lost / size for name, (size, lost) in sums.items() if size}
         size, lost = map(sum, zip(*sums.values(), strict=True))
         return MergedAdapter(merged, lost / (size or 1.0), shares)
