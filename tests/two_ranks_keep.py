@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import permtriton
+from permtriton.errors import OutputError
 from tests import zoo
 from tests.keeping import adapted
 
@@ -48,7 +49,9 @@ def train(rank: int, folder: Path, call: str) -> None:
         values = model.get_parameter(name).full_tensor()
         assert not values[zeros[name]].any(), name
         assert values[~zeros[name]].any(), name
-    kept.save_pretrained(folder.parent / call)
+    assert (kept.save_pretrained(folder.parent / call) / "config.json").is_file()
+    with pytest.raises(OutputError, match=f"{call} exists"):
+        kept.save_pretrained(folder.parent / call)
 
 
 def merge(_: int, folder: Path, call: str) -> None:

@@ -171,7 +171,7 @@ def on_first(decide: Callable[[], Result]) -> Result:
     if not _started():
         return decide()
     results = [_attempt(decide) if number() == 0 else None]
-    dist.broadcast_object_list(results, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(results, src=0)
     assert results[0] is not None
     return _result(*results[0])
 

@@ -31,7 +31,6 @@ from permtriton.model.expert_linears import input_dim, stacks
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
-from permtriton.util.output_files import real_path
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
@@ -288,7 +287,7 @@ class KeptPattern:
         """Writes the trained model with ``permtriton.json``, so that ``permtriton export`` packs it.
 
         Every tensor is read back and compared with the model, and every N:M weight is checked, before the folder is
-        renamed into place. Of several ranks, all call it and the first one writes.
+        renamed into place. Of several ranks, all call it, the first one writes, and all end as it does.
 
         Args:
             folder: folder to write.
@@ -304,9 +303,10 @@ class KeptPattern:
             VerificationError: the written folder fails a check; nothing is left behind.
         """
         model: Any = self._model()
+        record = self.record
         if model is None:
             raise ModelError("the model does not exist any more: keep a reference to it until it is saved")
-        if self.record is None:
+        if record is None:
             name = getattr(model, "name_or_path", "") or f"this {type(model).__name__}"
             raise ModelError(
                 f"{name} holds no permtriton.json, which would have to be saved, too: use save_pretrained of what "
@@ -318,10 +318,10 @@ class KeptPattern:
         state: dict[str, Any] | None = None
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if ranks.number() == 0:
-            pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
-            save_trained(model, tokenizer, self.record, pruned, Path(folder), state=state, overwrite=overwrite)
-        return real_path(Path(folder))
+        pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
+        return ranks.on_first(
+            lambda: save_trained(model, tokenizer, record, pruned, Path(folder), state=state, overwrite=overwrite)
+        )
 
 
 class KeepPattern(TrainerCallback):
