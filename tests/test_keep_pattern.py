@@ -431,6 +431,20 @@ def test_compiled_without_a_break():
     check_kept(model, before, list(kept.patterns))
 
 
+def test_layers_are_compiled_in_place():
+    """A module of torch.compile in place of a layer would change the names of its weights, which could not be saved."""
+    model = pruned_llama()
+    before, kept, layers = zeros_of(model), permtriton.keep_pattern(model), model.model.layers
+    layers[1] = torch.compile(layers[1], backend="eager")
+    for begin in (permtriton.keep_pattern, lambda model: train(model, adamw(model))):
+        with pytest.raises(ModelError, match=r"model\.layers\.1 is another module now, torch\.compile's"):
+            begin(model)
+    layers[1] = layers[1]._orig_mod
+    layers[1].compile(backend="eager")
+    train(model, adamw(model))
+    check_kept(model, before, list(kept.patterns))
+
+
 @pytest.mark.slow
 def test_a_compiled_step_of_the_optimizer():
     model = pruned_llama()

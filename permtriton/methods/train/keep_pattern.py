@@ -172,7 +172,9 @@ class KeptPattern:
         self._model = weakref.ref(model)  # the hooks below would keep it in memory
         self._began = False
         found = {name: weight.owner._parameters.get(weight.key) for name, weight in self._weights.items()}
-        self._known = weakref.WeakValueDictionary({name: each for name, each in found.items() if each is not None})
+        self._known = weakref.WeakValueDictionary[str, Tensor](
+            {name: each for name, each in found.items() if each is not None}
+        )
         self._graded: dict[int, set[int]] = {}  # optimizer that steps -> places of its weights with a gradient
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
@@ -199,7 +201,7 @@ class KeptPattern:
     @torch.compiler.disable
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._began and (model := self._model()) is not None:
-            _refuse_liger(model)  # which Trainer puts in only when training begins
+            _refuse_replaced(model)  # Trainer puts Liger's norms in only when training begins
         self._began = True
         self._graded[id(optimizer)] = _places(optimizer, graded=True)
         places = _places(optimizer)
@@ -385,7 +387,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
             f"{listed(packed)}: packed weights cannot be trained: write the folder with permtriton export --format "
             "dense, and load that"
         )
-    _refuse_liger(model)
+    _refuse_replaced(model)
     if any(hasattr(module, "quantization_scheme") for module in model.modules()):
         raise ModelError(
             "weights in 8 bits cannot be trained: train the folder that they were made of, then write that one with "
@@ -395,8 +397,14 @@ def _refuse_unsupported(model: nn.Module) -> None:
         raise ModelError(f"{empty[0]} has no values, so where it is zero is not known: load the weights first")
 
 
-def _refuse_liger(model: nn.Module) -> None:
+def _refuse_replaced(model: nn.Module) -> None:
+    """Refuses modules in whose place others were put that hide what permutes, or give weights other names."""
     for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            raise ModelError(
+                f"{name} is another module now, torch.compile's, which changes the names of its weights: put its "
+                "_orig_mod back, and compile that in place, with its method compile()"
+            )
         runs = getattr(vars(module).get("forward"), "__module__", "")
         if is_permuted(module) and runs.startswith("liger_kernel"):
             raise ModelError(
