@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,15 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoTokenizer, BertConfig, BertModel, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import permtriton
 from permtriton.errors import ConfigError, ModelError
@@ -262,17 +271,35 @@ def test_a_models_own_code_runs_when_trusted(with_code):
     assert mark.exists()
 
 
+def test_a_models_own_code_is_saved_with_it(with_code, tmp_path, monkeypatch):
+    """It loads where neither the original folder nor a class in memory is."""
+    source, _ = with_code
+    permtriton.compile(
+        source.name, trust_remote_code=True, recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out"
+    )
+    shutil.rmtree(source.name)
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "other modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "other modules"))
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(model).__name__ == "OwnForCausalLM"
+
+
 def test_a_models_own_code_is_of_the_revision(monkeypatch, folder):
     asked = []
 
+    class Own(LlamaForCausalLM):
+        pass
+
     def get_class(path: str, name: str, **named: object) -> type:
         asked.append((path, name, named))
-        return LlamaForCausalLM
+        return Own
 
     monkeypatch.setattr(transformers.dynamic_module_utils, "get_class_from_dynamic_module", get_class)
     config = SimpleNamespace(auto_map={"AutoModelForCausalLM": "modeling_own.Own"}, architectures=["Own"])
     source = Source("someone/model", trust_remote_code=True, revision="v2", token="secret")
-    assert load._model_class(source, config) is LlamaForCausalLM
+    assert load._model_class(source, config) is Own
     assert asked == [("modeling_own.Own", "someone/model", {"revision": "v2", "token": "secret"})]
 
 
