@@ -1,7 +1,7 @@
-"""A sentence, and a tokenizer trained on it that knows every byte."""
+"""A sentence, a tokenizer trained on it that knows every byte, and a processor that has this tokenizer."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
 
 SENTENCE = "the quick brown fox jumps over the lazy dog and sleeps until noon. "
 VOCABULARY = 280
@@ -19,3 +19,7 @@ def trained_tokenizer() -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator([SENTENCE], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+
+
+def image_and_text_processor() -> LlavaProcessor:
+    return LlavaProcessor(CLIPImageProcessor(), trained_tokenizer())

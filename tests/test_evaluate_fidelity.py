@@ -16,6 +16,7 @@ from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import last_hidden_state
 
 from . import zoo
+from .sentences import image_and_text_processor
 
 CAUSAL = ("llama", "opt", "gpt2", "gemma2", "gpt_neox", "mixtral")
 WINDOWS = zoo.token_ids(5, 12)
@@ -138,6 +139,11 @@ def test_models_that_cannot_be_compared_are_refused():
         with pytest.raises(ModelError, match=words):
             fidelity(model, other, WINDOWS, 2)
         assert name
+
+
+def test_the_vocabulary_of_a_processor_is_compared():
+    with pytest.raises(ModelError, match="different vocabularies"):
+        permtriton.evaluate(zoo.build("llama"), WINDOWS, tokenizer=image_and_text_processor(), against="demo")
 
 
 def test_measures_that_are_not_finite_are_refused():

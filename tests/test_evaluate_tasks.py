@@ -22,7 +22,7 @@ from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
 from .lm_tasks import CHOICE, QUESTIONS, TEXTS, datasets_cache, write_task, write_tasks  # noqa: F401 (a fixture)
-from .sentences import trained_tokenizer
+from .sentences import image_and_text_processor, trained_tokenizer
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "tasks"
 
@@ -136,6 +136,11 @@ def test_equal_runs_give_equal_results_and_a_limit_limits(folder, model, tokeniz
     assert tasks.run(model, tokenizer) == first
     assert measure_model(model, tokenizer, tasks=tasks).tasks == first
     assert [result.samples for result in first] == [2, 2]
+
+
+def test_a_processor_reads_tasks_by_its_tokenizer(folder, model, tokenizer):
+    tasks = Tasks(["foxes"], folder=folder)
+    assert tasks.run(model, image_and_text_processor()) == tasks.run(model, tokenizer)
 
 
 def test_groups_and_wildcards(tmp_path, model, tokenizer):

@@ -27,6 +27,7 @@ from permtriton.util.progress import NoProgress, Progress
 
 from . import test_seq2seq, zoo
 from .desk import RUNNER, app
+from .sentences import image_and_text_processor
 from .two_ranks import Interrupting
 from .updating import Recording, facts, tiny_model
 
@@ -181,6 +182,12 @@ def test_the_first_token(ids, expected):
 
     if ids == (None, None):
         assert first_token(model, Tokenizer()) == 2
+
+
+def test_the_first_token_of_a_processor_is_its_tokenizers():
+    model, processor = tiny_model(), image_and_text_processor()
+    model.config.bos_token_id, processor.tokenizer.bos_token = None, "!"
+    assert first_token(model, processor) == processor.tokenizer.bos_token_id
 
 
 # -- in a compilation --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from permtriton.data import tokenize
 from permtriton.data.tokenize import LONGEST_LINE, pieces, token_ids
 from permtriton.errors import CalibrationError
 
-from .sentences import SENTENCE, trained_tokenizer
+from .sentences import SENTENCE, image_and_text_processor, trained_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +88,8 @@ def test_a_tokenizer_never_sees_a_longer_line(tokenizer):
 def test_a_tokenizer_that_fails_names_the_text(tokenizer):
     with pytest.raises(CalibrationError, match=r"a\.jsonl cannot be tokenized by the model's tokenizer"):
         token_ids("\ud800", tokenizer, "a.jsonl")
+
+
+def test_a_processor_reads_text_by_its_tokenizer(tokenizer):
+    found = token_ids(SENTENCE, image_and_text_processor(), "a.txt")
+    assert torch.equal(found, token_ids(SENTENCE, tokenizer, "a.txt"))

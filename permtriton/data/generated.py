@@ -18,6 +18,7 @@ from permtriton.data.samples import Samples
 from permtriton.data.text import vocabulary_of
 from permtriton.errors import CalibrationError, first_line
 from permtriton.model.core import takes_decoder_ids
+from permtriton.model.tokenizer import tokenizer_of
 from permtriton.running import ranks
 from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.running.store import Store
@@ -58,7 +59,7 @@ def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
     Where there is none, it is the one that a text ends with, which stands before the next one in training; else the
     first one that is not special.
     """
-    vocabulary, config = vocabulary_of(model), model.config.get_text_config()
+    vocabulary, config, tokenizer = vocabulary_of(model), model.config.get_text_config(), tokenizer_of(tokenizer)
     candidates = (getattr(of, name, None) for name in ("bos_token_id", "eos_token_id") for of in (tokenizer, config))
     named = (each[0] if isinstance(each, list) and each else each for each in candidates)
     special = set(getattr(tokenizer, "all_special_ids", ()))

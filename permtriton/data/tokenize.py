@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from permtriton.errors import CalibrationError, reading, without_panics
+from permtriton.model.tokenizer import tokenizer_of
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
 
@@ -27,7 +28,7 @@ def token_ids(
     Raises:
         CalibrationError: there is no tokenizer, or it fails.
     """
-    if tokenizer is None:
+    if (tokenizer := tokenizer_of(tokenizer)) is None:
         raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
     with reading(f"{source} cannot be tokenized by the model's tokenizer", CalibrationError), without_panics():
         parts = list(pieces(text))

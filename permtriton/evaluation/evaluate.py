@@ -19,7 +19,7 @@ from permtriton.model import load
 from permtriton.model.name import DEMO, location_of
 from permtriton.model.prunable import check_loaded
 from permtriton.model.source import Source, source_of
-from permtriton.model.tokenizer import load_processor
+from permtriton.model.tokenizer import load_processor, tokenizer_of
 from permtriton.util.asking import asking
 from permtriton.util.bars import reporter
 from permtriton.util.machine import available_memory, format_bytes
@@ -150,7 +150,8 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
         )
     shown.say(f"loading {against.described}")
     dense, dense_tokenizer = load.load_original(against)
-    vocabularies = [each.get_vocab() for each in (tokenizer, dense_tokenizer) if hasattr(each, "get_vocab")]
+    tokenizers = map(tokenizer_of, (tokenizer, dense_tokenizer))
+    vocabularies = [each.get_vocab() for each in tokenizers if hasattr(each, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
         raise ModelError(
             "the tokenizers of both models have different vocabularies, so the same text is not the same for them: "

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import max_tokens
+from permtriton.model.tokenizer import tokenizer_of
 from permtriton.util.progress import Advance, NoProgress, Progress, without_other_bars
 
 REQUESTS_AT_ONCE = 8
@@ -118,7 +119,7 @@ class Tasks:
             TaskError: an answer is longer than the model can take, or a task's own template, metric or code fails.
         """
         progress = progress or NoProgress()
-        harness = _Harness(model, tokenizer, batch, progress)
+        harness = _Harness(model, tokenizer_of(tokenizer), batch, progress)
         _seed()
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)

@@ -46,6 +46,11 @@ def load_processor(source: Source, model: PreTrainedModel) -> Any:
     return None
 
 
+def tokenizer_of(processor: Any) -> Any:
+    """Returns the tokenizer of a processor, or None if it has none; a tokenizer as it is."""
+    return getattr(processor, "tokenizer", None) if isinstance(processor, transformers.ProcessorMixin) else processor
+
+
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer; returns None if there is none.
 
