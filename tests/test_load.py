@@ -362,6 +362,13 @@ def test_what_a_folder_is_refused_for_is_refused_of_a_hub_name(folder, tmp_path,
             load.load_original(Source(name))
 
 
+def test_files_of_a_hub_name_that_are_read_beside_the_model_are_saved_with_it(folder, tmp_path, monkeypatch):
+    (folder / "preprocessor_config.json").write_text("{}")
+    in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    permtriton.compile("someone/model", recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
+
+
 def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatch):
     """Only config and headers: the estimate is that of the folder, but for the time."""
     headers = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoProcessor
 
 import permtriton
 from permtriton.checkpoint import save as saving
@@ -22,8 +22,9 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
-from . import folders, zoo
+from . import folders, off_path, zoo
 from .folders import LAST_UP
+from .sentences import image_and_text_processor
 from .world import free_memory
 
 NORM = "model.norm.weight"
@@ -74,6 +75,30 @@ def test_saves_a_plain_checkpoint_that_transformers_loads(compiled, place):
     ids = torch.arange(16).view(1, 16)
     with torch.no_grad():
         assert torch.equal(reloaded(ids).logits, compiled.model(ids).logits)
+
+
+def test_what_is_read_beside_a_model_and_its_tokenizer_is_saved(place):
+    """The processor of images and text, and what sentence-transformers reads; but no link out of the folder."""
+    off_path.build("llava").save_pretrained(place / "dense")
+    image_and_text_processor().save_pretrained(place / "dense")
+    (place / "dense" / "1_Pooling").mkdir()
+    for name in ("modules.json", "1_Pooling/config.json"):
+        (place / "dense" / name).write_text("{}")
+    (place / "secret.json").write_text("{}")
+    (place / "dense" / "sentence_bert_config.json").symlink_to(place / "secret.json")
+    permtriton.compile(str(place / "dense"), recipe="mask", data=zoo.token_ids(4, 12), output=place / "out")
+    lost = folders.files(place / "dense").keys() - folders.files(place / "out").keys()
+    assert lost == {"sentence_bert_config.json"}
+    assert AutoProcessor.from_pretrained(place / "out").image_processor is not None
+
+
+def test_a_processor_that_was_given_is_saved_in_place_of_the_folders(place):
+    off_path.build("llava").save_pretrained(place / "dense")
+    (place / "dense" / "preprocessor_config.json").write_text("{}")
+    processor, options = image_and_text_processor(), {"recipe": "mask", "data": zoo.token_ids(4, 12)}
+    permtriton.compile(str(place / "dense"), tokenizer=processor, output=place / "out", **options)
+    assert AutoProcessor.from_pretrained(place / "out").to_dict() == processor.to_dict()
+    assert not (place / "out" / "preprocessor_config.json").exists()
 
 
 def test_the_report_is_the_record_of_what_was_saved_last(compiled, place):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
 from permtriton.checkpoint.fp8 import Fp8
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.record import described_sparsity
-from permtriton.checkpoint.save import share_mode
+from permtriton.checkpoint.save import copy_file, share_mode
 from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
 from permtriton.checkpoint.storing import Packing, Storing
 from permtriton.errors import ConfigError, ModelError, shown
@@ -165,16 +164,10 @@ def _write(storing: Storing, partial: Path, format: Format, shard_bytes: int, pr
 def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:
     """Copies the tokenizer, the generation config and all other files that export does not write itself.
 
-    Links to folders are not followed, nor are links out of the folder: they may lead anywhere, and what they lead to
-    might be published. The hub's cache holds nothing but links, into a folder of its own.
+    Links to folders are not followed, nor what `copy_file` leaves out.
     """
-    inside = [real_path(folder), *([real_path(folder.parent.parent / "blobs")] * (folder.parent.name == "snapshots"))]
     for place, _, names in os.walk(folder):
         for path in (Path(place, name) for name in names):
             ours = path.suffix == ".safetensors" or path.name in (CONFIG_FILE, INDEX_FILE, REPORT_FILE)
-            if path.is_symlink() and not any(real_path(path).is_relative_to(each) for each in inside):
+            if path.is_file() and not (ours and path.parent == folder) and not copy_file(path, folder, partial):
                 progress.say(f"left out {path}, a link out of the folder")
-            elif path.is_file() and not (ours and path.parent == folder):
-                copy = partial / path.relative_to(folder)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)  # without its mode, which may forbid to write README.md anew

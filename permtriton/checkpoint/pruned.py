@@ -1,6 +1,6 @@
 """A pruned model, as a compilation ends with it and as it is saved."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,6 +11,7 @@ from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
+from permtriton.model.source import Source
 from permtriton.passes.plan import Plan
 from permtriton.running.offload import OffloadFolder
 from permtriton.util.sparsity import NMPattern, PrunedWeight
@@ -29,6 +30,7 @@ class Pruned:
             once it is saved, with what was checked.
         reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
         offload: where the model's large parameters are; None for memory.
+        source: where the dense model can be read again; None for a model that was given in memory.
     """
 
     model: PreTrainedModel
@@ -38,6 +40,7 @@ class Pruned:
     report: Report | Record
     reference: Samples
     offload: OffloadFolder | None
+    source: Source | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._versions = self._present_versions()

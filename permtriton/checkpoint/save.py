@@ -19,12 +19,21 @@ from permtriton.checkpoint.shards import describe_files
 from permtriton.checkpoint.verify import verify_checkpoint, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
 from permtriton.model.headers import CONFIG_FILE
+from permtriton.model.source import Source
+from permtriton.model.tokenizer import PROCESSOR_FILES
 from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import peak_memory
 from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import PrunedWeight
 
 SHARD_SIZE = "5GB"
+LEGACY_TEMPLATE = "chat_template.json"  # of a processor; a tokenizer's is saved with it
+SENTENCE_TRANSFORMERS = (
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+)
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
@@ -50,6 +59,8 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Recor
             compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=names.original)
             if compiled.tokenizer is not None:
                 compiled.tokenizer.save_pretrained(partial)
+        if compiled.source is not None:
+            _copy_beside(compiled.source, partial)
         share_mode(partial)
         saved = time.perf_counter()
         verified = verify_checkpoint(compiled, partial, pruned, names)
@@ -124,6 +135,32 @@ def _transformers(model: Any) -> Iterator[None]:
         if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
+
+
+def _copy_beside(source: Source, partial: Path) -> None:
+    """Copies what is read beside a model and its tokenizer: a processor that was not saved, and how states are pooled.
+
+    What `copy_file` leaves out is left out here, too.
+    """
+    saved = any((partial / name).exists() for name in PROCESSOR_FILES)
+    for name in (*(() if saved else (*PROCESSOR_FILES, LEGACY_TEMPLATE)), *SENTENCE_TRANSFORMERS):
+        if path := source.find(name):
+            copy_file(path, path.parents[name.count("/")], partial)
+
+
+def copy_file(path: Path, folder: Path, partial: Path) -> bool:
+    """Copies a file of ``folder`` to the same place in ``partial``; returns whether it did.
+
+    Links out of the folder are not followed: they may lead anywhere, and what they lead to might be published. The
+    hub's cache holds nothing but links, into a folder of its own.
+    """
+    inside = [folder, *([folder.parent.parent / "blobs"] * (folder.parent.name == "snapshots"))]
+    if not any(real_path(path).is_relative_to(real_path(each)) for each in inside):
+        return False
+    copy = partial / path.relative_to(folder)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(path, copy)  # without its mode, which may forbid to write it anew
+    return True
 
 
 def share_mode(folder: Path) -> None:

@@ -22,7 +22,6 @@ from permtriton.driver.options import CompileConfig
 from permtriton.evaluation.evaluate import Against, evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.model.name import checked_token
-from permtriton.model.source import Source
 from permtriton.running.state import StateFile
 from permtriton.util.output_files import real_path
 
@@ -35,13 +34,11 @@ class CompiledModel(Pruned):
         config: every option.
         indices: space name -> unit index from the dense order to the present one, int64 ``[units]``.
         states: files that hold the state of long stages, deleted once the model is saved.
-        source: where the dense model can be read again; None for a model that was given in memory.
     """
 
     config: CompileConfig
     indices: dict[str, Tensor]
     states: Sequence[StateFile] = ()
-    source: Source | None = None
 
     def __repr__(self) -> str:
         """The class, the pattern and the recipe, without the model's modules and orders."""

@@ -15,7 +15,7 @@ from permtriton.errors import ModelError, first_line, reading, shown, without_pa
 from permtriton.model.headers import read_json
 from permtriton.model.source import Source
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILE = "tokenizer.json"
 MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
