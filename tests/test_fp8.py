@@ -99,6 +99,17 @@ def test_the_record_says_what_it_costs(written):
     assert "vLLM loads it by itself" in card
 
 
+def test_an_encoder_with_a_head_is_written_and_measured(tmp_path):
+    """Its last hidden state is computed by the encoder inside, and not by the model that was loaded."""
+    folder, dense = folders.save(folders.model_of("bert_mlm"), tmp_path / "saved"), folder_of("bert_mlm", tmp_path)
+    assert export(folder, tmp_path / "fp8", "fp8")["reloaded"] == "same weights"
+    exact, measured = (
+        permtriton.evaluate(each, zoo.token_ids(), against=dense).cosine for each in (folder, tmp_path / "fp8")
+    )
+    assert measured != exact
+    assert measured == pytest.approx(exact, abs=0.05)
+
+
 @pytest.mark.slow
 def test_transformers_loads_it_without_permtriton(source, written):
     """In a process of its own: no quantizer of permtriton is registered there."""
@@ -235,4 +246,5 @@ def test_compile_saves_it_in_one_command(tmp_path):
     assert "--save-format fp8" in compiled.report["command"]
     assert compiled.report == json.loads((out / "permtriton.json").read_text())
     assert "tokenizer" in compiled.report["export"]["loss"]["not_measured"]  # there is none
+    assert compiled.report["export"]["reloaded"] == "same weights"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]

@@ -113,6 +113,8 @@ def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFold
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
+    if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
+        model.hf_quantizer.compressor.decompress_model(model)
     if source.gguf is None and getattr(config, "quantization_config", None) is None:
         _check_floating(model, _fetched(source) if stored is None else stored)
     check_weights(model)
