@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 import yaml
 from huggingface_hub import ModelCard
 
@@ -66,6 +68,34 @@ def test_front_matter():
         model_card({**REPORT, "model": "/home/me/model"}, "LlamaForCausalLM", ALONE, "out")
     )
     assert "pipeline_tag" not in front(model_card(REPORT, "BertModel", ALONE, "out"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "task"),
+    [
+        ("LlamaForCausalLM", "text-generation"),
+        ("T5ForConditionalGeneration", "text-generation"),
+        ("BartForConditionalGeneration", "text-generation"),
+        ("BertForMaskedLM", "fill-mask"),
+        ("BertForSequenceClassification", "text-classification"),
+        ("BertForTokenClassification", "token-classification"),
+        ("BertForQuestionAnswering", "question-answering"),
+        ("LlavaForConditionalGeneration", "image-text-to-text"),
+        ("Gemma3ForConditionalGeneration", "image-text-to-text"),
+        ("ViTForImageClassification", "image-classification"),
+        ("WhisperForConditionalGeneration", "automatic-speech-recognition"),
+        ("WhisperForAudioClassification", "audio-classification"),
+        ("Wav2Vec2ForCTC", "automatic-speech-recognition"),
+        ("BertForMultipleChoice", None),
+        ("BertModel", None),
+    ],
+)
+def test_a_card_loads_the_class_that_was_saved(architecture, task):
+    card, saved = model_card(REPORT, architecture, ALONE, "out"), getattr(transformers, architecture)
+    loader = getattr(transformers, re.search(r"\nmodel = (\w+)\.from_pretrained", card)[1])
+    with torch.device("meta"):
+        assert loader is saved or type(loader.from_config(saved.config_class())) is saved
+    assert front(card).get("pipeline_tag") == task
 
 
 def test_content():

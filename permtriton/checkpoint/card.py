@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import transformers
 from huggingface_hub import EvalResult, ModelCardData
-from transformers.models.auto import modeling_auto
+from transformers.models.auto import modeling_auto as auto
 
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import to_json
@@ -22,22 +23,20 @@ CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
 WITH_COMPRESSED_TENSORS = "vLLM alone, and transformers where compressed-tensors is installed"
-# Classes of transformers' models, the class that loads them, and the hub's name of what they do.
+# Classes of transformers' models, the class that loads them, and the hub's name of what they do. The first that holds a
+# class counts: some read sound and images beside text. The hub has no name of its own for what an encoder-decoder does.
 _KINDS = (
-    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM", "text-generation"),
-    (modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "AutoModelForMaskedLM", "fill-mask"),
-    (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText", "image-text-to-text"),
-    (
-        modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForImageClassification",
-        "image-classification",
-    ),
-    (
-        modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForAudioClassification",
-        "audio-classification",
-    ),
-    (modeling_auto.MODEL_FOR_CTC_MAPPING_NAMES, "AutoModelForCTC", "automatic-speech-recognition"),
+    (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+    (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText", "image-text-to-text"),
+    (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "AutoModelForSeq2SeqLM", "text-generation"),
+    (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "AutoModelForCausalLM", "text-generation"),
+    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "AutoModelForMaskedLM", "fill-mask"),
+    (auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "AutoModelForSequenceClassification", "text-classification"),
+    (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, "AutoModelForTokenClassification", "token-classification"),
+    (auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, "AutoModelForQuestionAnswering", "question-answering"),
+    (auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, "AutoModelForImageClassification", "image-classification"),
+    (auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES, "AutoModelForAudioClassification", "audio-classification"),
+    (auto.MODEL_FOR_CTC_MAPPING_NAMES, "AutoModelForCTC", "automatic-speech-recognition"),
 )
 
 
@@ -95,7 +94,8 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     on_hub = report.get("on_hub", is_hub_name(source))
     title = shown_name(source, on_hub)
-    loader, task = next(((auto, task) for names, auto, task in _KINDS if architecture in names.values()), _NO_HEAD)
+    no_kind = architecture if hasattr(transformers, architecture) else "AutoModel", None
+    loader, task = next(((by, task) for names, by, task in _KINDS if architecture in names.values()), no_kind)
     evaluated = _results(report, task)
     front = ModelCardData(
         library_name="transformers",
@@ -130,9 +130,6 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         "All options, every permutation and all checks: see `permtriton.json`, or `permtriton report FOLDER`.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-_NO_HEAD = "AutoModel", None
 
 
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
