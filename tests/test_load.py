@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import permtriton
+from permtriton.checkpoint.card import name_repository
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import load_empty_model, load_model
@@ -284,6 +285,10 @@ def test_a_models_own_code_is_saved_with_it(with_code, tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(model).__name__ == "OwnForCausalLM"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert 'AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)' in card
+    name_repository(tmp_path / "out", "me/it")
+    assert 'from_pretrained("me/it", trust' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_models_own_code_is_of_the_revision(monkeypatch, folder):

@@ -66,8 +66,11 @@ def write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: s
     path = folder / CARD_FILE
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != report.get("card"):
         return None
-    architectures = read_json(folder / CONFIG_FILE).get("architectures") or [""]
-    content = model_card(report, str(architectures[0]), loads_with, name).encode("utf-8", "replace")
+    config = read_json(folder / CONFIG_FILE)
+    architecture = str((config.get("architectures") or [""])[0])
+    auto_map = {} if hasattr(transformers, architecture) else config.get("auto_map") or {}
+    own = next((loader for loader, code in auto_map.items() if str(code).endswith(f".{architecture}")), None)
+    content = model_card(report, architecture, loads_with, name, own).encode("utf-8", "replace")
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 
@@ -84,17 +87,18 @@ def name_repository(folder: Path, repo: str) -> None:
     replace_file(folder / REPORT_FILE, lambda path: path.write_text(to_json(record) + "\n", encoding="utf-8"))
 
 
-def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, name: str) -> str:
+def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, name: str, own: str | None = None) -> str:
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
         loads_with: as for `write_card`.
         name: folder or repository that it is loaded from.
+        own: class of transformers that loads it by the code that comes with it; None where it has no code of its own.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     on_hub = report.get("on_hub", is_hub_name(source))
     title = shown_name(source, on_hub)
-    no_kind = architecture if hasattr(transformers, architecture) else "AutoModel", None
+    no_kind = architecture if hasattr(transformers, architecture) else own or "AutoModel", None
     loader, task = next(((by, task) for names, by, task in _KINDS if architecture in names.values()), no_kind)
     evaluated = _results(report, task)
     front = ModelCardData(
@@ -117,7 +121,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         "## Result",
         _table(("", ""), _facts(report)),
         "## Load it",
-        _loading(report, loader, loads_with, name),
+        _loading(report, loader, loads_with, f"{_source(name)}{', trust_remote_code=True' if own else ''})"),
         "## What was verified",
         "\n".join(f"- {line}" for line in _checks(report)),
         "## Repeat it",
@@ -197,8 +201,8 @@ def loss_in_words(loss: Mapping[str, Any]) -> str:
     return f"{', '.join(figures)} on {loss['tokens']:,} tokens of the text {loss['text']}"
 
 
-def _loading(report: Mapping[str, Any], loader: str, loads_with: str, name: str) -> str:
-    lines = [f"from transformers import {loader}", "", f"model = {loader}.{_source(name)}"]
+def _loading(report: Mapping[str, Any], loader: str, loads_with: str, call: str) -> str:
+    lines = [f"from transformers import {loader}", "", f"model = {loader}.{call}"]
     zeros = "It stores its zeros and multiplies them, too."
     if loads_with == ALONE:
         text = f"`transformers` alone loads it. {zeros}"
@@ -217,7 +221,7 @@ def _loading(report: Mapping[str, Any], loader: str, loads_with: str, name: str)
 
 
 def _source(name: str) -> str:
-    return f"from_pretrained({json.dumps(name)})"
+    return f"from_pretrained({json.dumps(name)}"
 
 
 def _checks(report: Mapping[str, Any]) -> Iterator[str]:
