@@ -147,6 +147,14 @@ def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
     assert (folder / "permtriton.json").read_bytes() == record
 
 
+def test_a_pushed_card_loads_from_its_repository_where_the_folder_is_a_link(compiled, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    compiled["portable"].save_pretrained(tmp_path / "link")
+    name_repository(tmp_path / "link", "me/it")
+    assert 'from_pretrained("me/it")' in (tmp_path / "real" / "README.md").read_text()
+
+
 def test_a_model_that_was_not_measured():
     text = model_card(record(versions={"torch": "2.11"}, pruned_weights={"a": 1}), "", ALONE, "out")
     assert "| held-out evaluation | not measured |" in text

@@ -18,6 +18,7 @@ from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name, shown_name
 from permtriton.util.durable import replace_file
 from permtriton.util.extras import HOME, WHERE, install_command
+from permtriton.util.output_files import real_path
 
 CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
@@ -81,7 +82,7 @@ def name_repository(folder: Path, repo: str) -> None:
     content = card.read_bytes()
     if hashlib.sha256(content).hexdigest() != record.get("card"):
         return
-    content = content.replace(_source(folder.name).encode(), _source(repo).encode())
+    content = content.replace(_source(real_path(folder).name).encode(), _source(repo).encode())
     record["card"] = hashlib.sha256(content).hexdigest()
     replace_file(card, lambda path: path.write_bytes(content))
     replace_file(folder / REPORT_FILE, lambda path: path.write_text(to_json(record) + "\n", encoding="utf-8"))
