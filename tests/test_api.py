@@ -260,6 +260,17 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
     assert permtriton.compile("my-model", text_column="body", **run).report["calibration"]["sha256"] == by_list
 
 
+@pytest.mark.parametrize("kind", [None, "torch", "numpy"])
+def test_padding_in_a_dataset_is_not_read(here, kind):
+    """As a tokenizer with ``padding="max_length"`` adds it, on either side."""
+    rows = [[7 * row + at for at in range(20 + row)] for row in range(8)]
+    ids = [[0] * (4 + row % 2) + ids + [0] * (23 - len(ids) - row % 2) for row, ids in enumerate(rows)]
+    padded = Dataset.from_dict({"input_ids": ids, "attention_mask": [[int(each > 0) for each in row] for row in ids]})
+    expected = permtriton.compile("my-model", data=[[each for each in row if each] for row in rows], **QUICK)
+    found = permtriton.compile("my-model", data=padded.with_format(kind), **QUICK)
+    assert found.report["calibration"]["sha256"] == expected.report["calibration"]["sha256"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

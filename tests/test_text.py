@@ -127,10 +127,14 @@ def test_evaluation_windows_are_consecutive_and_a_short_text_is_one_window(tmp_p
     assert evaluation_ids(str(path), None, 1000, 64).tolist() == [list(range(50))]
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "ids.jsonl", "parquet", "ids.parquet"])
+KINDS = ("txt", "jsonl", "ids.jsonl", "padded.jsonl", "parquet", "ids.parquet", "padded.parquet")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
     path = tmp_path / f"a.{kind}"
     tokens = [*tokenizer(SENTENCE)["input_ids"], tokenizer.eos_token_id]
+    padded = {"input_ids": [0, *tokens, 0, 0], "attention_mask": [0, *[1] * len(tokens), 0, 0]}
     match kind:
         case "txt":
             path.write_text(SENTENCE, encoding="utf-8")
@@ -142,6 +146,10 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
             write_parquet(path, text=[SENTENCE], other=[1])
         case "ids.parquet":
             write_parquet(path, input_ids=[tokens])
+        case "padded.jsonl":
+            path.write_text(json.dumps(padded), encoding="utf-8")
+        case "padded.parquet":
+            write_parquet(path, **{name: [values] for name, values in padded.items()})
     assert evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
 
 
@@ -173,6 +181,7 @@ BAD_FILES = {
     "text is a number": ("a.jsonl", '{"text": 5}\n', ["line 1", '"text"']),
     "ids are fractions": ("a.jsonl", '{"input_ids": [1.5]}\n', ["line 1", "integers"]),
     "ids are booleans": ("a.jsonl", '{"input_ids": [true]}\n', ["line 1", "integers"]),
+    "a shorter mask": ("a.jsonl", '{"input_ids": [1, 2], "attention_mask": [1]}\n', ["line 1", "attention_mask"]),
     "id too large": ("a.jsonl", f'{{"input_ids": [1, {VOCABULARY}]}}', [f"to {VOCABULARY}", f"0 to {VOCABULARY - 1}"]),
     "id negative": ("a.jsonl", '{"input_ids": [1, -2]}\n', ["from -2", "vocabulary"]),
     "id enormous": ("a.jsonl", f'{{"input_ids": [{10**30}]}}\n', ["vocabulary"]),
@@ -196,6 +205,7 @@ BAD_COLUMNS = {
     "text is a number": ({"text": [5]}, ["text"]),
     "ids are fractions": ({"input_ids": [[1.5, 2.5]]}, ["input_ids"]),
     "ids are strings": ({"input_ids": [["a"]]}, ["input_ids"]),
+    "a shorter mask": ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, ["document 1", "mask"]),
     "no rows": ({"text": pyarrow.array([], pyarrow.string())}, ["a.parquet"]),
     "id too large": ({"input_ids": [[1, 1000]]}, ["1 to 1000", "vocabulary"]),
 }

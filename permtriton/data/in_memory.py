@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
 from permtriton.data.media import Processor
+from permtriton.data.padding import documents_in
 from permtriton.data.pairs import Pair, with_labels
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples, text_column
@@ -47,7 +48,7 @@ def name_of(data: object) -> str:
 def selected(data: Any, column: str | None = None, split: str | None = None) -> Any:
     """Returns the documents of a dataset, or of one of a dictionary of datasets; any other data as they are.
 
-    Documents with labels, as encoder-decoders read them, are pairs.
+    Documents with labels, as encoder-decoders read them, are pairs. Token ids are without their padding.
 
     Args:
         data: what a caller gave.
@@ -77,7 +78,8 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
     names = data.column_names
     if column is not None and column not in names:
         raise CalibrationError(f"text_column is {shown(column)}, but the Dataset has {', '.join(names)}")
-    return with_labels(data[column or text_column(names, "the Dataset")], data["labels"] if "labels" in names else None)
+    documents = documents_in(data, names, column or text_column(names, "the Dataset"), "the Dataset")
+    return with_labels(documents, data["labels"] if "labels" in names else None)
 
 
 def documents_of(data: Any) -> Documents | None:

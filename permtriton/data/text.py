@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton import demo
 from permtriton.config import SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.media import Processor, is_media, media_samples
+from permtriton.data.padding import documents_in, unpadded
 from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of, with_labels
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import token_ids
@@ -406,7 +407,8 @@ def _documents(
         if source in hub or _is_dataset(source):
             arguments = hub.get(source, {"path": source, "split": "train" if hub is HUB_DATASETS else "test"})
             dataset = _from_hub(source, arguments | ({"split": split} if split else {}))
-            documents = dataset[text_column(dataset.column_names, source, column)]
+            names = dataset.column_names
+            documents = documents_in(dataset, names, text_column(names, source, column), source)
             return [joined[source].join(documents)] if source in joined else documents
         path = Path(source)
         if not os.path.isfile(source):  # which, unlike Path.is_file, takes names that are too long
@@ -472,13 +474,12 @@ def _parquet(path: Path, column: str) -> Sequence[Any]:
     with reading(f"{path} is not a readable parquet file", CalibrationError):
         file = parquet.ParquetFile(path)
         name = text_column(file.schema_arrow.names, str(path), column)
-        columns = [name, *({"labels"} & set(file.schema_arrow.names))]
-        found = [column.to_pylist() for column in file.read(columns).select(columns).columns]
-    for number, row in enumerate(zip(*found, strict=True), start=1):
+        names = [name, *({"labels", "attention_mask"} & set(file.schema_arrow.names))]
+        found = file.read(names).select(names).to_pydict()
+    for number, row in enumerate(zip(*found.values(), strict=True), start=1):
         for text in filter(lambda each: isinstance(each, str), row):
             _without_nul(text, f"{path} row {number}")
-    documents, *labels = found
-    return with_labels(documents, *labels or [None])
+    return with_labels(documents_in(found, names, name, str(path)), found.get("labels"))
 
 
 def _read(path: Path) -> str:
@@ -503,26 +504,35 @@ def _json_lines(path: Path, column: str) -> list[str | list[int] | Pair]:
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
+        place = f"{path} line {number}"
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:  # also integers of too many digits
-            raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
-        value: Any = None
-        if isinstance(row, dict):
-            value = row.get(column) if column else row.get("input_ids", row.get("text"))
-        if not _is_document(value) or (not column and "input_ids" in row and isinstance(value, str)):
-            needed = f'"{column}" (a string or integers)' if column else '"text" (a string) or "input_ids" (integers)'
-            raise CalibrationError(f"{path} line {number} needs {needed}")
+            raise CalibrationError(f"{place} is not JSON: {first_line(error)}") from error
+        value: Any = _document_in(row, column, place)
         for text in filter(lambda each: isinstance(each, str), (value, row.get("labels"))):
-            _without_nul(text, f"{path} line {number}")
+            _without_nul(text, place)
         if "labels" in row:
             if not _is_document(row["labels"]):
-                raise CalibrationError(f'{path} line {number}: "labels" must be a string or integers')
+                raise CalibrationError(f'{place}: "labels" must be a string or integers')
             value = Pair(value, row["labels"])
         if documents and isinstance(value, Pair) != isinstance(documents[0], Pair):
-            raise CalibrationError(f'{path} line {number}: expected "labels" in every line or in none')
+            raise CalibrationError(f'{place}: expected "labels" in every line or in none')
         documents.append(value)
     return documents
+
+
+def _document_in(row: Any, column: str, place: str) -> str | list[int]:
+    """Returns the text of a row, or its token ids without their padding."""
+    value: Any = None
+    if isinstance(row, dict):
+        value = row.get(column) if column else row.get("input_ids", row.get("text"))
+    if not _is_document(value) or (not column and "input_ids" in row and isinstance(value, str)):
+        needed = f'"{column}" (a string or integers)' if column else '"text" (a string) or "input_ids" (integers)'
+        raise CalibrationError(f"{place} needs {needed}")
+    if isinstance(value, list) and column in ("", "input_ids") and "attention_mask" in row:
+        return unpadded(value, row["attention_mask"], place)
+    return value
 
 
 def _is_document(value: Any) -> bool:
