@@ -13,6 +13,7 @@ from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, che
 from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Benchmark, compare
 from permtriton.comparison.summary import columns, report_of
+from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError, OutputError
 from permtriton.methods.prune.refit import Refit
 from permtriton.recipe import RECIPES
@@ -357,6 +358,23 @@ def test_other_calibration_sequences_are_refused(model, stored_rows):
     rows = method_rows(given(), ("magnitude",), ())
     with pytest.raises(OutputError, match="another result of magnitude with seed 0: the text changed; --overwrite"):
         compare(Benchmark(model, None, WINDOWS), rows, ids=IDS.flip(0), kept=results)
+
+
+def test_other_spare_sequences_are_refused_where_a_step_reads_them(model, stored_rows):
+    """`tune` draws new samples of the text; a mask alone is of the calibration samples."""
+    rows = {method: method_rows(given(), (method,), ()) for method in ("magnitude", "mask + tune")}
+    first, other = (Samples({"input_ids": IDS}, spare=Samples.of(zoo.tiny_ids(4, 16, seed=seed))) for seed in (2, 3))
+    results = kept(stored_rows, model)
+    results.read()
+    benchmark = Benchmark(model, None, WINDOWS)
+    compare(benchmark, rows["mask + tune"], ids=first, kept=results)
+    stored = stored_rows.read_bytes()
+    for method in rows:
+        compare(benchmark, rows[method], ids=first, kept=results)
+    compare(benchmark, rows["magnitude"], ids=other, kept=results)
+    assert stored_rows.read_bytes() == stored, "nothing is measured again"
+    with pytest.raises(OutputError, match=r"another result of mask \+ tune with seed 0: the text changed; --overwrite"):
+        compare(benchmark, rows["mask + tune"], ids=other, kept=results)
 
 
 def test_results_with_other_options_are_refused(model, stored_rows):

@@ -38,6 +38,12 @@ def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]
     return {"weights": model_hash(model), "versions": versions(), "machine": machine}
 
 
+def text_hash(config: CompileConfig, samples: Samples) -> str:
+    """Returns the hash of what a compilation reads: the samples and, where a step reads more, the spare ones."""
+    more = any(step.draws or step.further for step in config.steps)
+    return (samples.joined(samples.spare) if more and samples.spare is not None else samples).sha256
+
+
 def identify(
     workspace: Workspace, model: PreTrainedModel, config: CompileConfig, samples: Samples, device: torch.device
 ) -> None:
@@ -49,9 +55,7 @@ def identify(
     if workspace.resume_path is None:
         return
     options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}
-    more = any(step.draws or step.further for step in config.steps)
-    text = samples.joined(samples.spare) if more and samples.spare is not None else samples
-    workspace.note(config=options, text=text.sha256, **run_identity(model, device))
+    workspace.note(config=options, text=text_hash(config, samples), **run_identity(model, device))
     beside = partial(states_beside, workspace.resume_path, config.steps)
     machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})
     for path in ranks.on_first(beside):
