@@ -83,7 +83,7 @@ def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
 
 def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]]) -> None:
     title = report["model"] + (f", on {report['text']}: {report['protocol']}" if report["text"] else "")
-    shown = [number for number in range(len(HEADERS)) if any(row[number] is not None for row in rows)]
+    shown = [number for number in range(len(HEADERS)) if number < 2 or any(row[number] is not None for row in rows)]
     printed = table(title, *(HEADERS[number] for number in shown))
     for row in rows:
         printed.add_row(*(cell(row[number]) for number in shown))

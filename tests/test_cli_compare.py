@@ -11,6 +11,7 @@ from typer.testing import Result
 from permtriton.cli import compare as module
 from permtriton.cli.main import app
 from permtriton.comparison import run as comparison
+from permtriton.comparison.record import read_comparison
 
 from .desk import RUNNER, Desk, check_refusal
 from .folders import read_only
@@ -135,6 +136,23 @@ def test_a_group_of_tasks_counts_once_in_the_mean(desk, tasks):
     table = next(csv.DictReader((desk.folder / "t.csv").read_text().splitlines()))
     assert float(table["mean acc"]) == pytest.approx(mean)
     assert "mean acc" not in compare(desk, *more[:-1], "--tasks", "both").stdout, "of one result"
+
+
+def test_a_comparison_with_a_score_that_is_no_number_continues_and_is_shown(desk, tasks):
+    desk.write("tasks/metrics.py", "def nothing(values):\n    return float('nan')\n")
+    desk.write(
+        "tasks/short.yaml",
+        TASK.replace(
+            "acc_norm, aggregation: mean", "acc_norm, aggregation: !function metrics.nothing, higher_is_better: true"
+        ),
+    )
+    more = ("--methods", "magnitude", "--tasks", "short", "--tasks-dir", tasks)
+    compare(desk, *more, "--output", "t.json", "--output", "t.csv")
+    assert "2 of 2 results" in compare(desk, *more, "--output", "t.json", "--output", "t.csv").stderr
+    rows = read_comparison(desk.folder / "t.json")["rows"]
+    assert [row["tasks"]["short acc_norm"] for row in rows] == [None, None]
+    table = list(csv.DictReader((desk.folder / "t.csv").read_text().splitlines()))
+    assert [row["short acc_norm"] for row in table] == ["", ""]
 
 
 def test_an_interrupted_comparison_continues(desk, interrupted):

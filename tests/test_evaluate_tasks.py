@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import math
+import re
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -172,6 +173,32 @@ def test_metrics_that_need_a_bootstrap_run_in_this_process(tmp_path, model, toke
     (result,) = Tasks(["matthews"], folder=tmp_path / "t").run(model, tokenizer)
     assert 0 <= result.scores["mcc"].stderr < 1
     assert capfd.readouterr().out == ""
+
+
+METRICS = """
+def results(doc, results):
+    return dict.fromkeys(("half", "nan", "infinite", "parts", "words"), 1.0)
+
+def half(values): return 0.5
+def nan(values): return float("nan")  # as lm-eval's own nanmean where all answers are empty
+def infinite(values): return float("inf")
+def parts(values): return {"first": 1.0}
+def words(values): return "n/a"
+"""
+
+
+def test_what_is_no_finite_number_is_no_score(tmp_path, model, tokenizer):
+    metrics = ("half", "nan", "infinite", "parts", "words")
+    write_task(tmp_path / "t", "odd", CHOICE, QUESTIONS, process_results="F results", metric_list=[
+        {"metric": name, "aggregation": f"F {name}", "higher_is_better": True} for name in metrics
+    ])  # fmt: skip
+    file = tmp_path / "t" / "odd.yaml"
+    file.write_text(re.sub('"F ([a-z]+)"', r"!function metrics.\1", file.read_text()))
+    (tmp_path / "t" / "metrics.py").write_text(METRICS)
+    found = measure_model(model, tokenizer, tasks=Tasks(["odd"], folder=tmp_path / "t"))
+    scores = {name: score.value for name, score in found.tasks[0].scores.items()}
+    assert scores == dict.fromkeys(metrics) | {"half": 0.5}
+    assert str(found) == "odd half 0.5"
 
 
 # -- manners -------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ class Row(TypedDict):
     spread: float
     kl: float | None
     cosine: float | None
-    tasks: dict[str, float]
+    tasks: dict[str, float | None]
     accuracy: NotRequired[float | None]  # mean of the tasks
     seconds: float
     compile_seconds: float | None

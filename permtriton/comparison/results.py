@@ -35,15 +35,17 @@ class Measured(Distances, _Perplexity):  # fields of the last base come first
     Attributes:
         perplexity: held-out perplexity; None for encoders.
         cosine: it is always known, as there is a dense model.
-        tasks: zero-shot score by the task's name and the metric's, such as ``arc_easy acc``.
-        accuracy: mean accuracy of the tasks, a group with a score of its own in place of its tasks; None without two.
+        tasks: zero-shot score by the task's name and the metric's, such as ``arc_easy acc``; None where it is no finite
+            number.
+        accuracy: mean accuracy of the tasks, a group with a score of its own in place of its tasks; None without two of
+            them, or where one has none.
         seconds: time of compilation and evaluation together.
         compile_seconds: time of the compilation alone.
         peak_bytes: peak memory during the compilation; None where the system cannot start its count anew.
     """
 
     cosine: float
-    tasks: dict[str, float]
+    tasks: dict[str, float | None]
     accuracy: float | None
     seconds: float
     compile_seconds: float

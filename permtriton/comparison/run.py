@@ -92,12 +92,13 @@ class Benchmark:
             f"{task.name} {metric}": score.value for task in evaluation.tasks for metric, score in task.scores.items()
         }
         accuracies = [task.scores["acc"].value for task in evaluation.tasks if "acc" in task.scores and not task.group]
+        known = [each for each in accuracies if each is not None]
         seconds = compile_seconds + evaluation.seconds
         return Measured(
             perplexity=evaluation.perplexity,
             **{name: getattr(evaluation, name) for name in DISTANCES},
             tasks=scores,
-            accuracy=fmean(accuracies) if len(accuracies) > 1 else None,
+            accuracy=fmean(known) if 1 < len(known) == len(accuracies) else None,
             seconds=seconds,
             compile_seconds=compile_seconds,
             peak_bytes=peak_bytes,

@@ -4,7 +4,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from operator import attrgetter
-from statistics import fmean
 from typing import Any
 
 from permtriton.comparison.methods import DENSE
@@ -70,13 +69,17 @@ def _row(result: RowResult) -> dict[str, Any]:
         "mean": result.mean,
         "spread": result.spread,
         **{name: result.average(attrgetter(name)) for name in DISTANCES},
-        "tasks": {name: fmean(each.tasks[name] for each in result.measured) for name in result.measured[0].tasks},
+        "tasks": {name: _score(result, name) for name in result.measured[0].tasks},
         "accuracy": result.average(attrgetter("accuracy")),
         "seconds": round(result.seconds, 1),
         "compile_seconds": round(sum(each.compile_seconds for each in result.measured), 1),
         "peak_bytes": max(peaks) if len(peaks) == len(result.measured) else None,
         "by_seed": [asdict(each) for each in result.measured],
     }
+
+
+def _score(result: RowResult, task: str) -> float | None:
+    return result.average(lambda each: each.tasks[task])
 
 
 def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:

@@ -52,8 +52,8 @@ class Evaluated(Fidelity):
     def __str__(self) -> str:
         numbers = {"perplexity": self.perplexity, "dense": self.dense_perplexity}
         numbers |= {distance.short: getattr(self, name) for name, distance in DISTANCES.items()}
-        parts = [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
-        parts += [f"{task.name} {name} {score.value:.4g}" for task in self.tasks for name, score in task.scores.items()]
+        scores = {f"{task.name} {name}": score.value for task in self.tasks for name, score in task.scores.items()}
+        parts = [f"{name} {value:.4g}" for name, value in (numbers | scores).items() if value is not None]
         return ", ".join(parts) + (f" on {self.text} ({self.protocol})" if self.text else "")
 
     @property

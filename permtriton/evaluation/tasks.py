@@ -4,6 +4,7 @@ import copy
 import difflib
 import io
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, redirect_stdout
@@ -37,11 +38,11 @@ class Score:
     """One metric of one task.
 
     Attributes:
-        value: the metric over all samples.
+        value: the metric over all samples; None where it is no finite number, such as a mean over no answers.
         stderr: its standard error; None where lm-eval knows none, as for perplexities.
     """
 
-    value: float
+    value: float | None
     stderr: float | None
 
 
@@ -246,10 +247,18 @@ def _scores(values: dict[str, Any]) -> dict[str, Score]:
         metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
-        error = values.get(f"{metric}_stderr,{filter_name}")
         name = metric if filter_name == "none" else key
-        scores[name] = Score(float(value), float(error) if isinstance(error, int | float) else None)
+        scores[name] = Score(_number(value), _number(values.get(f"{metric}_stderr,{filter_name}")))
     return scores
+
+
+def _number(value: Any) -> float | None:
+    """Returns a finite number; None for anything else that a metric, or lm-eval in its place, may give."""
+    try:
+        number = float(value)
+    except Exception:  # metrics come with the tasks
+        return None
+    return number if math.isfinite(number) else None
 
 
 @contextmanager
