@@ -155,6 +155,19 @@ def test_a_comparison_with_a_score_that_is_no_number_continues_and_is_shown(desk
     assert [row["short acc_norm"] for row in table] == ["", ""]
 
 
+def test_a_comparison_in_the_folder_of_its_tasks_continues(desk, tasks, monkeypatch):
+    """Its own files do not count, nor what Python and others keep there; the data of a task do."""
+    monkeypatch.chdir(tasks)
+    more = ("--methods", "magnitude", "--tasks", "short", "--tasks-dir", ".", "--output", "t.json", "--output", "t.md")
+    compare(desk, *more)
+    for folder in (".git", "__pycache__"):
+        (tasks / folder).mkdir()
+        desk.write(f"tasks/{folder}/new", "anything")
+    assert "2 of 2 results" in compare(desk, *more).stderr
+    desk.write("tasks/short.jsonl", (tasks / "short.jsonl").read_text() * 2)
+    desk.refuses(command(desk, *more), "tasks files was")
+
+
 def test_an_interrupted_comparison_continues(desk, interrupted):
     arguments = ("--methods", "magnitude,wanda", "--output", desk.folder / "t.json")
     result = RUNNER.invoke(app, command(desk, *arguments))

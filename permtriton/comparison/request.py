@@ -151,7 +151,7 @@ class Request:
                 raise CalibrationError(f"nothing to compare on: {text}")
             benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
             request = self._fitted(model, progress)
-            kept = ResultFile(self.place, benchmark.identity(tasks.identity()))
+            kept = ResultFile(self.place, benchmark.identity(tasks.identity(asked.outputs)))
             if not asked.overwrite:
                 kept.read()
             rows = request.rows(getattr(model.config.get_text_config(), "num_hidden_layers", None))

@@ -1,8 +1,8 @@
 """Which zero-shot tasks were asked for?"""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from permtriton.errors import ConfigError
 from permtriton.util import machine
 from permtriton.util.extras import require
+from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
 if TYPE_CHECKING:
@@ -49,18 +50,34 @@ class TaskRequest:
         """Returns the versions that a report names: with tasks, that of lm_eval, too."""
         return {**machine.versions(), **({} if self.names is None else {"lm_eval": metadata.version("lm_eval")})}
 
-    def identity(self) -> dict[str, Any]:
-        """Returns what decides the scores; empty without tasks."""
+    def identity(self, outputs: Sequence[Path] = ()) -> dict[str, Any]:
+        """Returns what decides the scores; empty without tasks.
+
+        Args:
+            outputs: files that the command writes, which count for nothing if they are in the folder.
+        """
         if self.names is None:
             return {}
-        files = sorted(path for path in self.folder.rglob("*") if path.is_file()) if self.folder else []
+        digest = sha256()
+        for path in _files(self.folder) if self.folder else ():
+            if real_path(path) not in map(real_path, outputs):
+                with path.open("rb") as file:
+                    digest.update(file_digest(file, "sha256").digest())
         return {
             "names": self._parts(),
             "limit": self.limit,
-            "files": sha256(b"".join(path.read_bytes() for path in files)).hexdigest(),
+            "files": digest.hexdigest(),
             "lm_eval": metadata.version("lm_eval"),
         }
 
     def _parts(self) -> list[str]:
         names = self.names or ""
         return [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yields the files in a folder, but for hidden ones and those that Python compiles."""
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in parts):
+            yield path
