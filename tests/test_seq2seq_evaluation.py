@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import save_file
 
 import permtriton
 from permtriton.data.samples import Samples
@@ -90,6 +91,16 @@ def test_labels_are_read_from_every_kind_of_data(tmp_path):
     assert permtriton.evaluate(causal, dataset, window=14).perplexity == (
         permtriton.evaluate(causal, classes, window=14).perplexity
     )
+
+
+def test_stored_tensors_are_read_as_those_in_memory(tmp_path):
+    """Without a mask that masks nothing, and by a causal model without labels."""
+    file, mask = tmp_path / "inputs.safetensors", torch.ones(6, 11).long()
+    tensors = {"input_ids": IDS[:, :11].contiguous(), "attention_mask": mask, "labels": LABELS}
+    save_file(tensors, file)
+    for model in (build("t5"), tiny_llama(vocab_size=200)):
+        found = [permtriton.evaluate(model, data).perplexity for data in (tensors, file)]
+        assert found[0] == found[1] is not None
 
 
 def test_the_words_say_what_was_predicted():

@@ -12,13 +12,12 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
-from permtriton.data.media import Processor
+from permtriton.data.media import Processor, read_by
 from permtriton.data.padding import documents_in
 from permtriton.data.pairs import Pair, with_labels
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples, text_column
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
-from permtriton.model.core import takes_decoder_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -139,15 +138,10 @@ def _first(loader: DataLoader, rows: int | None) -> Iterator[Any]:
 
 
 def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the arguments of the model; without labels that it does not read, and masks that mask nothing."""
     given = data if isinstance(data, Mapping) else {model.main_input_name: data}
     with reading("data cannot be made into tensors", CalibrationError):
         tensors = {name: torch.as_tensor(values) for name, values in given.items()}
-    if not takes_decoder_ids(model):
-        tensors.pop("labels", None)
-    return {
-        name: values for name, values in tensors.items() if not (name == "attention_mask" and bool((values == 1).all()))
-    }
+    return read_by(model, tensors)
 
 
 def _joined(batches: list[dict[str, Tensor]]) -> Samples:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line, reading
+from permtriton.model.core import takes_decoder_ids
 from permtriton.util.extras import require
 
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
@@ -69,7 +70,7 @@ def media_samples(
         if os.path.exists(source) and not os.path.isfile(source):  # a pipe might never end
             raise CalibrationError(f"{source} is no plain file: give a {TENSORS} file")
         with reading(f"{source} cannot be read", CalibrationError):
-            stored = Samples(load_file(source))
+            stored = Samples(read_by(model, load_file(source)))
         order = _drawn(len(stored), count, generator, source)
         left = order[len(stored) if count is None else count :]
         return replace(stored[order[:count]], spare=stored[left] if left.numel() and stored.is_text else None)
@@ -95,6 +96,16 @@ def media_samples(
     files = [files[number] for number in _drawn(len(files), count, generator, source)[:count].tolist()]
     read = _images if kind == "images" else _sounds
     return _stacked(files, read(files, getattr(processor, part, processor)), model.main_input_name)
+
+
+def read_by(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tensors without labels that the model does not read, and without a mask that masks nothing."""
+    labels = takes_decoder_ids(model)
+    return {
+        name: values
+        for name, values in tensors.items()
+        if (labels or name != "labels") and not (name == "attention_mask" and bool((values == 1).all()))
+    }
 
 
 def _drawn(there: int, count: int | None, generator: torch.Generator | None, source: str) -> Tensor:
