@@ -232,14 +232,29 @@ def test_empty_model_needs_no_weights(folder):
     assert not model.training
 
 
-@pytest.mark.parametrize("content", [None, "{}", "{", '{"model": {"type": "Fancy"}}'])
-def test_tokenizer_that_is_missing_or_damaged_is_none(folder, content):
-    assert load_tokenizer(Source(str(folder))) is not None
+def drop_tokenizer(folder):
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    if content is not None:
-        (folder / "tokenizer.json").write_text(content)
+
+
+def test_a_tokenizer_that_is_missing_is_none(folder):
+    assert load_tokenizer(Source(str(folder))) is not None
+    drop_tokenizer(folder)
     assert load_tokenizer(Source(str(folder))) is None
+
+
+FANCY = '{"model": {"type": "Fancy"}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", "{}"), ("tokenizer.json", "{"), ("tokenizer.json", FANCY), ("tokenizer.model", "text")],
+)
+def test_a_tokenizer_that_is_damaged_is_refused(folder, name, content):
+    drop_tokenizer(folder)
+    (folder / name).write_text(content)
+    with pytest.raises(ModelError, match=r"its tokenizer cannot be loaded|cannot be read as JSON"):
+        load_tokenizer(Source(str(folder)))
 
 
 @pytest.fixture
@@ -450,7 +465,7 @@ def test_a_lost_connection_to_the_hub_is_one_line(monkeypatch, folder):
     with pytest.raises(ModelError, match=r"its tokenizer cannot be fetched.*Name or service.*local folder") as caught:
         load_tokenizer(source)
     assert "\n" not in str(caught.value)
-    (folder / "tokenizer_config.json").unlink()
+    drop_tokenizer(folder)
     assert load_tokenizer(Source(str(folder))) is None, "a folder without a tokenizer has none"
 
 

@@ -17,6 +17,7 @@ from permtriton.model.source import Source
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
 
@@ -67,7 +68,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
         if source.folder is None and _is_connection_lost(error):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
-        if source.find("tokenizer_config.json") or (source.gguf and source.gguf.has_tokenizer):
+        if any(map(source.find, TOKENIZERS)) or (source.gguf and source.gguf.has_tokenizer):
             raise
         return None
 
