@@ -67,6 +67,16 @@ def test_special_tokens_stand_around_the_whole_text(monkeypatch):
     assert torch.equal(token_ids(SENTENCE * 20, tokenizer, "a.txt"), whole)
 
 
+def test_no_second_end_token_follows_the_code_of_a_language():
+    """As mBART's tokenizer ends a text: ``</s> en_XX``."""
+    tokenizer = trained_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["en_XX"]})
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.eos_token, "en_XX")]
+    template = f"$A {tokenizer.eos_token} en_XX"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ids)
+    assert token_ids("one fox", tokenizer, "a.txt").tolist() == tokenizer("one fox")["input_ids"]
+
+
 def test_a_tokenizer_never_sees_a_longer_line(tokenizer):
     """However many characters follow each other without a line break or white space, time grows with their number."""
     seen = []

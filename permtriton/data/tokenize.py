@@ -40,7 +40,7 @@ def token_ids(
             given = {"text_target" if target else "text": text}
             ids = torch.tensor(tokenizer(**given, verbose=False)["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
-        if not ended or end is None or not ids.numel() or int(ids[-1]) == end:
+        if not ended or end is None or not ids.numel() or end in ids[-2:]:  # a language may stand behind it
             return ids
         return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
 
