@@ -282,6 +282,12 @@ def test_any_dataset_of_the_hub_with_its_split_and_column(monkeypatch, tokenizer
         calibration_ids(replace(asked, text_column="title"), tokenizer, VOCABULARY, 0)
 
 
+def test_padding_in_a_dataset_of_the_hub_is_not_read(monkeypatch):
+    padded = {"input_ids": [[7, 8, 9, 0, 0]] * 4, "attention_mask": [[1, 1, 1, 0, 0]] * 4}
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: datasets.Dataset.from_dict(padded))
+    assert evaluation_ids("someone/ids", None, 10, 12).tolist() == [[7, 8, 9] * 4]
+
+
 def test_the_column_of_a_file(tmp_path, tokenizer):
     lines, table = tmp_path / "a.jsonl", write_parquet(tmp_path / "a.parquet", body=[SENTENCE] * 40, text=["x"] * 40)
     lines.write_text("\n".join([json.dumps({"text": "x", "body": SENTENCE})] * 40), encoding="utf-8")
