@@ -29,7 +29,7 @@ class PretendGpu:
     """See the module.
 
     Attributes:
-        bytes: its size, as it says itself; more fits.
+        bytes: its size, of which it says what is free; more fits.
         most: the most bytes of tensors that were there at once.
     """
 
@@ -49,14 +49,18 @@ class PretendGpu:
             checks = torch.utils.checkpoint._allowed_determinism_checks_to_fns
             stack.enter_context(mock.patch.dict(checks, {"default": checks["none"]}))
             for name, answer in self._answers().items():
-                stack.enter_context(mock.patch(f"torch.cuda.{name}", lambda *_, answer=answer: answer))
+                stack.enter_context(mock.patch(f"torch.cuda.{name}", answer))
             stack.enter_context(_Functions(self))
             stack.enter_context(_Operators(self))
             yield self
 
-    def _answers(self) -> dict[str, Any]:
-        """Returns what ``torch.cuda`` says of the GPU: name of a function -> what it returns."""
-        return {"mem_get_info": (self.bytes, self.bytes), "synchronize": None, "get_device_name": "a GPU"}
+    def _answers(self) -> dict[str, Callable[..., Any]]:
+        """Returns what ``torch.cuda`` says of the GPU, by the name of the function."""
+        return {
+            "mem_get_info": lambda *_: (self.bytes - self._alive(), self.bytes),
+            "synchronize": lambda *_: None,
+            "get_device_name": lambda *_: "a GPU",
+        }
 
     def _tracing(self, trace: Callable[..., ExportedProgram]) -> Callable[..., ExportedProgram]:
         """Returns ``trace``, a function of torch.export, which then traces as on a CPU.
@@ -102,10 +106,13 @@ class PretendGpu:
             self._there[storage._cdata] = StorageWeakRef(storage)
             self._bound += storage.nbytes()
             if self._bound > self.most:
-                self._there = {key: each for key, each in self._there.items() if not each.expired()}
-                alive = map(torch.UntypedStorage._new_with_weak_ptr, self._there)
-                self._bound = sum(each.nbytes() for each in alive)
-                self.most = max(self.most, self._bound)
+                self.most = max(self.most, self._alive())
+
+    def _alive(self) -> int:
+        """Returns the bytes of what is there."""
+        self._there = {key: each for key, each in self._there.items() if not each.expired()}
+        self._bound = sum(each.nbytes() for each in map(torch.UntypedStorage._new_with_weak_ptr, self._there))
+        return self._bound
 
 
 class _Functions(TorchFunctionMode):

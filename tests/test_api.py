@@ -448,6 +448,15 @@ def test_the_dense_model_is_measured_where_the_compiled_one_is(here, monkeypatch
             assert compiled.source.device == compiled.model.device.type == ("cpu" if onload else "cuda")
 
 
+def test_a_model_that_is_divided_between_devices_is_refused():
+    """As ``device_map="auto"`` loads a large one."""
+    with PretendGpu().here():
+        model = zoo.build("llama")
+        model.model.layers[0].to("cuda:0")
+        with pytest.raises(ModelError, match="is divided between cpu and cuda:0: load it without device_map"):
+            permtriton.compile(model, data=zoo.token_ids(4, 12), **QUICK)
+
+
 @pytest.mark.slow
 def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     """The repository is made first; what is uploaded is what was saved, in its format; the token is written nowhere."""

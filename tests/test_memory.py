@@ -136,6 +136,13 @@ def test_available_memory_is_in_bytes():
     assert available_memory(CPU) > 2**20
 
 
+def test_what_torch_keeps_of_a_gpu_for_its_next_tensors_is_available(monkeypatch):
+    free = [10]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free[-1], 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(40))
+    assert available_memory(torch.device("cuda")) == 40
+
+
 def test_what_fits_is_let_through(monkeypatch):
     wanted = memory.Needs(50, 10**15, 50 + 10**15, {"masks": {"statistics": 600, "activations": 400}})
     free_memory(monkeypatch, 1000)

@@ -177,6 +177,25 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
             )
 
 
+def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
+    """What is free there once it has moved decides, not what was free before."""
+    config, samples = config_from({**SMALL, **REFIT, "samples": 64}, "refit"), zoo.token_ids(64, 12)
+
+    def build():
+        return zoo.build("llama", intermediate_size=256, hidden_size=64, num_hidden_layers=4)
+
+    model, given = build(), Samples.of(samples)
+    start = Planned(model, config, given, *plan_model(model, config, given))
+    full, low = (estimate(start, None, Devices("cuda", 1, free, WHOLE)) for free in (1 << 40, 1))
+    size = full.model + (full.extra(full.largest_needed) + low.extra(low.largest_needed)) // 2
+    for moves in (True, False):
+        with PretendGpu(size).here():
+            model = build() if moves else build().to(GPU)
+            found = compile_model(model, config=config, ids=samples, device=GPU).report["memory"]["estimate"]
+        assert (found["low_memory"], found["onload"]) == (True, False)
+        assert found["peak"] <= size
+
+
 @pytest.mark.parametrize(("recipe", "step"), [("learned,mask", "learned"), ("searched,mask", "searched")])
 def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
     config = config_from(SMALL, recipe)

@@ -51,9 +51,8 @@ class Pruned:
         return self._present_versions() != self._versions
 
     def _present_versions(self) -> list[int]:
-        """Returns how often each parameter was changed in place; tensors of inference, which are not trained, have no
-        such count.
-        """
+        """Returns how often each parameter was changed in place."""
+        # Tensors of inference mode, which nobody trains, have no such count.
         return [0 if each.is_inference() else each._version for each in self.model.parameters()]
 
 

@@ -38,7 +38,7 @@ from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
 from permtriton.running.store import HostMemory
-from permtriton.util.machine import format_bytes
+from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.progress import Progress
 
 
@@ -143,6 +143,7 @@ def placed(
             workspace.store = HostMemory()
     elif device != model.device and fits(needs, devices):
         nn.Module.to(model, device)
+        devices = replace(devices, free=available_memory(device))
         plan, graph = plan_model(model, start.config, start.samples)  # a graph is of one device
         start = replace(start, plan=plan, graph=graph)
         needs = estimate(start, held_out, devices)  # beside a model that is there

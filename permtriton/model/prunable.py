@@ -18,8 +18,8 @@ def check_original(model: PreTrainedModel) -> None:
     One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
 
     Raises:
-        ModelError: a module permutes channels or is packed, there is no last hidden state, two parameters share memory,
-            or a weight is not finite or in GGUF's blocks.
+        ModelError: a module permutes channels or is packed, weights are on several devices, there is no last hidden
+            state, two parameters share memory, or a weight is not finite or in GGUF's blocks.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
@@ -36,6 +36,12 @@ def check_original(model: PreTrainedModel) -> None:
                 f"this model is compiled already ({name} is a {type(module).__name__}): compile the original model "
                 "instead"
             )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ModelError(
+            f"this {type(model).__name__} is divided between {' and '.join(devices)}: load it without device_map, or "
+            "give the folder in place of the model"
+        )
     check_towers(model)
     _check_memory(model)
     check_weights(model)

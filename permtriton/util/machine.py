@@ -1,6 +1,7 @@
 """Facts about this machine and this installation: versions, device, memory."""
 
 import ctypes
+import gc
 import platform
 import resource
 import sys
@@ -76,6 +77,8 @@ def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path =
     limits of containers and batch systems) leaves. File cache counts as free, because the kernel gives it up.
     """
     if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()  # the driver takes what torch keeps for its next tensors for used
         return torch.cuda.mem_get_info(device)[0]
     import psutil  # the GPU benchmark runs where it is not installed
 
