@@ -19,6 +19,7 @@ from permtriton.kernels.tools import timing, tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.model import load
+from permtriton.model.experts import stacked_name
 from permtriton.model.source import Source
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.util.bars import BarProgress, err
@@ -88,12 +89,18 @@ def _tokens(text: str) -> list[int]:
 
 
 def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
-    """Returns the different shapes (out, in) of a model's pruned linears, and their dtype; reads only its config."""
+    """Returns the different shapes (out, in) that a model's pruned linears multiply by, and their dtype.
+
+    Only its config is read.
+    """
     empty = load.load_empty_model(Source(str(folder)), allow_compiled=True)
     plan, _ = planning.plan_model(empty, CompileConfig())
-    weights = [weight_in_out(linear_module(empty, name)) for _, name in plan.linears()]
-    shapes = dict.fromkeys((weight.shape[1], weight.shape[0]) for weight in weights)
-    return list(shapes), weights[0].dtype if weights else torch.bfloat16
+    shapes: dict[tuple[int, int], None] = {}
+    for site in plan.sites:
+        rows = [weight_in_out(linear_module(empty, name)).shape[1] for name in site.linears]
+        joined = [sum(rows)] if stacked_name(empty, site.linears[0]) is None else []  # vLLM joins q, k, v and gate, up
+        shapes |= dict.fromkeys((each, site.channels) for each in (*rows, *joined))
+    return list(shapes), empty.dtype
 
 
 def _list_trials(cases: Sequence[Case], files: Sequence[Path], json: bool) -> None:

@@ -19,7 +19,10 @@ from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags, fi
 from permtriton.util.bars import PlainConsole, discard, err, visible
 from permtriton.util.progress import without_other_bars
 
-AGAIN = "the same command, started again, continues after the last round, epoch, layer or row that was finished"
+AGAIN = (
+    "the same command, started again, continues after the last round, epoch, layer or row that was finished (without "
+    "--restart, and compare without --overwrite)"
+)
 # What errors of limits that were set for the process say -> what it was refused.
 LIMITS = {
     "can't start new thread": "another thread (ulimit -u, or the limits of a container)",

@@ -131,7 +131,7 @@ def save(model: PreTrainedModel, folder: Path, sparsity: str = "2:4", shard: str
     attach(model, sparsity)
     model.save_pretrained(folder, max_shard_size=shard, save_original_format=False)
     (folder / REPORT_FILE).write_text(json.dumps(record(sparsity=sparsity, pruned_weights=pruned_weights(model))))
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "beside.json").write_text("{}")
     return folder
 
 

@@ -365,7 +365,7 @@ def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
     monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**30))
     with pytest.raises(
-        MemoryTooSmallError, match=r"the dense model my-model needs .* beside the other, but 1000 B are"
+        MemoryTooSmallError, match=r"the dense model .*my-model needs .* beside the other, but 1000 B are"
     ):
         compiled_model.evaluate("my-heldout.txt")
 
@@ -437,6 +437,14 @@ def test_publishing(here, monkeypatch):
     monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
     with pytest.raises(OutputError, match="it cannot be written on the hub: 401 Client Error"):
         compiled_model.push_to_hub("it")
+
+
+def test_a_relative_model_stays_where_it_was_read(here, tmp_path, monkeypatch):
+    compiled = permtriton.compile("my-model", data="my-text.txt", eval_data="my-text.txt", **QUICK)
+    text = Path("my-text.txt").absolute()
+    monkeypatch.chdir("/")
+    assert compiled.source.folder == here / "my-model"
+    assert compiled.evaluate(str(text)).dense_perplexity is not None
 
 
 def test_the_dense_model_is_measured_where_the_compiled_one_is(here, monkeypatch):

@@ -309,6 +309,7 @@ class TestCommand:
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dry-run", "--json")
         report = json.loads(shown.stdout)["cases"]
         assert "nm_mask 704x256 float32" in report, "the model's dtype"
+        assert "nm_mask 1408x256 float32" in report, "gate and up, which vLLM joins"
         assert "nm_mask backward 256x704 float32" in report
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dtype", "bfloat16", "--dry-run", "--json")
         assert "nm_mask 704x256 bfloat16" in json.loads(shown.stdout)["cases"]
@@ -329,9 +330,8 @@ class TestCommand:
             export(tmp_path / "saved", folder)
         shown = self.run("--model", str(folder), "--kernel", "packing", "--dry-run", "--json")
         assert shown.exit_code == 0, shown.output
-        assert set(json.loads(shown.stdout)["cases"]) == {
-            f"packing {shape} float32" for shape in ("64x64", "32x64", "112x64", "64x112")
-        }
+        shapes = ("64x64", "32x64", "128x64", "112x64", "224x64", "64x112")  # with those that vLLM joins
+        assert set(json.loads(shown.stdout)["cases"]) == {f"packing {shape} float32" for shape in shapes}
 
 
 @needs_triton

@@ -129,7 +129,7 @@ def test_it_copies_the_other_files(source, tmp_path):
     (source / "templates" / "chat.txt").write_text("hello")
     export(source, tmp_path / "out", shard_bytes=20_000)
     assert (tmp_path / "out" / "templates" / "chat.txt").read_text() == "hello"
-    kept = {"tokenizer.json", "generation_config.json"}
+    kept = {"beside.json", "generation_config.json"}
     assert {name: folders.files(source)[name] for name in kept} == {
         name: folders.files(tmp_path / "out")[name] for name in kept
     }

@@ -531,7 +531,7 @@ def test_links_out_of_a_folder_are_not_exported(tmp_path):
     secret.write_text("mine")
     folder = folders.save(folders.model_of("llama"), tmp_path / "model")
     (folder / "notes.txt").symlink_to(secret)
-    (folder / "inside.txt").symlink_to(folder / "tokenizer.json")
+    (folder / "inside.txt").symlink_to(folder / "beside.json")
     said: list[str] = []
     permtriton.export(folder, tmp_path / "packed", progress=lambda event: said.append(event.text))
     assert (tmp_path / "packed" / "inside.txt").read_text() == "{}"
@@ -548,7 +548,7 @@ def test_the_links_of_the_cache_of_the_hub_are_exported(tmp_path):
         path.rename(blobs / path.name)
         path.symlink_to(blobs / path.name)
     permtriton.export(snapshot, tmp_path / "packed")
-    assert (tmp_path / "packed" / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "packed" / "beside.json").read_text() == "{}"
 
 
 def given(odd: object) -> object:

@@ -121,6 +121,11 @@ def test_a_folder_of_images_from_end_to_end(vit, images, tmp_path, monkeypatch):
     assert "AutoModelForImageClassification" in (output / "README.md").read_text()
 
 
+def test_a_length_of_images_is_refused(vit, images):
+    with pytest.raises(ConfigError, match=r"`sequence_length=64` has no effect on .*images, which is no text"):
+        permtriton.compile(str(vit), data=str(images), samples=4, sequence_length=64, recipe="mask")
+
+
 def test_a_model_whose_config_counts_no_layers_is_compared(tmp_path, monkeypatch):
     """Such a model of images says its ``depths``, stage by stage."""
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
@@ -94,6 +94,14 @@ def test_permuted_norms_leave_a_model_as_it_is(name):
     assert permute_norms(model, name) == 2 * zoo.LAYERS
     assert zoo.difference(expected, zoo.outputs(model, zoo.token_ids())) < 1e-5
     assert {key: id(value) for key, value in model.named_parameters()} == parameters, "shared, under the old names"
+
+
+def test_weight_decay_leaves_out_the_same_norms():
+    """GPT-2's names do not tell norms from linears: Trainer goes by the class."""
+    model = zoo.build("gpt2")
+    before = Trainer.get_decay_parameter_names(None, model)
+    assert permute_norms(model, "gpt2") == 2 * zoo.LAYERS
+    assert Trainer.get_decay_parameter_names(None, model) == before
 
 
 @pytest.mark.parametrize("wrong", ["inverse", "unpermuted reader"])

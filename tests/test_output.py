@@ -14,7 +14,7 @@ import pytest
 import torch
 from filelock import Timeout
 
-from permtriton.checkpoint.output import claimed, replacing_folder
+from permtriton.checkpoint.output import check_output, claimed, replacing_folder
 from permtriton.errors import OutputError
 from permtriton.running.state import StateFile
 
@@ -162,12 +162,14 @@ def test_without_locks_it_says_so_and_removes_nothing(place, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", flock)
-    write(place / ".out.partial-1", "perhaps of a living process")
+    left = {".out.partial-1", f".out.partial-{os.getpid()}"}  # in a container, the number may be the same each time
+    for name in left:
+        write(place / name, "perhaps of a living process")
     said: list[str] = []
     expected = save(place / "out", "new", said.append)
     assert files(place / "out") == expected
     assert "no file locks (No locks available)" in said[0]
-    assert sorted(path.name for path in place.iterdir()) == [".out.partial-1", "out"]
+    assert {path.name for path in place.iterdir()} == {"out", *left}
 
 
 def test_the_lock_is_held_until_the_outermost_claim_ends(place):
@@ -177,6 +179,24 @@ def test_the_lock_is_held_until_the_outermost_claim_ends(place):
         with (place / ".out.lock").open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert [path.name for path in place.iterdir()] == ["out"]
+
+
+def test_the_present_folder_is_no_output(place, monkeypatch):
+    """It would be renamed and removed under the feet of the command."""
+    (place / "out" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(place / "out" / "inside")
+    for output in (Path(), Path("..")):
+        with pytest.raises(OutputError, match="is or holds the present folder"):
+            check_output(output, overwrite=True)
+
+
+def test_an_output_that_cannot_be_emptied_is_not_replaced(place, monkeypatch):
+    """Else it would stay beside the new one, hidden, and stop every later run."""
+    before = write(place / "out", "old")
+    monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) != place / "out")
+    with pytest.raises(OutputError, match="cannot be emptied by this user"):
+        save(place / "out")
+    assert files(place / "out") == before
 
 
 def test_an_empty_folder_needs_no_overwrite(place):

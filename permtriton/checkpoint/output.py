@@ -11,6 +11,7 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -39,14 +40,16 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """Refuses, before any work, an output folder that could not be written at the end.
 
     Raises:
-        OutputError: as `check_name` and `check_parent`; or the folder is a mount point; or it exists, is not empty, and
-            ``overwrite`` is off, or permtriton did not write it.
+        OutputError: as `check_name` and `check_parent`; or the folder is a mount point, or the present folder is in it;
+            or it exists, is not empty, and ``overwrite`` is off, permtriton did not write it, or it cannot be emptied.
     """
     path = real_path(output)
     check_name(path)
     # os.path.ismount misses folders that are bound to others
     if os.path.ismount(path) or str(path) in (each.mountpoint for each in psutil.disk_partitions(all=True)):
         raise OutputError(f"output {output} is a mount point, which no new folder can replace: give a folder inside it")
+    if path.is_dir() and Path.cwd().is_relative_to(path):
+        raise OutputError(f"output {output} is or holds the present folder, which no new one can replace: give another")
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise OutputError(f"output {output} exists: choose another folder, or replace it with `overwrite=True`")
@@ -55,6 +58,8 @@ def check_output(output: Path, *, overwrite: bool) -> None:
                 f"output {output} was not written by permtriton (it holds no {REPORT_FILE}), so `overwrite=True` "
                 "leaves it alone: choose another folder"
             )
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise OutputError(f"output {output} cannot be emptied by this user: choose another folder")
     check_parent(output)
 
 
@@ -164,8 +169,7 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
     """
     path = real_path(output)
     with claimed(path, overwrite=overwrite, say=say), _clear_errors(path):
-        partial = _beside(path, f"partial-{os.getpid()}")
-        partial.mkdir()  # what another process made without locks is not removed below
+        partial = _made(path, "partial")
         try:
             yield partial
             sync(partial)
@@ -182,13 +186,22 @@ def working_folder(output: Path) -> Iterator[Path]:
         OutputError: it cannot be made.
     """
     path = real_path(output)
-    folder = _beside(path, f"dense-{os.getpid()}")
     with _clear_errors(path):
-        folder.mkdir()
+        folder = _made(path, "dense")
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _made(output: Path, kind: str) -> Path:
+    """Makes a folder of this process beside an output; where there are no locks, others may stand there for good."""
+    for number in count():
+        folder = _beside(output, f"{kind}-{os.getpid()}{number or ''}")
+        with suppress(FileExistsError):
+            folder.mkdir()
+            return folder
+    raise AssertionError
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
 from permtriton.config import SURPLUS, CalibrationConfig, CommonConfig
-from permtriton.data.media import Processor, is_media, media_samples
+from permtriton.data.media import KINDS, Processor, is_media, media_samples
 from permtriton.data.padding import documents_in, unpadded
 from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of, with_labels
 from permtriton.data.samples import Inputs, Samples
@@ -213,7 +213,10 @@ def calibration_samples(
     if is_media(model, source):
         for name in ("text_column", "split", "one_document"):
             if value := getattr(config.calibration, name):
-                raise ConfigError(f"`{name}={value}` has no effect on {source}, which is no text: leave it out")
+                raise ConfigError(
+                    f"`{name}={value}` has no effect on {source}, which is no text: leave it out, or the protocol that "
+                    "sets it"
+                )
         generator = torch.Generator().manual_seed(config.seed)
         return check_samples(model, media_samples(source, model, tokenizer, count, generator))
     check_length(model, config.calibration.sequence_length)
@@ -232,7 +235,15 @@ def fitted(
 
     Args:
         given: names of the options that were asked for: a length among them is left as it is.
+
+    Raises:
+        ConfigError: a length was asked for, and the model reads no text.
     """
+    if "sequence_length" in given and model.main_input_name in KINDS:
+        raise ConfigError(
+            f"`sequence_length={config.sequence_length}` has no effect on {config.calibration}, which is no text: "
+            "leave it out, or the protocol that sets it"
+        )
     limit = max_tokens(model)
     if "sequence_length" in given or limit is None or limit >= config.sequence_length:
         return config

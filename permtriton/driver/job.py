@@ -33,7 +33,7 @@ from permtriton.driver.prepare import check_offload
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline
-from permtriton.model.name import shown_name
+from permtriton.model.name import lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
 from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.source import Source, resolve_device
@@ -164,7 +164,8 @@ class Job:
                 origin=self._origin(loaded),
             )
         # Where the compiled model is, there is room for the dense one.
-        return replace(compiled, source=source and replace(source, device=compiled.model.device.type))
+        source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
+        return replace(compiled, source=source)
 
     def _origin(self, loaded: "_Loaded") -> Origin:
         """Returns what the record says of what was asked."""

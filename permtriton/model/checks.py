@@ -12,8 +12,8 @@ from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.core import recorded_embeddings, recorded_states
 from permtriton.model.forward import without_cache
-from permtriton.model.hooks import hooked
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.util.hooks import hooked
 from permtriton.util.sparsity import NMPattern
 
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from permtriton.errors import ModelError
-from permtriton.model.hooks import hooked
+from permtriton.util.hooks import hooked
 
 DECODER_IDS = "decoder_input_ids"
 ENCODER_STATE = "encoder_last_hidden_state"  # transformers' name for it among the outputs of an encoder-decoder

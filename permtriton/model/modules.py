@@ -79,10 +79,10 @@ class _PermutedNorm(nn.Module):
     """Base of both norms. ``weight`` and ``bias`` stay in the order of the input; the index acts on the output."""
 
     index: Tensor
-    bias: nn.Parameter | None
+    bias: Any
 
     def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.variant = variant
         self.weight = _parameter(weight)
         self.register_parameter("bias", None if bias is None else _parameter(bias))
@@ -123,8 +123,8 @@ class PermutedRMSNorm(_PermutedNorm):
         super().__init__(weight, None, index, NormVariant(kind, eps, offset))
 
 
-class PermutedLayerNorm(_PermutedNorm):
-    """A layer norm that writes its output in the order of an index.
+class PermutedLayerNorm(_PermutedNorm, nn.LayerNorm):
+    """A layer norm that writes its output in the order of an index; an ``nn.LayerNorm`` for what asks by class.
 
     Attributes:
         weight: parameter ``[C]``, in the order of the input.
@@ -140,6 +140,7 @@ class PermutedLayerNorm(_PermutedNorm):
             ModelError: ``index`` is not a permutation of the weight's channels.
         """
         super().__init__(weight, bias, index, NormVariant("layer", eps, offset))
+        self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), eps, True
 
 
 class GatheredLinear(nn.Linear):

@@ -30,6 +30,11 @@ def location_of(model: str | Path) -> str:
     return f"./{model}" if isinstance(model, Path) and str(model) == DEMO and model.is_dir() else str(model)
 
 
+def lasting_name(model: str) -> str:
+    """Returns the name that means the same model when the present folder is another one."""
+    return os.path.abspath(model) if model != DEMO and os.path.exists(model) else model
+
+
 def is_hub_name(model: str) -> bool:
     """Whether a model's name can only be one on the hub: it has the form of one, and is no folder here or the demo."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and model != DEMO and not Path(model).exists()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from permtriton.errors import VerificationError
 from permtriton.model.expert_linears import UnstackedExperts, stacks
-from permtriton.model.hooks import hooked
+from permtriton.util.hooks import hooked
 
 
 class Routing:

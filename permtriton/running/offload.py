@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from permtriton.errors import ConfigError, OutputError
-from permtriton.model.hooks import hooked
 from permtriton.running.store import Store
+from permtriton.util.hooks import hooked
 from permtriton.util.machine import format_bytes
 from permtriton.util.output_files import problem_of, real_path
 

@@ -22,7 +22,6 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.objective import LOSSES
 from permtriton.methods.measure.statistics import reads_every_token
-from permtriton.model.hooks import hooked
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.running import ranks
@@ -30,6 +29,7 @@ from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.store import MEMORY, Store
+from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]

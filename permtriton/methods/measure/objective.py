@@ -29,12 +29,12 @@ from permtriton.model.forward import (
     to_numbers,
     without_cache,
 )
-from permtriton.model.hooks import hooked
 from permtriton.running import ranks
+from permtriton.util.hooks import hooked
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
-CHOOSE = "choose the loss cosine (such as `search_loss=cosine`)"
+CHOOSE = "choose the loss cosine (by the option of the step, such as `tune_loss=cosine`)"
 
 
 class Head:

@@ -17,13 +17,13 @@ from permtriton.methods.measure.importance import inverts_hessians, reads_activa
 from permtriton.methods.prune.obs import inverse_diagonal
 from permtriton.model.expert_linears import SECOND, RoutedExperts
 from permtriton.model.experts import expert_of, measured_experts, stacked_name
-from permtriton.model.hooks import hooked
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
 from permtriton.running.store import MEMORY, Store
+from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
 
 GRAM_COLUMNS = 256  # fewer per product make products slower than what they spare
