@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import combine, mapped
+from permtriton.passes.graph import PERMUTE, SPARSE_LINEAR
 from permtriton.passes.ids import differs, of_several_axes
 from permtriton.passes.values import Crossed, ParameterValue, leaves
 
@@ -23,6 +24,8 @@ BY_ROWS = {
     aten.relu,
     aten.silu,
     aten.tanh,
+    PERMUTE.overloadpacket,
+    SPARSE_LINEAR.overloadpacket,
 }
 
 

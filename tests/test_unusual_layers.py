@@ -7,6 +7,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from benchmarks.architectures import tiny
 from permtriton import config_from
 from permtriton.checkpoint import quantizer
 from permtriton.checkpoint.export import export
@@ -63,6 +64,15 @@ def test_an_export_that_does_not_load_is_not_kept(tmp_path, monkeypatch):
     with pytest.raises(VerificationError, match=r"cannot be loaded again.*shared_transf.*shape \[0\]"):
         export(tmp_path / "dense", tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+@pytest.mark.parametrize("layout", ["portable", "fused"])
+def test_linears_on_rows_whose_number_depends_on_values(layout):
+    """X-MOD sends the tokens of each language through an adapter of its own."""
+    model = tiny.build("XmodForMaskedLM")
+    config = config_from({"layout": layout, "importance": "wanda"}, "heuristic,mask")
+    compiled = compile_model(model, None, config, ids=tiny.inputs(model, samples=2))
+    assert any("adapter_modules" in name for _, name in compiled.plan.linears())
 
 
 @pytest.mark.slow
