@@ -147,6 +147,16 @@ def test_experts(name):
     check_pruned(problem.model, problem.plan)
 
 
+@pytest.mark.slow
+def test_linears_that_also_run_for_nothing_read_the_same_in_both_models():
+    """Pegasus-X's last layer computes global tokens that nobody reads."""
+    model = tiny_architectures.build("PegasusXForConditionalGeneration")
+    problem = Problem(model, ids=tiny_architectures.inputs(model, samples=2))
+    before = problem.sparsegpt()
+    problem.refit()
+    assert problem.error() < before
+
+
 def test_experts_in_a_list_are_not_compared():
     """The model itself sends tokens to them, others once it is pruned, and perhaps as many."""
     model = tiny_architectures.build("SwitchTransformersForConditionalGeneration")

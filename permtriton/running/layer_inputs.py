@@ -65,7 +65,9 @@ def from_model(
             last_hidden_state(model, samples[rows])
 
     parts = ranks.parts(torch.arange(len(samples)), batch)
-    may_end = not any(is_spread(parameter) for parameter in model.parameters())  # FSDP2 cannot end a pass early
+    # FSDP2 cannot end a pass early. Of linears that run several times, the model may run some for nothing, which the
+    # plan does not count.
+    may_end = not any(map(is_spread, model.parameters())) and all(site.calls == 1 for site in sites)
     return LayerInputs(sites, parts, run, may_end)
 
 
