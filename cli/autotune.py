@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from permtriton.kernels.tools import timing, tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.model import load
-from permtriton.model.experts import stacked_name
 from permtriton.model.source import Source
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.util.bars import BarProgress, err
@@ -97,9 +97,12 @@ def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
     plan, _ = planning.plan_model(empty, CompileConfig())
     shapes: dict[tuple[int, int], None] = {}
     for site in plan.sites:
-        rows = [weight_in_out(linear_module(empty, name)).shape[1] for name in site.linears]
-        joined = [sum(rows)] if stacked_name(empty, site.linears[0]) is None else []  # vLLM joins q, k, v and gate, up
-        shapes |= dict.fromkeys((each, site.channels) for each in (*rows, *joined))
+        joined: Counter[str] = Counter()  # module -> rows of its linears, which vLLM joins: q, k and v; gate and up
+        for name in site.linears:
+            rows = weight_in_out(linear_module(empty, name)).shape[1]
+            joined[name.rpartition(".")[0]] += rows
+            shapes[rows, site.channels] = None
+        shapes |= dict.fromkeys((rows, site.channels) for rows in joined.values())
     return list(shapes), empty.dtype
 
 

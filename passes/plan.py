@@ -190,7 +190,7 @@ class Site:
         units: unit of ``space`` at each input channel, int64 ``[channels]``.
         space: channel space of the input channels; its permutation orders them.
         layer_paths: names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers.
-        depth: number of pruned linears in a row that end with one of these, along the longest way through the model.
+        depth: the most pruned linears that an input passes on its way to the output of these, themselves included.
         calls: number of times that the linears run in one forward pass; above 1 if layers share their weights.
         routed: whether the model decides by its weights which rows they read, as for experts in a list.
         residual_reader: name of the module whose input the linear's output is added to, the residual stream; empty if
@@ -214,8 +214,8 @@ class Site:
 
     @property
     def layer(self) -> int:
-        """Number of the layer in its module list, the lowest of several, or -1."""
-        return min((int(path.rpartition(".")[2]) for path in self.layer_paths), default=-1)
+        """Number of the layer in the outermost module list, the lowest of several, or -1."""
+        return min(map(layer_number, self.layer_paths), default=-1)
 
     @property
     def copies(self) -> int:
@@ -318,7 +318,9 @@ def linear_module(model: nn.Module, name: str) -> nn.Module:
 
 
 def sequential_groups(sites: list[Site]) -> list[list[Site]]:
-    """Returns a layer's sites in turns, each of which reads what the ones before made once pruned; experts share one.
+    """Returns a layer's sites in turns, each of which reads what the ones before made once pruned.
+
+    Sites of the same depth share one, such as experts, or attention and MLP that run side by side.
 
     Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,
     that trebles the perplexity.
@@ -330,8 +332,7 @@ def sequential_groups(sites: list[Site]) -> list[list[Site]]:
 def layer_of(model: nn.Module, name: str) -> str:
     """Returns the name of the layer that a module is, or is part of; "" for none.
 
-    A layer is an item of the outermost module list, or, where the items are lists themselves, of the first that holds
-    others.
+    A layer is an item of the outermost module list, or, in lists of lists, of the innermost one.
     """
     module, parts = model, name.split(".") if name else []
     for depth, part in enumerate(parts, 1):
@@ -340,6 +341,11 @@ def layer_of(model: nn.Module, name: str) -> str:
         if listed and not isinstance(module, nn.ModuleList):
             return ".".join(parts[:depth])
     return ""
+
+
+def layer_number(path: str) -> int:
+    """Returns the number in the name of a layer, such as 3 of ``model.layers.3``; in lists of lists, the first one."""
+    return next(int(part) for part in path.split(".") if part.isdecimal())
 
 
 def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:

@@ -13,15 +13,17 @@ WRITES_INTO = {
 
 
 def routed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes whose rows depend on weights: two models with other weights may select other rows.
+    """Returns the nodes whose rows depend on weights, by a mask: two models with other weights may select other rows.
 
     Which rows a mask of the inputs leaves, such as that of padding, is the same in both, and does not count.
     """
+    assert graph.owning_module is not None
+    parameters = dict(graph.owning_module.named_parameters())
     computed: set[fx.Node] = set()  # by a weight
     selected: set[fx.Node] = set()
     for node in graph.nodes:
         packet, before = getattr(node.target, "overloadpacket", None), node.all_input_nodes
-        if node.op == "get_attr" or not computed.isdisjoint(before):
+        if (node.op == "get_attr" and node.target in parameters) or not computed.isdisjoint(before):
             computed.add(node)
         rows = before[:1] if packet in WRITES_INTO else before
         if not (computed if packet is SELECTS else selected).isdisjoint(rows):

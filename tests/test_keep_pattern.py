@@ -496,12 +496,14 @@ def test_fsdp2_with_two_ranks(tmp_path):
 def test_what_was_trained_is_saved_and_exported(tmp_path, name):
     fused = name == "fused"
     folder = folders.save(folders.model_of("llama" if fused else name, fused=fused), tmp_path / "pruned")
+    (folder / "modules.json").write_text("[]")  # of sentence-transformers
     model = AutoModelForCausalLM.from_pretrained(folder)
     before, kept = zeros_of(model), permtriton.keep_pattern(model)
     assert kept.record["pruned_weights"].keys() == kept.patterns.keys()
     train(model, adamw(model), 2)
     saved = kept.save_pretrained(tmp_path / "trained", trained_tokenizer())
     assert (saved / "tokenizer.json").is_file()
+    assert (saved / "modules.json").is_file()
     record = json.loads((saved / "permtriton.json").read_text())
     assert record["trained"] == str(folder)
     assert "with its zeros kept" in (saved / "README.md").read_text()

@@ -68,13 +68,16 @@ def test_special_tokens_stand_around_the_whole_text(monkeypatch):
 
 
 def test_no_second_end_token_follows_the_code_of_a_language():
-    """As mBART's tokenizer ends a text: ``</s> en_XX``."""
+    """As mBART's tokenizer ends a text: ``</s> en_XX``. Behind any other token, one is added."""
     tokenizer = trained_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["en_XX"]})
-    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.eos_token, "en_XX")]
-    template = f"$A {tokenizer.eos_token} en_XX"
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ids)
-    assert token_ids("one fox", tokenizer, "a.txt").tolist() == tokenizer("one fox")["input_ids"]
+    end = tokenizer.eos_token
+    for last, added in (("en_XX", []), ("fox", [tokenizer.eos_token_id])):
+        ids = [(token, tokenizer(token)["input_ids"][0]) for token in (end, last)]
+        template = processors.TemplateProcessing(f"$A {end} {last}", special_tokens=ids)
+        plain, tokenizer.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor, template
+        assert token_ids("one fox", tokenizer, "a.txt").tolist() == tokenizer("one fox")["input_ids"] + added
+        tokenizer.backend_tokenizer.post_processor = plain
 
 
 def test_a_tokenizer_never_sees_a_longer_line(tokenizer):

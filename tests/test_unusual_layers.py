@@ -8,13 +8,15 @@ import transformers
 from transformers import PreTrainedModel
 
 from benchmarks.architectures import tiny
-from permtriton import config_from
+from permtriton import NMPattern, config_from, find_plan
 from permtriton.checkpoint import quantizer
 from permtriton.checkpoint.export import export
 from permtriton.driver import prepare as preparing
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import VerificationError
 from permtriton.methods.measure.statistics import site_statistics
+from permtriton.methods.options import Learning
+from permtriton.methods.order.learning import learned_spaces
 
 from . import folders, zoo
 
@@ -64,6 +66,16 @@ def test_an_export_that_does_not_load_is_not_kept(tmp_path, monkeypatch):
     with pytest.raises(VerificationError, match=r"cannot be loaded again.*shared_transf.*shape \[0\]"):
         export(tmp_path / "dense", tmp_path / "packed")
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_layers_in_lists_of_lists_have_the_numbers_of_the_outermost():
+    """Funnel has blocks of layers: ``last:1`` is the last block."""
+    plan = find_plan(tiny.build("FunnelModel"), NMPattern(2, 4))
+    inside = [sites for sites in plan.layers() if sites[0].layer_paths]
+    assert all(len(sites[0].layer_paths) == 1 for sites in inside)
+    assert [sites[0].layer for sites in inside] == [0] * 4 + [1] * 4 + [2] * 4 + [0, 1]  # the decoder's last
+    last = learned_spaces(plan, Learning(layers="last:1"))
+    assert {site.layer for space in last for site in plan.sites_of(space)} == {2}
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])

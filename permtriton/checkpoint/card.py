@@ -99,7 +99,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     on_hub = report.get("on_hub", is_hub_name(source))
     title = shown_name(source, on_hub)
-    no_kind = architecture if hasattr(transformers, architecture) else own or "AutoModel", None
+    no_kind = (architecture if hasattr(transformers, architecture) else own or "AutoModel", None)
     loader, task = next(((by, task) for names, by, task in _KINDS if architecture in names.values()), no_kind)
     evaluated = _results(report, task)
     front = ModelCardData(

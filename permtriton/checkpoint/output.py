@@ -2,6 +2,7 @@
 
 Beside a folder OUT stand ``.OUT.lock``, ``.OUT.partial-PID`` (what is being written), ``.OUT.dense-PID`` (what it is
 written from), ``.OUT.old-PID`` (the earlier output while the new one takes its name) and the states of long stages.
+Where a name is taken, ``-2`` follows it, and so on.
 """
 
 import errno
@@ -11,7 +12,6 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
 from pathlib import Path
 
 import psutil
@@ -24,7 +24,7 @@ from permtriton.util.output_files import check_name, check_parent, disk_error, r
 
 Say = Callable[[str], None]
 
-LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old|dense)-\d+", r"\.{}\.\w+\.safetensors"
+LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old|dense)-\d+(-\d+)?", r"\.{}\.\w+\.safetensors"
 
 
 def resume_path(output: Path) -> Path:
@@ -48,8 +48,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     # os.path.ismount misses folders that are bound to others
     if os.path.ismount(path) or str(path) in (each.mountpoint for each in psutil.disk_partitions(all=True)):
         raise OutputError(f"output {output} is a mount point, which no new folder can replace: give a folder inside it")
-    if path.is_dir() and Path.cwd().is_relative_to(path):
-        raise OutputError(f"output {output} is or holds the present folder, which no new one can replace: give another")
+    with suppress(FileNotFoundError):  # the present folder was deleted
+        if path.is_dir() and Path.cwd().is_relative_to(path):
+            raise OutputError(
+                f"output {output} is or holds the present folder, which no new one can replace: give another"
+            )
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         if not overwrite:
             raise OutputError(f"output {output} exists: choose another folder, or replace it with `overwrite=True`")
@@ -196,12 +199,14 @@ def working_folder(output: Path) -> Iterator[Path]:
 
 def _made(output: Path, kind: str) -> Path:
     """Makes a folder of this process beside an output; where there are no locks, others may stand there for good."""
-    for number in count():
-        folder = _beside(output, f"{kind}-{os.getpid()}{number or ''}")
-        with suppress(FileExistsError):
+    folder, number = _beside(output, f"{kind}-{os.getpid()}"), 1
+    while True:
+        try:
             folder.mkdir()
             return folder
-    raise AssertionError
+        except FileExistsError:
+            number += 1
+            folder = _beside(output, f"{kind}-{os.getpid()}-{number}")
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Pruned:
 
     @property
     def is_trained(self) -> bool:
-        """Whether weights were changed in place after the compilation."""
+        """Whether weights were changed after the compilation, in place, by other means than ``.data``."""
         return self._present_versions() != self._versions
 
     def _present_versions(self) -> list[int]:

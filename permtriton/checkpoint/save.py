@@ -1,5 +1,6 @@
 """Saves checkpoints: writes them to a temporary folder and verifies them tensor by tensor before it takes its place."""
 
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -109,6 +110,8 @@ def save_trained(
             model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
             if tokenizer is not None:
                 tokenizer.save_pretrained(partial)
+        if os.path.isdir(model.name_or_path):
+            _copy_beside(Source(model.name_or_path), partial)
         share_mode(partial)
         checked = verify_tensors(model, partial, pruned, names, permuted, state)
         verified: Verification = {

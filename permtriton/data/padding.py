@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from permtriton.errors import CalibrationError, reading
 
 
@@ -19,7 +17,8 @@ def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
         CalibrationError: the mask does not fit the ids.
     """
     with reading(f"{place}: its attention_mask cannot be used", CalibrationError):
-        return torch.as_tensor(ids)[torch.as_tensor(mask).bool()].tolist()
+        ids, mask = (each.tolist() if hasattr(each, "tolist") else each for each in (ids, mask))
+        return [each for each, kept in zip(ids, mask, strict=True) if kept]
 
 
 @dataclass(frozen=True)

@@ -241,8 +241,8 @@ def fitted(
     """
     if "sequence_length" in given and model.main_input_name in KINDS:
         raise ConfigError(
-            f"`sequence_length={config.sequence_length}` has no effect on {config.calibration}, which is no text: "
-            "leave it out, or the protocol that sets it"
+            f"`sequence_length={config.sequence_length}` has no effect on a {type(model).__name__}, which reads no "
+            "text: leave it out, or the protocol that sets it"
         )
     limit = max_tokens(model)
     if "sequence_length" in given or limit is None or limit >= config.sequence_length:

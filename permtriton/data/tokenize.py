@@ -40,7 +40,9 @@ def token_ids(
             given = {"text_target" if target else "text": text}
             ids = torch.tensor(tokenizer(**given, verbose=False)["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
-        if not ended or end is None or not ids.numel() or end in ids[-2:]:  # a language may stand behind it
+        last = ids[-2:].tolist()
+        behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # the end token, such as a language
+        if not ended or end is None or not last or last[-1] == end or behind:
             return ids
         return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
 

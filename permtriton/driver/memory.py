@@ -190,7 +190,8 @@ def _keeps_more(start: Planned) -> bool:
     model, plan = start.model, start.plan
     text = model.config.get_text_config()
     return (
-        any(stacked_name(model, name) for _, name in plan.linears())  # a token is sent to several experts
+        # A token is sent to several experts.
+        any(site.routed or stacked_name(model, name) for site, name in plan.linears())
         or any(site.calls > 1 for site in plan.sites)
         or len(plan.layers()) < (getattr(text, "num_hidden_layers", None) or 0)  # the others keep theirs, too
         or getattr(text, "_attn_implementation", None) == "eager"  # which keeps its scores

@@ -59,9 +59,9 @@ class Planned:
             return sum(weights[name] // site.channels for name in site.linears)
 
         def together(turn: list[Site], channels: Callable[[Site], int]) -> int:
-            experts = [site for site in turn if site.routed or stacked_name(model, site.linears[0])]
-            others = sum(channels(site) for site in turn if site not in experts)
-            return others + max(map(channels, experts), default=0)  # an expert reads a share of the tokens
+            kept = [(channels(site), stacked_name(model, site.linears[0])) for site in turn if not site.routed]
+            experts = max((each for each, stacked in kept if stacked), default=0)  # all read the same, or nothing stays
+            return experts + sum(each for each, stacked in kept if not stacked)
 
         def waiting(layer: list[Site]) -> int:
             turns = sequential_groups(layer)

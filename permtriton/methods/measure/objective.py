@@ -58,7 +58,8 @@ class Head:
                 expected = model(**probe).logits
             if core not in self._outputs:  # a head may call only what is inside its backbone
                 self._outputs[core] = core(**probe)
-            self.vocabulary, fewer = expected.shape[-1], max(expected.shape[1] - 1, 1)  # it runs on some of the tokens
+            self.vocabulary = expected.shape[-1]
+            fewer = max(expected.shape[1] - 1, 1)  # a head that needs all tokens at once shows here
             expected = expected[:, :fewer]
             problem = f"objective {kind}: the head of a {type(model).__name__} cannot run alone, so {CHOOSE}"
             with reading(problem, ConfigError):
