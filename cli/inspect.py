@@ -14,10 +14,11 @@ from permtriton.driver import planning
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load
+from permtriton.model.name import layer_number
 from permtriton.model.source import Source
 from permtriton.passes import drawing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
-from permtriton.passes.plan import Placement, Plan, layer_number
+from permtriton.passes.plan import Placement, Plan
 from permtriton.util.bars import err
 from permtriton.util.output_files import check_file, write_file
 
@@ -91,7 +92,7 @@ def layer_name(plan: Plan, layer: int) -> str:
     """
     for site in plan.sites:
         if site.layer == layer >= 0:
-            return min(site.layer_paths, key=layer_number)
+            return next(path for path in site.layer_paths if layer_number(path) == layer)
     known = sorted({site.layer for site in plan.sites})
     raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
 

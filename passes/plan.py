@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.norm_permute import NormVariant
+from permtriton.model.name import layer_number
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
 
@@ -215,7 +216,7 @@ class Site:
     @property
     def layer(self) -> int:
         """Number of the layer in the outermost module list, the lowest of several, or -1."""
-        return min(map(layer_number, self.layer_paths), default=-1)
+        return min((layer_number(path) or 0 for path in self.layer_paths), default=-1)
 
     @property
     def copies(self) -> int:
@@ -341,11 +342,6 @@ def layer_of(model: nn.Module, name: str) -> str:
         if listed and not isinstance(module, nn.ModuleList):
             return ".".join(parts[:depth])
     return ""
-
-
-def layer_number(path: str) -> int:
-    """Returns the number in the name of a layer, such as 3 of ``model.layers.3``; in lists of lists, the first one."""
-    return next(int(part) for part in path.split(".") if part.isdecimal())
 
 
 def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:

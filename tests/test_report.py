@@ -19,10 +19,11 @@ from permtriton.comparison.record import read_comparison
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.model.name import layer_number
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import config_from
 from permtriton.reporting import sections
-from permtriton.reporting.compiled import layer_of, method_of, read_folders
+from permtriton.reporting.compiled import method_of, read_folders
 from permtriton.reporting.html_report import page_of, report
 from permtriton.reporting.pages import Table, numbers
 from permtriton.reporting.plots import Scale, weights
@@ -92,7 +93,7 @@ def test_corners_are_the_weights_before_and_after(folders, name):
     found, model = read_record(folders[name]), zoo.build("llama")
     kinds = [linear.rpartition(".")[2] for linear in found["corners"]]
     assert kinds == ["q_proj", "o_proj", "gate_proj", "down_proj"]
-    assert [layer_of(linear) for linear in found["corners"]][::3] == [0, 1]
+    assert [layer_number(linear) for linear in found["corners"]][::3] == [0, 1]
     for linear, corner in found["corners"].items():
         weight = weight_in_out(linear_module(model, linear)).T
         dense, pruned = torch.tensor(corner["dense"]), torch.tensor(corner["pruned"])

@@ -35,6 +35,11 @@ def lasting_name(model: str) -> str:
     return os.path.abspath(model) if model != DEMO and os.path.exists(model) else model
 
 
+def layer_number(name: str) -> int | None:
+    """Returns the number of the layer in a module's name, such as 3 of ``model.layers.3.mlp``: the first; or None."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
 def is_hub_name(model: str) -> bool:
     """Whether a model's name can only be one on the hub: it has the form of one, and is no folder here or the demo."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and model != DEMO and not Path(model).exists()

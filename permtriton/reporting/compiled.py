@@ -1,7 +1,6 @@
 """The compiled folders that a report is made of, and what their linears are called."""
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -97,12 +96,6 @@ def method_of(config: Mapping[str, Any], model: str = "") -> str:
     score = [config["importance"]] * ("mask" in steps)
     words = " + ".join([*score, *(step for step in steps if step != "mask")])
     return words + FUSED * (config["layout"] == "fused")
-
-
-def layer_of(name: str) -> int | None:
-    """Returns the number of the layer in a module's name, or None."""
-    match = re.search(r"\.(\d+)\.", f".{name}.")
-    return int(match[1]) if match else None
 
 
 def kind_of(linear: str) -> str:

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from permtriton.reporting.compiled import Compiled, kind_of, layer_of
+from permtriton.model.name import layer_number
+from permtriton.reporting.compiled import Compiled, kind_of
 from permtriton.reporting.pages import Picture, Section
 from permtriton.reporting.plots import Series, chart, colour, legend, weights
 
@@ -62,7 +63,7 @@ def _errors(reported: Reported) -> Iterator[Picture]:
         series, place = [], "layer"
         for number, folder, step in of:
             for when, look in (("start", "dashed"), ("end", "line")):
-                errors = _means((layer_of(f"{part['name']}."), part[when]) for part in step["parts"])
+                errors = _means((layer_number(part["name"]), part[when]) for part in step["parts"])
                 if step["parts"] and not errors:
                     place, errors = "part", dict(enumerate(part[when] for part in step["parts"]))
                 if errors:
@@ -78,7 +79,7 @@ def importance(folders: Sequence[Compiled]) -> Section:
     shares: list[Mapping[str, Any]] = [folder.record["retained_importance"] for folder in folders]
     kinds = list(dict.fromkeys(kind_of(name) for each in shares for name in each))
     views = (
-        ("layer", lambda name: layer_of(name), ()),
+        ("layer", layer_number, ()),
         ("kind of linear", lambda name: kinds.index(kind_of(name)), [name.removesuffix("_proj") for name in kinds]),
     )
     pictures = []

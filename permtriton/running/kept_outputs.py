@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from permtriton.model.experts import expert_of, stacked_name
+from permtriton.model.experts import stacked_name
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import Site, linear_module
 
@@ -90,9 +90,7 @@ def _versions(output: Any) -> list[int]:
 def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, None]:
     """Returns the names of the modules of a layer whose outputs may be kept: an ordered set."""
     linears = [linear for site in sites for linear in site.linears]
-    routed = {name for site in sites if site.routed for name in site.linears}
-    experts = {name for name in linears if expert_of(model, name) is not None or stacked_name(model, name) is not None}
-    experts |= routed
+    experts = {name for site in sites for name in site.linears if site.routed or stacked_name(model, name)}
     watched = experts | {site.residual_reader for site in sites}
     around = {above for name in watched for above in _modules_around(name)}
     candidates = [each for name in linears if name not in experts for each in (name, *_modules_around(name))]

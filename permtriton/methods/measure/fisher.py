@@ -214,18 +214,21 @@ class _BackwardPasses:
                         continue
                     for batch in batches:
                         with checkpointed(layers):
-                            value = loss(model, batch, draw)
-                            if not value.requires_grad:
-                                raise ModelError(
-                                    f"the loss of {type(model).__name__} has no gradients by the outputs of its "
-                                    "linears, because it computes those of its layers by itself: choose a recipe that "
-                                    "needs none, such as `fast`"
-                                )
-                            value.backward()
+                            _with_gradients(loss(model, batch, draw), model).backward()
                         advance(len(batch))
 
         with frozen(model), _watched(model, self.plan, watch):
             MicroBatch(config.micro_batch_size).run(backward)
+
+
+def _with_gradients(loss: Tensor, model: PreTrainedModel) -> Tensor:
+    """Returns a loss after checking that it depends on the outputs of linears, as autograd sees it."""
+    if not loss.requires_grad:
+        raise ModelError(
+            f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
+            "those of its layers by itself: choose a recipe that needs none, such as `fast`"
+        )
+    return loss
 
 
 def _together(

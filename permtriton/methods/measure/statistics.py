@@ -313,8 +313,9 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
 def reads_every_token(model: nn.Module, site: Site) -> bool:
     """Whether a site reads the same tokens in two models that may send them to different experts."""
     name = site.linears[0]
-    expert = expert_of(model, name)
-    return stacked_name(model, name) is None and not site.routed if expert is None else expert[1]
+    if (expert := expert_of(model, name)) is not None:
+        return expert[1]
+    return not site.routed and stacked_name(model, name) is None
 
 
 def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
