@@ -1,4 +1,7 @@
-"""Which activations hold rows that the model selects by what it has computed, such as the tokens of an expert."""
+"""Where a model selects by what it has computed: the rows of an expert, and the products that rank the experts."""
+
+import operator
+from collections.abc import Collection
 
 from torch import fx
 
@@ -10,6 +13,8 @@ WRITES_INTO = {
     aten.index_add, aten.index_copy, aten.index_put, aten.masked_scatter, aten.scatter, aten.scatter_add,
     aten.scatter_reduce, aten.slice_scatter,
 }  # fmt: skip
+
+RANKS, WITH_RANKS = {aten.argmax, aten.argsort}, {aten.max, aten.sort, aten.topk}
 
 
 def routed_nodes(graph: fx.Graph) -> set[fx.Node]:
@@ -29,3 +34,29 @@ def routed_nodes(graph: fx.Graph) -> set[fx.Node]:
         if not (computed if packet is SELECTS else selected).isdisjoint(rows):
             selected.add(node)
     return selected
+
+
+def ranked_products(graph: fx.Graph, products: Collection[fx.Node]) -> set[fx.Node]:
+    """Returns the ``products`` whose results the model ranks, and goes on with the ranks: the scores of a router.
+
+    Between the two are operators on one activation alone, such as a softmax, or the sum with a bias.
+    """
+    activations: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" or not activations.isdisjoint(node.all_input_nodes):
+            activations.add(node)
+    waiting = [node for node in graph.nodes if _ranks(node)]
+    found: set[fx.Node] = set()
+    while waiting:
+        before = activations.intersection(waiting.pop().all_input_nodes)
+        if len(before) == 1:
+            found |= before.intersection(products)
+            waiting += before.difference(products)
+    return found
+
+
+def _ranks(node: fx.Node) -> bool:
+    """Whether a node returns the places of the largest values, and they are read."""
+    packet = getattr(node.target, "overloadpacket", None)
+    places = any(user.target is operator.getitem and user.args[1] == 1 for user in node.users)
+    return packet in RANKS or (packet in WITH_RANKS and places)

@@ -14,7 +14,7 @@ from permtriton.passes.graph import module_name, one_thread
 from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site, layer_of
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.residual import residual_readers
-from permtriton.passes.routed import routed_nodes
+from permtriton.passes.routed import ranked_products, routed_nodes
 from permtriton.passes.unseen import Unseen
 from permtriton.passes.values import LinearCall
 from permtriton.util.sparsity import NMPattern
@@ -104,11 +104,7 @@ def _prunable(
     """Yields the first call of every linear to prune; adds every other linear to ``skipped``, with the reason."""
     seen: set[str] = set()
     indivisible: dict[str, str] = {}
-    elsewhere = {
-        call.parameter
-        for call in provenance.linears
-        if not _holds(_module_at(model, module_name(call.node)), model.get_parameter(call.parameter))
-    }
+    special = _special(provenance, model)
     for call in calls:
         owner, _, attribute = call.parameter.rpartition(".")
         module = model.get_submodule(owner)
@@ -118,8 +114,8 @@ def _prunable(
         elif not isinstance(module, LINEAR_MODULES) or attribute != "weight" or not _returns_one_tensor(module):
             kind = _other(module) or f"weight of a {type(module).__name__}, not of a linear layer"
             skipped.setdefault(call.parameter, kind)
-        elif call.parameter in elsewhere:
-            skipped.setdefault(owner, "its weight is read by another module than itself, which need not call it")
+        elif call.parameter in special:
+            skipped.setdefault(owner, special[call.parameter])
         elif call.node not in feeding:
             skipped.setdefault(owner, "does not feed the last hidden state (output head or pooler)")
         elif channels % (pattern := patterns[owner]).group:
@@ -135,6 +131,19 @@ def _prunable(
         raise ModelError(
             f"{problems}; choose another pattern, or leave such linears dense with `skip_indivisible=True`"
         )
+
+
+def _special(provenance: Provenance, model: nn.Module) -> dict[str, str]:
+    """Returns weight -> why its linear stays dense, for linears that are used in another way than as a layer."""
+    reasons: dict[str, str] = {}
+    products = {call.node for call in provenance.linears}
+    routers = {node for graph in {node.graph for node in products} for node in ranked_products(graph, products)}
+    for call in provenance.linears:
+        if not _holds(_module_at(model, module_name(call.node)), model.get_parameter(call.parameter)):
+            reasons[call.parameter] = "its weight is read by another module than itself, which need not call it"
+        elif call.node in routers:
+            reasons.setdefault(call.parameter, "a router: its outputs are ranked, to choose experts")
+    return reasons
 
 
 def _returns_one_tensor(module: nn.Module) -> bool:

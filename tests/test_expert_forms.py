@@ -27,6 +27,16 @@ STACKS = {
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    "name", ["AfmoeForCausalLM", "JetMoeForCausalLM", "SwitchTransformersForConditionalGeneration"]
+)
+def test_a_router_that_is_a_linear_stays_dense(name):
+    plan = find_plan(tiny.build(name), PATTERN)
+    routers = {linear for linear, reason in plan.skipped.items() if reason.startswith("a router")}
+    assert routers
+    assert all(".router." in linear for linear in routers)
+
+
 @pytest.mark.slow
 def test_compiled_saved_and_packed(soak, tmp_path):
     for name in STACKS if soak else ["Llama4ForCausalLM"]:
