@@ -76,14 +76,20 @@ def joined(device: str) -> Iterator[None]:
         raise
     watch.stop()
     dist.destroy_process_group()
+    if hasattr(signal, "pthread_sigmask"):  # the thread that took it has ended
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _store(hosts: bool = False) -> "Store":
-    """Returns a connection of its own to ``torchrun``'s store, which the first rank may have to host."""
-    from torch.distributed import TCPStore
+    """Returns a connection of its own to ``torchrun``'s store, which the first rank may have to host.
+
+    With ``--max-restarts`` the store outlives the ranks, so that each start has keys of its own in it.
+    """
+    from torch.distributed import PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(address, port, is_master=hosts, wait_for_workers=False)
+    store = TCPStore(address, port, is_master=hosts, wait_for_workers=False)
+    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _backend(device: str) -> str:

@@ -25,7 +25,7 @@ import permtriton.cli.compile
 from permtriton.cli import torchrun
 from permtriton.cli.main import app
 from torch.distributed import TCPStore
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 torchrun.BEAT, torchrun.SILENCE, torchrun.AGREEMENT = 0.2, 5.0, 5.0
 
@@ -34,6 +34,14 @@ def work(rank, arguments, environment, log):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    if "SLOWLY" in environment:
+        save = PreTrainedModel.save_pretrained
+        def save_slowly(model, folder, *arguments, **options):
+            save(model, folder, *arguments, **options)
+            if ".partial-" in str(folder):
+                print("saving slowly", flush=True)
+                time.sleep(60)
+        PreTrainedModel.save_pretrained = save_slowly
     code = 1
     try:
         app(arguments[rank])
@@ -50,7 +58,8 @@ def reached(log, text):
 
 for line in sys.stdin:
     job = json.loads(line)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if job["environment"]["TORCHELASTIC_RESTART_COUNT"] == "0":
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job["environment"]["MASTER_PORT"] = str(store.port)
     ranks, children, codes = len(job["arguments"]), {}, {}
     for rank in range(ranks):
@@ -97,11 +106,17 @@ class Torchrun:
         words = ["compile", self._model, "--calibration", self._model.parent / "text.txt", "--output", output]
         return [str(word) for word in (*words, *QUICK, *options)]
 
-    def run(self, *commands: list[str], kill=None, after: str = "", agent: bool = True) -> list[int]:
-        """Runs one command per rank, and returns their exit codes; ``kill`` is a signal and the rank that gets it."""
+    def run(
+        self, *commands: list[str], kill=None, after: str = "", agent: bool = True, restart: int = 0, **environment: str
+    ) -> list[int]:
+        """Runs one command per rank, and returns their exit codes; ``kill`` is a signal and the rank that gets it.
+
+        ``restart`` is the number of the start by ``--max-restarts``, which keeps the store of the run before.
+        """
         for old in self._folder.glob("log.*"):
             old.unlink()
-        environment = {
+        environment |= {
+            "TORCHELASTIC_RESTART_COUNT": str(restart),
             **{"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"},
             **{"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(len(commands))},
         }
@@ -158,10 +173,19 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp
         assert f"rank {1 - rank} stops: rank {rank} has ended" in line
         assert "the same command, started again, continues" in line
         assert "Traceback" not in torchrun.said(1 - rank)
-        assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
+        assert torchrun.run(command, command, restart=rank) == [0, 0], torchrun.said(0)
         assert "continuing after round 1" in torchrun.said(0)
         found = weights(tmp_path / f"killed-{rank}")
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_signal_to_end_while_the_first_rank_saves(torchrun, tmp_path):
+    command = torchrun.command(tmp_path / "out", "--recipe", "mask")
+    codes = torchrun.run(command, command, kill=(15, 0), after="saving slowly", SLOWLY="yes")
+    assert codes[0] == 143, torchrun.said(0)
+    assert "interrupted: no half-written output is left" in torchrun.said(0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
