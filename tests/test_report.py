@@ -345,6 +345,16 @@ def test_a_method_has_the_name_that_compare_gives_it():
     }
 
 
+def test_the_demo_model_keeps_its_name(tmp_path):
+    """It is a folder inside the package, whose path and name mean nothing to others."""
+    options = {"recipe": "mask", "importance": "magnitude", "samples": 1, "sequence_length": 16, "eval_data": None}
+    found = permtriton.compile("demo", output=tmp_path / "out", progress=False, **options).report
+    assert found["model"] == "demo"
+    assert found["command"].startswith("permtriton compile demo ")
+    assert (tmp_path / "out" / "README.md").read_text().count("# `demo`, pruned to 2:4") == 1
+    assert method_of(config_from({"recipe": "published"}, model="demo").to_dict(), found["model"]) == "published"
+
+
 def test_changed_options_are_not_the_recipe():
     fewer = config_from({"refit_exchanges": 0})
     assert method_of(fewer.to_dict()) == "heuristic + refit + tune"
@@ -400,6 +410,15 @@ def test_methods_are_told_apart(folders, tmp_path):
         "magnitude + heuristic (portable)",
         "magnitude + heuristic (portable-packed)",
     ]
+    places = [tmp_path / "first" / "out", tmp_path / "second" / "out"]
+    for place in places:
+        changed(folders["portable"], place, lambda record: None)
+    compared = read_folders(places)
+    assert [folder.label for folder in compared] == [
+        "magnitude + heuristic (first/out)",
+        "magnitude + heuristic (second/out)",
+    ]
+    assert all(cell in str(page_of(compared, None)) for cell in ("first/out", "second/out"))
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]

@@ -33,7 +33,7 @@ from permtriton.driver.prepare import check_offload
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline
-from permtriton.model.name import lasting_name, shown_name
+from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
 from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.source import Source, resolve_device
@@ -171,7 +171,7 @@ class Job:
         """Returns what the record says of what was asked."""
         asked, source = self.asked, self.model
         if not isinstance(source, Source):
-            return Origin(compile_command(source.name_or_path or "", loaded.config), loaded.text)
+            return Origin(compile_command(asked_name(source.name_or_path or ""), loaded.config), loaded.text)
         command = compile_command(
             source.name,
             loaded.config,

@@ -12,7 +12,7 @@ from permtriton.checkpoint.plan_entries import (
 from permtriton.checkpoint.record import Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.data.samples import Samples
 from permtriton.driver.run import Run, corners
-from permtriton.model.name import is_hub_name
+from permtriton.model.name import asked_name, is_hub_name
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
 from permtriton.util.machine import determinism, device_name, peak_memory, versions
@@ -43,11 +43,12 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
         origin: what the pipeline does not know; None for a model that was given in memory, on samples in memory.
     """
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
+    name = asked_name(model.name_or_path or "")
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
     record: Report = {
-        "model": model.name_or_path or "",
-        "on_hub": is_hub_name(model.name_or_path or ""),
-        "command": origin.command if origin else compile_command(model.name_or_path or "", config),
+        "model": name,
+        "on_hub": is_hub_name(name),
+        "command": origin.command if origin else compile_command(name, config),
         "versions": versions(),
         "device": device_name(run.placement.device),
         "determinism": {"seed": config.seed, **determinism()},

@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+from permtriton import demo
 from permtriton.errors import ConfigError
 
 DEMO = "demo"
@@ -23,6 +24,11 @@ def shown_name(model: str, on_hub: bool | None = None) -> str:
         return model
     name = os.path.basename(os.path.abspath(model))
     return f"./{name}" if name == DEMO or name.startswith("-") else name  # else a command would take it for another
+
+
+def asked_name(path: str) -> str:
+    """Returns what a model that was loaded from a path is asked for by: ``demo`` for the folder in the package."""
+    return DEMO if path == str(demo.FOLDER) else path
 
 
 def location_of(model: str | Path) -> str:

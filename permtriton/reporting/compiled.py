@@ -22,9 +22,11 @@ class Compiled(Folder):
     """A folder that ``permtriton compile`` or ``export`` wrote.
 
     Attributes:
-        label: what distinguishes it in the report.
+        name: name of the folder, with as much of the path to it as distinguishes it in the report.
+        label: what the report calls it: its method, and its name where others have the same method.
     """
 
+    name: str
     label: str
 
     @property
@@ -74,9 +76,18 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
         method_of(each.record["config"], each.record["model"]) + (", fp8" if each.is_quantized else "")
         for each in compiled
     ]
-    for each, label in zip(compiled, labels, strict=True):
-        each.label = label if len(set(labels)) == len(labels) else f"{label} ({real_path(each.path).name})"
+    for each, name, label in zip(compiled, _names([real_path(each.path) for each in compiled]), labels, strict=True):
+        each.name, each.label = name, label if len(set(labels)) == len(labels) else f"{label} ({name})"
     return compiled
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Returns the ends of the folders' paths, as short as they can be while all of them differ."""
+    for parts in range(1, max(len(folder.parts) for folder in folders)):
+        names = [str(Path(*folder.parts[-parts:])) for folder in folders]
+        if len(set(names)) == len(set(folders)):
+            return names
+    return list(map(str, folders))
 
 
 def method_of(config: Mapping[str, Any], model: str = "") -> str:

@@ -13,7 +13,6 @@ from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Picture, Section, Table, numbers
 from permtriton.reporting.plots import Series, chart, colour, legend
 from permtriton.util.machine import format_bytes
-from permtriton.util.output_files import real_path
 
 _PLACEMENTS = {
     "folded": "folded into neighbouring weights",
@@ -220,7 +219,7 @@ def _why(space: Mapping[str, Any]) -> str:
 def details(folders: Sequence[Compiled]) -> Section:
     """What was done, how long each stage took, and what was compared with the dense model."""
     done: dict[str, Value] = {
-        "folder": lambda each: real_path(each.path).name,
+        "folder": lambda each: each.name,
         "model": lambda each: each.model,
         "pattern": lambda each: described_sparsity(each.record),
         "steps": lambda each: each.record["config"]["recipe"].replace(",", ", "),
