@@ -210,14 +210,14 @@ def test_weights_that_change_while_they_are_read(desk, model, monkeypatch, chang
 @pytest.mark.parametrize("change", [flip, replace])
 def test_weights_that_change_while_they_are_pruned(desk, model, monkeypatch, change):
     """They are mapped from the file: what writes to it writes to the model. A file that is replaced stays mapped."""
-    original = job.compile_model
+    original = job.compile_given
 
     def compile(*arguments: object, **options: object) -> object:
         found = original(*arguments, **options)
         change(model / "model.safetensors")
         return found
 
-    monkeypatch.setattr(job, "compile_model", compile)
+    monkeypatch.setattr(job, "compile_given", compile)
     earlier = (desk.out / "model.safetensors").read_bytes()
     result = RUNNER.invoke(app, desk.compile(model=model))
     if change is flip:

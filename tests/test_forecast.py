@@ -96,7 +96,7 @@ def test_no_backward_pass_where_nothing_needs_it(model, plan):
 
 def test_the_range_holds_the_sum_of_the_stages(model, plan):
     start = zoo.start(model, config_from(), SAMPLES, plan)
-    found = make_forecast(start, memory.estimate(start, None, HERE), None, None, HERE, timed=True)
+    found = make_forecast(start, memory.estimate(start, HERE), None, HERE, timed=True)
     assert found.time_range[0] < sum(found.seconds.values()) < found.time_range[1]
     assert json.loads(json.dumps(found.report()))["seconds"]["most"] == found.time_range[1]
 

@@ -394,7 +394,7 @@ def test_time_and_memory_of_writing():
 
     def of(recipe: str, **more) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
         found = start(recipe=recipe, **{"generated": 9, **more})
-        needs = memory.estimate(found, None, memory.Devices.of(torch.device("cpu")))
+        needs = memory.estimate(found, memory.Devices.of(torch.device("cpu")))
         return forecast.stage_seconds(found.config, found.facts, Speed(6.0, 6.0, 0.0, 0.0, 2.0), 0), needs.stages
 
     seconds, stages = of("mask,distill", distill_epochs=3)

@@ -44,7 +44,7 @@ def needs(model, plan, **options) -> memory.Needs:
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
     start = zoo.start(model, config, Samples.of(torch.zeros(shape, dtype=torch.int64)), plan)
-    return memory.estimate(start, windows, memory.Devices.of(CPU))
+    return memory.estimate(replace(start, held_out=Samples.of(windows)), memory.Devices.of(CPU))
 
 
 def beside(model, plan, **options) -> int:
@@ -230,7 +230,7 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> memory.Needs
     config = config_from({"recipe": "mask,tune", **options})
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
-        start, needs = memory.spared(start, None, memory.Devices("cuda", 1, free))
+        start, needs = memory.spared(start, memory.Devices("cuda", 1, free))
         assert start.facts.checkpointing == (needs.recomputes or config.activation_checkpointing)
     assert bool(memory.describe_low_memory(needs, config)) == needs.recomputes == needs.report()["recomputes"]
     return needs
@@ -295,7 +295,7 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
 
     def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> memory.Needs:
         start = zoo.start(model, config, samples, plan)
-        return memory.estimate(start, None, memory.Devices("cuda", count, free, ways_of(shard, onload)))
+        return memory.estimate(start, memory.Devices("cuda", count, free, ways_of(shard, onload)))
 
     whole, spread = needs(4, 10**12), needs(4, 0)
     assert whole.way is Way.WHOLE

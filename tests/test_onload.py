@@ -139,7 +139,7 @@ def needed(model, ways: tuple[Way, ...]) -> int:
     """Returns the bytes that `permtriton.driver.memory` expects to be on the GPU at once."""
     devices = Devices("cuda", 1, 1 << 40, ways)
     config, samples = config_from(SMALL, "mask"), Samples.of(IDS)
-    return estimate(Planned(model, config, samples, *plan_model(model, config, samples)), None, devices).peak
+    return estimate(Planned(model, config, samples, *plan_model(model, config, samples)), devices).peak
 
 
 def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
@@ -158,7 +158,7 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
     few = {"tune_steps": 2, "distill_epochs": 1, "distill_batch_size": 2, "heuristic_row_weights": "none", **REFIT}
     config, samples = config_from({**SMALL, **few}, "best"), Samples.of(IDS)
     start = Planned(model, config, samples, *plan_model(model, config, samples))
-    needs = estimate(start, None, Devices("cuda", 1, 1 << 40, ONLOADED))
+    needs = estimate(start, Devices("cuda", 1, 1 << 40, ONLOADED))
     others = max(needs.extra(stage) for stage in needs.stages if stage not in (GENERATION, RELOADING))
     assert needs.extra(GENERATION) > others
     size, progress = needs.model + (others + needs.extra(GENERATION)) // 2, Recording()
@@ -186,7 +186,7 @@ def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
 
     model, given = build(), Samples.of(samples)
     start = Planned(model, config, given, *plan_model(model, config, given))
-    full, low = (estimate(start, None, Devices("cuda", 1, free, WHOLE)) for free in (1 << 40, 1))
+    full, low = (estimate(start, Devices("cuda", 1, free, WHOLE)) for free in (1 << 40, 1))
     size = full.model + (full.extra(full.largest_needed) + low.extra(low.largest_needed)) // 2
     for moves in (True, False):
         with PretendGpu(size).here():

@@ -455,7 +455,7 @@ def test_memory_and_time_follow_from_what_it_reads():
         config = config_from({**SMALL, **options}, "mask,tune")
         devices = memory.Devices("cpu", 1, 1 << 40)
         start = zoo.start(model, config, samples, plan)
-        needs = memory.estimate(start, None, devices)
+        needs = memory.estimate(start, devices)
         seconds = stage_seconds(config, start.facts, Speed(6.0, 18.0, 0, 0), 0)
         return needs.stages["tune"], seconds["tune"]
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.format import Format
 from permtriton.data.generated import texts_at_once, written
-from permtriton.data.samples import Inputs, Samples
+from permtriton.data.samples import Samples
 from permtriton.driver.identity import states_beside
 from permtriton.driver.memory import Devices, Needs, describe, refusal
 from permtriton.driver.options import CompileConfig
@@ -110,7 +110,6 @@ class Forecast:
 def make_forecast(
     start: Planned,
     needs: Needs,
-    windows: Inputs | None,
     resume_path: Path | None,
     devices: Devices,
     *,
@@ -121,7 +120,6 @@ def make_forecast(
 
     Args:
         needs: what `permtriton.driver.memory.estimate` returns.
-        windows: held-out samples; None without any.
         resume_path: path of the states that continue an interrupted run; None for one that starts from scratch.
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
@@ -133,7 +131,7 @@ def make_forecast(
         if speed is None and devices.kind == "cuda":
             speed, assumed = assumed_speed(start, needs, devices), ASSUMED
         if speed is not None:
-            held_out = 0 if windows is None else Samples.of(windows).positions
+            held_out = 0 if start.held_out is None else start.held_out.positions
             ranked = replace(facts, low_memory=needs.low_memory, ranks=devices.count)
             seconds = stage_seconds(start.config, ranked, speed, held_out)
     disk = disk_needs(start.config, facts, resume_path, save_format)

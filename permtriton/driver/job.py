@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from permtriton.checkpoint.publishing import make_repository, upload
 from permtriton.checkpoint.record import Gguf
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import calibration_of, name_of
-from permtriton.data.media import Processor
-from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import fitted
 from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
@@ -28,8 +27,8 @@ from permtriton.driver.identity import states_beside
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.pipeline import compile_model, forecast_model
-from permtriton.driver.prepare import check_offload
+from permtriton.driver.pipeline import compile_given, forecast_model
+from permtriton.driver.prepare import Given, check_offload
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline
@@ -103,8 +102,12 @@ class Job:
             )
         if self.asked.private is not None and self.asked.push_to_hub is None:
             raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
-
         ways_of(self.asked.shard, self.asked.onload)
+
+    @cached_property
+    def _source(self) -> Source | None:
+        """Where the model is read from, on the CPU, as it is known later whether a GPU can hold it; None if loaded."""
+        return replace(self.model, device="cpu") if isinstance(self.model, Source) else None
 
     @property
     def ways(self) -> tuple[Way, ...]:
@@ -137,44 +140,29 @@ class Job:
         """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet.
 
         Raises:
-            PermTritonError: as `compile_model`, the model or the data cannot be read, or the hub refuses the
+            PermTritonError: as `compile_given`, the model or the data cannot be read, or the hub refuses the
                 repository.
         """
-        asked, source, device = self.asked, self.model if isinstance(self.model, Source) else None, None
-        if source is not None:  # loaded on the CPU: it is known later whether a GPU can hold the model
-            device, source = resolve_device(source.device), replace(source, device="cpu")
-        offload = self._offload()
+        asked, source = self.asked, self._source
+        device = resolve_device(asked.device) if source else None
         with nullcontext() if source is None else load.unchanged_weights(source):
-            loaded = self._loaded(source, progress, offload)
+            model, given, text = self._loaded(progress, device)
             if asked.push_to_hub is not None and not ranks.number():
                 make_repository(asked.push_to_hub, asked.token, asked.private)
-            compiled = compile_model(
-                loaded.model,
-                loaded.tokenizer,
-                loaded.config,
-                ids=loaded.samples,
-                evaluation_windows=loaded.windows,
-                progress=progress,
-                resume_path=self.output and resume_path(self.output),
-                say_needs=True,
-                device=device,
-                ways=self.ways,
-                offload=offload,
-                save_format=asked.save_format,
-                origin=self._origin(loaded),
-            )
+            given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text))
+            compiled = compile_given(model, given)
         # Where the compiled model is, there is room for the dense one.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
-    def _origin(self, loaded: "_Loaded") -> Origin:
+    def _origin(self, config: CompileConfig, text: str) -> Origin:
         """Returns what the record says of what was asked."""
         asked, source = self.asked, self.model
         if not isinstance(source, Source):
-            return Origin(compile_command(asked_name(source.name_or_path or ""), loaded.config), loaded.text)
+            return Origin(compile_command(asked_name(source.name_or_path or ""), config), text)
         command = compile_command(
             source.name,
-            loaded.config,
+            config,
             eval_data=shown_name(name_of(asked.eval_data)) if asked.eval_data is not None else None,
             dtype=None if source.dtype == "auto" else source.dtype,
             gguf_file=source.gguf_file,
@@ -185,7 +173,7 @@ class Job:
         gguf: Gguf | None = None
         if source.gguf is not None:
             gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-        return Origin(command, loaded.text, gguf)
+        return Origin(command, text, gguf)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
         """Writes the output, if there is one; of several ranks, the first one does.
@@ -236,53 +224,41 @@ class Job:
                 check_output(self.output, overwrite=self.asked.overwrite)
             except OutputError:
                 progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
-        source, device = self.model if isinstance(self.model, Source) else None, None
-        if source is not None:
-            device = resolve_device(source.device) if devices is None else None
-            source = replace(source, device="cpu")
-        offload = self._offload()
+        source = self._source
+        device = resolve_device(self.asked.device) if source and devices is None else None
         fetched = source is None or outline.is_here(source)
-        if source is not None and not fetched:
-            there = device or torch.device("cpu")
-            devices = devices or Devices.of(there, ways=self.ways, offloaded=offload is not None)
-        loaded = self._loaded(source, progress, offload, fetched)
-        model = loaded.model
-        plan, forecast = forecast_model(
-            model,
-            loaded.tokenizer,
-            loaded.config,
-            ids=loaded.samples,
-            evaluation_windows=loaded.windows,
-            resume_path=None if self.asked.restart or self.output is None or not fetched else resume_path(self.output),
-            device=device,
-            devices=devices,
-            ways=self.ways,
-            offload=offload,
-            save_format=self.asked.save_format,
-        )
+        model, given, _ = self._loaded(progress, device, fetched)
+        if not fetched and devices is None:
+            devices = Devices.of(device or torch.device("cpu"), ways=given.ways, offloaded=given.offload is not None)
+        if self.asked.restart or not fetched:
+            given = replace(given, resume_path=None)
+        plan, forecast = forecast_model(model, given, devices)
         pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())
         total = sum(each.numel() for each in model.parameters())
-        return DryRun(plan, forecast, loaded.config, pruned, total, fetched)
+        return DryRun(plan, forecast, given.config, pruned, total, fetched)
 
     def _check_apart(self) -> None:
         """Refuses an output that is mixed with what is read; a GGUF file is a model by itself, not its folder."""
         assert self.output is not None
-        model = self.model if isinstance(self.model, Source) else None
-        if model is not None and (place := model.gguf.path if model.gguf else model.folder) is not None:
+        source = self._source
+        if source is not None and (place := source.gguf.path if source.gguf else source.folder) is not None:
             check_apart(self.output, place)
         for read in (self.config.calibration.calibration, name_of(self.asked.eval_data), self.asked.config or ""):
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
                 raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
-    def _offload(self) -> OffloadFolder | None:
-        if self.asked.offload is None:
-            return None
-        check_offload(self.config)
-        return OffloadFolder(Path(self.asked.offload))
-
     def _loaded(
-        self, source: Source | None, progress: Progress, offload: OffloadFolder | None, fetched: bool = True
-    ) -> "_Loaded":
+        self, progress: Progress, device: torch.device | None, fetched: bool = True
+    ) -> tuple[PreTrainedModel, Given, str]:
+        """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
+
+        Args:
+            fetched: whether the weights are on this machine.
+        """
+        source, offload = self._source, None
+        if self.asked.offload is not None:
+            check_offload(self.config)
+            offload = OffloadFolder(Path(self.asked.offload))
         model: Any = self.model
         tokenizer = self.asked.tokenizer
         if source is not None:
@@ -302,23 +278,20 @@ class Job:
             progress.say(f"no held-out evaluation: {text}")
         if self.asked.save_format == Format.FP8:
             check_quantizable(model)
-        samples, config = None, self._fitted(model, progress)
+        calibration = fitted(self.config.calibration, self.given, model, progress)
+        samples, config = None, replace(self.config, calibration=calibration)
         if self.asked.data is not None:
             samples, config = calibration_of(self.asked.data, config, tokenizer, model, self.given.get("samples"))
             config = with_suggested_text(config, self.config)
-        return _Loaded(model, tokenizer, config, samples, windows, text)
-
-    def _fitted(self, model: PreTrainedModel, progress: Progress) -> CompileConfig:
-        """Returns the config, with a sequence length that nobody asked for lowered to what the model can take."""
-        calibration = fitted(self.config.calibration, self.given, model, progress)
-        return self.config if calibration is self.config.calibration else replace(self.config, calibration=calibration)
-
-
-@dataclass(frozen=True)
-class _Loaded:
-    model: Any
-    tokenizer: Processor | None
-    config: CompileConfig
-    samples: Samples | None
-    windows: Inputs | None
-    text: str
+        given = Given(
+            tokenizer,
+            config,
+            ids=samples,
+            evaluation_windows=windows,
+            resume_path=self.output and resume_path(self.output),
+            device=device,
+            ways=self.ways,
+            offload=offload,
+            save_format=self.asked.save_format,
+        )
+        return model, given, text

@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton.data.generated import texts_at_once
-from permtriton.data.samples import Inputs, Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
 from permtriton.driver.step import FLOAT32, Facts, Stage, Step
@@ -21,7 +20,6 @@ from permtriton.evaluation.perplexity import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.model.experts import stacked_name
-from permtriton.passes.plan import Plan, layer_modules
 from permtriton.running import ranks
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Way
@@ -143,46 +141,39 @@ class Needs:
         }
 
 
-def estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
+def estimate(start: Planned, devices: Devices) -> Needs:
     """Estimates the memory of a compilation on each device.
 
     It also decides how the model is placed on the devices, and whether steps save memory.
-
-    Args:
-        windows: held-out samples; None without any.
     """
-    return replace(_estimate(start, windows, devices), recomputes=start.recomputes)
-
-
-def _estimate(start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
     size, facts = start.facts.model, replace(start.facts, one_layer=devices.offloaded)
-    stages = _stages(start, facts, windows)
+    stages = _stages(start, facts)
     if devices.offloaded:
-        return _offloaded(facts, stages)
+        return _offloaded(start, stages)
     program, held = 0, size if start.model.device.type == devices.kind else 0
     if devices.kind == "cpu":
         resident, mapped = resident_memory()
         program, held = max(resident - size, 0), resident - min(mapped, size)
-    needs = Needs(program, size, held, stages)
+    needs = Needs(program, size, held, stages, recomputes=start.recomputes)
     if not fits(needs, devices):
-        stages = _stages(start, replace(facts, low_memory=True), windows)
+        stages = _stages(start, replace(facts, low_memory=True))
         if stages != needs.stages:
             needs = replace(needs, stages=stages, low_memory=True)
-    return _placed(needs, start, windows, devices)
+    return _placed(needs, start, devices)
 
 
-def spared(start: Planned, windows: Inputs | None, devices: Devices) -> tuple[Planned, Needs]:
+def spared(start: Planned, devices: Devices) -> tuple[Planned, Needs]:
     """Returns the start and its needs, with activations recomputed unless everything fits in half of the free memory.
 
     The other half is for what the estimate leaves out. All ranks do what the one with the least memory has to.
     """
-    needs = estimate(start, windows, devices)
+    needs = estimate(start, devices)
     fits_twice = fits(needs, replace(devices, free=devices.free // 2))
     roomy = needs.way is Way.WHOLE and not devices.offloaded and fits_twice and not _keeps_more(start)
     if all(ranks.gather(roomy)) or not start.config.gradients or start.config.activation_checkpointing:
         return start, needs
     start = replace(start, recomputes=True)
-    return start, estimate(start, windows, devices)
+    return start, estimate(start, devices)
 
 
 def _keeps_more(start: Planned) -> bool:
@@ -198,12 +189,12 @@ def _keeps_more(start: Planned) -> bool:
     )
 
 
-def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devices) -> Needs:
+def _placed(whole: Needs, start: Planned, devices: Devices) -> Needs:
     """Returns the needs of a model where it is placed: the first way that is allowed and fits, else one that can be."""
     needs = {
         Way.WHOLE: lambda: whole,
-        Way.SPREAD: lambda: _spread(whole, start.model, start.plan, devices.count),
-        Way.ONLOADED: lambda: _onloaded(whole, start, windows),
+        Way.SPREAD: lambda: _spread(whole, start, devices.count),
+        Way.ONLOADED: lambda: _onloaded(whole, start),
     }
     if len(devices.ways) == 1:
         return needs[devices.ways[0]]()
@@ -214,7 +205,7 @@ def _placed(whole: Needs, start: Planned, windows: Inputs | None, devices: Devic
         Way.SPREAD: devices.count > 1
         and not start.config.writes
         and all(step.shards for step in steps)
-        and layer_modules(start.model, start.plan),
+        and start.layers,
         Way.ONLOADED: all(step.offloads for step in steps) and not why_not_onloaded(start.model, start.plan),
     }
     choices = [needs[way]() for way, can_be in possible.items() if can_be and way in devices.ways]
@@ -226,25 +217,23 @@ def fits(needs: Needs, devices: Devices, stage: str | None = None) -> bool:
     return needs.added(stage or needs.largest_needed) <= devices.free
 
 
-def _spread(whole: Needs, model: PreTrainedModel, plan: Plan, count: int) -> Needs:
+def _spread(whole: Needs, start: Planned, count: int) -> Needs:
     """Returns the needs where each device holds a share of the layers, and two layers at a time as a whole."""
-    element = next(model.parameters()).element_size()
-    layers = [sum(p.numel() for p in layer.parameters()) * element for layer in layer_modules(model, plan)]
-    resident = whole.model - sum(layers) + -(-sum(layers) // count) + 2 * max(layers)
+    layers = sum(start.layers)
+    resident = whole.model - layers + -(-layers // count) + 2 * max(start.layers)
     stages = {
         stage: {use: -(-size // count) if use in SPREAD else size for use, size in uses.items()}
         for stage, uses in whole.stages.items()
         if not ON_DEVICE.isdisjoint(uses)
     }
-    return Needs(whole.program, resident, 0, stages, whole.low_memory, way=Way.SPREAD)
+    return replace(whole, model=resident, held=0, stages=stages, way=Way.SPREAD)
 
 
-def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
+def _onloaded(whole: Needs, start: Planned) -> Needs:
     """Returns the needs where each device holds one layer at a time, with the values of two models where there are."""
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in layer_modules(start.model, start.plan)]
-    resident = whole.model - (sum(layers) - 2 * max(layers)) * start.facts.element
+    resident = whole.model - sum(start.layers) + 2 * max(start.layers)
     beside, stages = 0, {}
-    for stage, uses in _stages(start, replace(start.facts, one_layer=True), windows).items():
+    for stage, uses in _stages(start, replace(start.facts, one_layer=True)).items():
         if stage != RELOADING:  # which is left out where a second model does not fit
             beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
         if not ON_DEVICE.isdisjoint(uses):
@@ -252,19 +241,20 @@ def _onloaded(whole: Needs, start: Planned, windows: Inputs | None) -> Needs:
         if stage == GENERATION:
             stages[stage]["the other layers"] = whole.model - resident
     host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
-    return Needs(whole.program, resident, 0, stages, way=Way.ONLOADED, offloaded=host)
+    onloaded = replace(whole, model=resident, held=0, stages=stages, low_memory=False)
+    return replace(onloaded, way=Way.ONLOADED, offloaded=host)
 
 
-def _offloaded(facts: Facts, stages: dict[str, dict[str, int]]) -> Needs:
+def _offloaded(start: Planned, stages: dict[str, dict[str, int]]) -> Needs:
     filed = {stage: sum(uses[name] for name in IN_FILES if name in uses) for stage, uses in stages.items()}
     stages = {stage: {use: size for use, size in uses.items() if use not in IN_FILES} for stage, uses in stages.items()}
-    program = resident_memory()[0]
+    program, facts = resident_memory()[0], start.facts
     one_layer = facts.model - (facts.pruned - facts.layer) * facts.element
     offloaded = {IN_PLACE: facts.model, "copies of weights and inputs of layers": max(filed.values())}
-    return Needs(program, one_layer, program, stages, offloaded=offloaded)
+    return Needs(program, one_layer, program, stages, recomputes=start.recomputes, offloaded=offloaded)
 
 
-def _stages(start: Planned, facts: Facts, windows: Inputs | None) -> dict[str, dict[str, int]]:
+def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
     """Returns what a compilation is doing -> use -> bytes."""
     model, config = start.model, start.config
     largest = max(p.numel() for p in model.parameters())
@@ -273,8 +263,7 @@ def _stages(start: Planned, facts: Facts, windows: Inputs | None) -> dict[str, d
     stages = {"calibration": activations, "masks": {"one layer": sum(facts.mask().values()) + proof}}
     if config.uses_importance and inverts_hessians(config.importance):
         stages["hessians"] = facts.layer_by_layer()
-    if windows is not None:
-        held_out = Samples.of(windows)
+    if (held_out := start.held_out) is not None:
         at_once = windows_at_once(held_out.longest) * held_out.tokens
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}

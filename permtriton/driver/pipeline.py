@@ -1,25 +1,19 @@
 """The pipeline: prepare -> the steps of the recipe -> prove -> record."""
 
-from pathlib import Path
-
 import torch
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
 from permtriton.checkpoint.record import Evaluation
-from permtriton.data.media import Processor
-from permtriton.data.samples import Inputs
 from permtriton.driver.forecast import Forecast, make_forecast
 from permtriton.driver.identity import identify
-from permtriton.driver.make_record import Origin, compilation_record
+from permtriton.driver.make_record import compilation_record
 from permtriton.driver.memory import Devices
-from permtriton.driver.options import CompileConfig
-from permtriton.driver.prepare import check_offload, held_out_samples, needs_elsewhere, placed, planned, prepare
+from permtriton.driver.prepare import Given, check_way, placed, planned, prepare, with_needs
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage
-from permtriton.driver.workspace import Workspace
-from permtriton.errors import ConfigError, VerificationError
+from permtriton.errors import VerificationError
 from permtriton.methods.measure.importance import magnitudes
 from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs
 from permtriton.model.experts import unstacked_experts
@@ -28,50 +22,16 @@ from permtriton.passes.pipeline import pruning_passes, run_passes
 from permtriton.passes.plan import Plan
 from permtriton.passes.verify_graph import count_operators
 from permtriton.passes.verify_graph import run as run_graph
-from permtriton.recipe import check_recipe, config_from
-from permtriton.running.offload import OffloadFolder, working
-from permtriton.running.placement import Way
+from permtriton.running import ranks
 from permtriton.running.store import MEMORY
-from permtriton.util.progress import NoProgress, Progress
+from permtriton.util.asking import asking
 
 
-def compile_model(  # noqa: PLR0913
-    model: PreTrainedModel,
-    tokenizer: Processor | None = None,
-    config: CompileConfig | None = None,
-    *,
-    ids: Inputs | None = None,
-    evaluation_windows: Inputs | None = None,
-    progress: Progress | None = None,
-    resume_path: Path | None = None,
-    say_needs: bool = False,
-    device: torch.device | None = None,
-    ways: tuple[Way, ...] = tuple(Way),
-    offload: OffloadFolder | None = None,
-    save_format: str | None = None,
-    origin: Origin | None = None,
-) -> CompiledModel:
+def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
     """Permutes the channels of ``model`` and prunes it to N:M, in place.
 
     Args:
         model: dense model on the device to work on; it is set to eval mode.
-        tokenizer: tokenizer of the calibration text, not needed if the text is already token ids; or the processor of
-            images or sound. It is saved with the model.
-        config: every option; None means the default recipe.
-        ids: calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
-            arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
-        evaluation_windows: held-out samples to evaluate dense and compiled models on: token ids, int64
-            ``[windows, tokens]``, or a mapping as for ``ids``.
-        resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
-            (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
-            refused until they are deleted.
-        say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
-        device: device that the model, which is on the CPU, shall run on; None where it is.
-        ways: how the model may be placed on ``device``; of several, its memory decides.
-        offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
-            parameters stay in files of that folder as long as they are used.
-        save_format: format in which it will be saved, for the estimate of the disk; None for dense.
-        origin: what the record shall say beside what is known here; None for nothing more.
 
     Returns:
         The compiled model, which holds ``model`` itself.
@@ -79,71 +39,54 @@ def compile_model(  # noqa: PLR0913
     Raises:
         PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
-    config, workspace = _checked(config, offload), Workspace(progress or NoProgress(), resume_path, offload or MEMORY)
-    with working(offload, model.eval(), device), unstacked_experts(model), shared_linears(model):
-        run = prepare(
-            model,
-            tokenizer,
-            config,
-            workspace,
-            ids=ids,
-            windows=evaluation_windows,
-            say_needs=say_needs,
-            device=device,
-            ways=ways,
-            save_format=save_format,
-        )
+    store = given.offload or MEMORY
+    with store.working(model.eval(), given.device), unstacked_experts(model), shared_linears(model):
+        run = prepare(model, given)
         run_steps(run)
         comparison, evaluation = prove(run), measured(run)
         if run.config.layout == "fused":  # so that save_pretrained also writes the gathers and the permuted norms
             attach(model, str(run.config.sparsity))
-        report = compilation_record(run, comparison, evaluation, origin)
+        report = compilation_record(run, comparison, evaluation, given.origin)
     return CompiledModel(
-        model, tokenizer, run.config, run.plan, report, run.reference.samples, offload, run.indices, workspace.states
+        model,
+        given.tokenizer,
+        run.config,
+        run.plan,
+        report,
+        run.reference.samples,
+        given.offload,
+        run.indices,
+        run.workspace.states,
     )
 
 
-def forecast_model(  # noqa: PLR0913
-    model: PreTrainedModel,
-    tokenizer: Processor | None = None,
-    config: CompileConfig | None = None,
-    *,
-    ids: Inputs | None = None,
-    evaluation_windows: Inputs | None = None,
-    resume_path: Path | None = None,
-    device: torch.device | None = None,
-    devices: Devices | None = None,
-    ways: tuple[Way, ...] = tuple(Way),
-    offload: OffloadFolder | None = None,
-    save_format: str | None = None,
-) -> tuple[Plan, Forecast]:
-    """Returns what `compile` would do to a model and what it would need; the model stays as it is.
+compile_model = asking(Given)(compile_given)
 
-    Arguments and errors are those of `compile_model`, and ``devices``, for which the estimate is made; None means
-    ``device``, to which the model moves if it fits there. Too little memory is no error here, but gives no time.
+
+def forecast_model(model: PreTrainedModel, given: Given, devices: Devices | None) -> tuple[Plan, Forecast]:
+    """Returns what `compile_given` would do to a model and what it would need; the model stays as it is.
+
+    Too little memory is no error here, but gives no time.
+
+    Args:
+        devices: what the estimate is made for; None means ``given.device``, to which the model moves if it fits there.
+
+    Raises:
+        PermTritonError: as `compile_given`.
     """
-    config, workspace = _checked(config, offload), Workspace(NoProgress(), resume_path, offload or MEMORY)
-    where = device if devices is None else torch.device(devices.kind)
-    with working(offload, model.eval(), where), unstacked_experts(model), shared_linears(model):
-        held_out = held_out_samples(model, evaluation_windows)
-        start = planned(model, tokenizer, config, workspace, ids)
+    workspace, where = given.workspace(), given.device if devices is None else torch.device(devices.kind)
+    with workspace.store.working(model.eval(), where), unstacked_experts(model), shared_linears(model):
+        start = planned(model, given, workspace)
         if devices is None:
-            start, needs, _, devices = placed(start, held_out, workspace, device or model.device, ways)
+            start, needs, _, devices = placed(start, workspace, given.device or model.device, given.ways)
         else:
-            start, needs = needs_elsewhere(start, held_out, devices, workspace.progress)
+            ranks.check_shares(len(start.samples), devices.count)
+            start, needs = with_needs(start, devices, workspace.progress)
+            check_way(needs.way, start, devices)
         identify(workspace, model, start.config, start.samples, model.device)
-        forecast = make_forecast(start, needs, held_out, resume_path, devices, timed=True, save_format=save_format)
-        return start.plan, forecast
-
-
-def _checked(config: CompileConfig | None, offload: OffloadFolder | None) -> CompileConfig:
-    config = config_from() if config is None else config
-    if not isinstance(config, CompileConfig):
-        raise ConfigError(f"config is a {type(config).__name__}: make one with permtriton.config_from")
-    check_recipe(config)
-    if offload is not None:
-        check_offload(config)
-    return config
+        return start.plan, make_forecast(
+            start, needs, given.resume_path, devices, timed=True, save_format=given.save_format
+        )
 
 
 def run_steps(run: Run) -> None:

@@ -17,7 +17,7 @@ from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.chosen import NOT_NAMED
 from permtriton.passes.fused_layout import fused_plan
-from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups
+from permtriton.passes.plan import Plan, Site, layer_modules, linear_module, sequential_groups
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
@@ -33,6 +33,7 @@ class Planned:
     Attributes:
         config: every option.
         graph: graph of the model, from which the plan was made.
+        held_out: held-out samples; None without any.
         recomputes: whether backward passes recompute activations, though the options do not ask for it.
     """
 
@@ -41,7 +42,14 @@ class Planned:
     samples: Samples
     plan: Plan
     graph: fx.GraphModule
+    held_out: Samples | None = None
     recomputes: bool = False
+
+    @cached_property
+    def layers(self) -> list[int]:
+        """The bytes of each layer."""
+        layers = layer_modules(self.model, self.plan)
+        return [sum(p.numel() for p in layer.parameters()) * self.facts.element for layer in layers]
 
     @cached_property
     def facts(self) -> Facts:

@@ -1,6 +1,6 @@
-"""The first stage of a compilation: what is read and measured before anything changes, and the run that it makes."""
+"""The first stage of a compilation: what it is given, what is measured before anything changes, and its run."""
 
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_inputs, check_samples, vocabulary_of
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import WRITING, identify
+from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import GENERATION, IN_PLACE, Devices, Needs, describe_low_memory, estimate, fits, spared
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
@@ -31,56 +32,94 @@ from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_t
 from permtriton.model.prunable import check_original
 from permtriton.model.reference import Reference
 from permtriton.passes.plan import named_layers
-from permtriton.recipe import suggested_text
+from permtriton.recipe import check_recipe, config_from, suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import OffloadFolder
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
-from permtriton.running.store import HostMemory
+from permtriton.running.store import MEMORY, HostMemory
 from permtriton.util.machine import available_memory, format_bytes
-from permtriton.util.progress import Progress
+from permtriton.util.progress import NoProgress, Progress
 
 
-def prepare(  # noqa: PLR0913
-    model: PreTrainedModel,
-    tokenizer: Processor | None,
-    config: CompileConfig,
-    workspace: Workspace,
-    *,
-    ids: Inputs | None = None,
-    windows: Inputs | None = None,
-    say_needs: bool = False,
-    device: torch.device | None = None,
-    ways: tuple[Way, ...] = tuple(Way),
-    save_format: str | None = None,
-) -> Run:
+@dataclass(frozen=True)
+class Given:
+    """What a compilation is given beside its model: the arguments of `permtriton.driver.pipeline.compile_model`.
+
+    Attributes:
+        tokenizer: tokenizer of the calibration text, not needed if the text is already token ids; or the processor of
+            images or sound. It is saved with the model.
+        config: every option; the default recipe by default.
+        ids: calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
+            arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
+        evaluation_windows: held-out samples to evaluate dense and compiled models on: token ids, int64
+            ``[windows, tokens]``, or a mapping as for ``ids``.
+        resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
+            (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
+            refused until they are deleted.
+        say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
+        device: device that the model, which is on the CPU, shall run on; None where it is.
+        ways: how the model may be placed on ``device``; of several, its memory decides.
+        offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
+            parameters stay in files of that folder as long as they are used.
+        save_format: format in which it will be saved, for the estimate of the disk; None for dense.
+        origin: what the record shall say beside what is known here; None for nothing more.
+
+    Raises:
+        ConfigError: the config is none, prunes nothing or twice, or cannot be done with an offload folder.
+    """
+
+    tokenizer: Processor | None = None
+    config: CompileConfig = field(default_factory=config_from)
+    _: KW_ONLY
+    ids: Inputs | None = None
+    evaluation_windows: Inputs | None = None
+    progress: Progress | None = None
+    resume_path: Path | None = None
+    say_needs: bool = False
+    device: torch.device | None = None
+    ways: tuple[Way, ...] = tuple(Way)
+    offload: OffloadFolder | None = None
+    save_format: str | None = None
+    origin: Origin | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.config, CompileConfig):
+            raise ConfigError(f"config is a {type(self.config).__name__}: make one with permtriton.config_from")
+        check_recipe(self.config)
+        if self.offload is not None:
+            check_offload(self.config)
+
+    def workspace(self) -> Workspace:
+        """Returns what the compilation works with."""
+        return Workspace(self.progress or NoProgress(), self.resume_path, self.offload or MEMORY)
+
+
+def prepare(model: PreTrainedModel, given: Given) -> Run:
     """Reads the calibration text, traces the model, and measures the dense model: what a run starts from.
-
-    Arguments are those of `permtriton.driver.pipeline.compile_model`.
 
     Raises:
         PermTritonError: bad input, the state of another run, a model that cannot be traced, or too little memory or
             disk.
     """
-    device, progress = device or model.device, workspace.progress
-    held_out = held_out_samples(model, windows)  # refused before all else
-    start = planned(model, tokenizer, config, workspace, ids)
-    config = start.config
-    for left in reasons_of(start.plan.skipped) if config.skip_indivisible else ():
+    device, workspace = given.device or model.device, given.workspace()
+    progress = workspace.progress
+    start = planned(model, given, workspace)
+    for left in reasons_of(start.plan.skipped) if start.config.skip_indivisible else ():
         progress.say(f"left dense: {left}")
-    start, needs, placement, devices = placed(start, held_out, workspace, device, ways)
+    start, needs, placement, devices = placed(start, workspace, device, given.ways)
     config = start.config
     with workspace.timed("identify"):
         identify(workspace, model, config, start.samples, device)
     with workspace.timed("estimate"):
         forecast = make_forecast(
-            start, needs, held_out, workspace.resume_path, devices, timed=say_needs, save_format=save_format
+            start, needs, given.resume_path, devices, timed=given.say_needs, save_format=given.save_format
         )
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
         raise ConfigError(refused)
     folder = _check_disks(workspace, forecast)
-    if say_needs:
+    if given.say_needs:
         progress.say(forecast.describe(folder))
         if saved := describe_low_memory(needs, config):
             progress.say(f"to save memory: {saved}")
@@ -91,10 +130,10 @@ def prepare(  # noqa: PLR0913
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     evaluation, statistics, expert_tokens = None, {}, {}
     with placement.running(model, start.plan) as runs:
-        if held_out is not None:
+        if start.held_out is not None:
             with workspace.timed("evaluate"):
                 layers = named_layers(model, start.plan)
-                evaluation = Evaluation(runs, held_out, progress, layers, workspace.store)
+                evaluation = Evaluation(runs, start.held_out, progress, layers, workspace.store)
         if config.uses_importance:
             with workspace.timed("calibrate"):
                 statistics = site_statistics(
@@ -124,7 +163,7 @@ def prepare(  # noqa: PLR0913
 
 
 def placed(
-    start: Planned, held_out: Samples | None, workspace: Workspace, device: torch.device, ways: tuple[Way, ...]
+    start: Planned, workspace: Workspace, device: torch.device, ways: tuple[Way, ...]
 ) -> tuple[Planned, Needs, Placement, Devices]:
     """Decides how the model is placed and whether activations are recomputed; moves it where it is to run as a whole.
 
@@ -133,12 +172,12 @@ def placed(
     """
     model = start.model
     devices = Devices.of(device, ranks.count(), ways, offloaded=workspace.store.one_layer)
-    start, needs = with_needs(start, held_out, devices, workspace.progress)
+    start, needs = with_needs(start, devices, workspace.progress)
     chosen = max(ranks.gather(needs.way))  # where one rank cannot hold the model, none does
     if chosen is not Way.WHOLE:
         check_way(chosen, start, devices)
         devices = replace(devices, ways=(chosen,))
-        needs = needs if needs.way is chosen else estimate(start, held_out, devices)
+        needs = needs if needs.way is chosen else estimate(start, devices)
         if chosen is Way.ONLOADED:
             workspace.store = HostMemory()
     elif device != model.device and fits(needs, devices):
@@ -146,26 +185,11 @@ def placed(
         devices = replace(devices, free=available_memory(device))
         plan, graph = plan_model(model, start.config, start.samples)  # a graph is of one device
         start = replace(start, plan=plan, graph=graph)
-        needs = estimate(start, held_out, devices)  # beside a model that is there
+        needs = estimate(start, devices)  # beside a model that is there
     return start, needs, Placement(chosen, device), devices
 
 
-def needs_elsewhere(
-    start: Planned, held_out: Samples | None, devices: Devices, progress: Progress
-) -> tuple[Planned, Needs]:
-    """Returns the start and its needs on devices that are not here.
-
-    Raises:
-        ConfigError: a compilation would be refused there, for another reason than its memory.
-    """
-    ranks.check_shares(len(start.samples), devices.count)
-    start, needs = with_needs(start, held_out, devices, progress)
-    if needs.way is not Way.WHOLE:
-        check_way(needs.way, start, devices)
-    return start, needs
-
-
-def with_needs(start: Planned, held_out: Samples | None, devices: Devices, progress: Progress) -> tuple[Planned, Needs]:
+def with_needs(start: Planned, devices: Devices, progress: Progress) -> tuple[Planned, Needs]:
     """Returns the start and its needs; it writes no text where only the recipe asks for it, and it could not.
 
     Raises:
@@ -173,23 +197,18 @@ def with_needs(start: Planned, held_out: Samples | None, devices: Devices, progr
     """
     if devices.offloaded and Way.WHOLE not in devices.ways:
         raise ConfigError("`offload=` is for a model on the CPU: leave it out, or leave `onload=` and `shard=` out")
-    start, needs = spared(start, held_out, devices)
+    start, needs = spared(start, devices)
     cannot = needs.way is Way.ONLOADED and bool(start.config.writes) and not fits(needs, devices, GENERATION)
     if not any(ranks.gather(cannot)):
         return start, needs
     reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.facts.model)}"
     start = replace(start, config=_without_text(start.config, reason, progress))
-    return spared(start, held_out, devices)
+    return spared(start, devices)
 
 
-def planned(
-    model: PreTrainedModel,
-    tokenizer: Processor | None,
-    config: CompileConfig,
-    workspace: Workspace,
-    ids: Inputs | None,
-) -> Planned:
-    """Reads the calibration samples and traces the model; arguments and errors are those of `prepare`."""
+def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Planned:
+    """Reads all samples and traces the model; errors are those of `prepare`."""
+    held_out, config, ids = held_out_samples(model, given.evaluation_windows), given.config, given.ids
     check_original(model)
     with workspace.timed("calibration text"):
         if ids is not None and config.alone:
@@ -197,16 +216,17 @@ def planned(
         if ids is not None:
             samples = check_samples(model, ids)
         elif config.alone:
-            samples = _no_text(model, config.calibration, workspace, tokenizer)
+            samples = _no_text(model, config.calibration, workspace, given.tokenizer)
         else:
-            samples = ranks.on_first(lambda: calibration_samples(config, tokenizer, model))
+            samples = ranks.on_first(lambda: calibration_samples(config, given.tokenizer, model))
         ranks.check_shares(len(samples), ranks.count())
         samples = with_tokens(model, samples.to("cpu"))
-        config = _writing(model, config, workspace, samples)
+        if config.generated and (reason := why_not_generated(model, workspace.store, samples)):
+            config = _without_text(config, reason, workspace.progress)
     with workspace.timed("trace"):
         plan, graph = plan_model(model, config, samples)
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
-    return Planned(model, config, samples, plan, graph)
+    return Planned(model, config, samples, plan, graph, held_out)
 
 
 def held_out_samples(model: PreTrainedModel, windows: Inputs | None) -> Samples | None:
@@ -285,18 +305,12 @@ def _no_text(
     return Samples.of(torch.full((config.generated, config.sequence_length), token))
 
 
-def _writing(model: PreTrainedModel, config: CompileConfig, workspace: Workspace, samples: Samples) -> CompileConfig:
-    """Returns a config without generated text where the model can write none and only the recipe asks for it.
+def _without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:
+    """Returns a config without generated text, which the model cannot write, where only the recipe asks for it.
 
     Raises:
         ConfigError: the user asks for it.
     """
-    if not config.generated or not (reason := why_not_generated(model, workspace.store, samples)):
-        return config
-    return _without_text(config, reason, workspace.progress)
-
-
-def _without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:
     if config.alone:
         raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text")
     if config.generated != suggested_text(config):
@@ -322,12 +336,14 @@ def check_offload(config: CompileConfig) -> None:
 
 
 def check_way(way: Way, start: Planned, devices: Devices) -> None:
-    """Checks, before any work, that a compilation can run a model whose layers are not all on one device.
+    """Checks, before any work, that a compilation can run a model that is placed this way.
 
     Raises:
         ConfigError: it cannot; the message says what to choose.
     """
     config = start.config
+    if way is Way.WHOLE:
+        return
     if way is Way.SPREAD:
         if config.writes:
             raise ConfigError(

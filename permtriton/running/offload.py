@@ -14,8 +14,9 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import torch
@@ -133,15 +134,8 @@ class OffloadFolder(Store):
             if parameter is not None:
                 self._move(parameter)
 
-        before = os.environ.get(ASYNC_LOAD)
-        os.environ[ASYNC_LOAD] = "1"
-        try:
-            with register_module_parameter_registration_hook(moved):
-                yield
-        finally:
-            del os.environ[ASYNC_LOAD]
-            if before is not None:
-                os.environ[ASYNC_LOAD] = before
+        with mock.patch.dict(os.environ, {ASYNC_LOAD: "1"}), register_module_parameter_registration_hook(moved):
+            yield
 
     def free(self) -> int:
         """Returns the free bytes of the disk."""
@@ -154,35 +148,19 @@ class OffloadFolder(Store):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
     @contextmanager
-    def working(self, model: nn.Module) -> Iterator[None]:
+    def working(self, model: nn.Module, device: torch.device | None = None) -> Iterator[None]:
         """Moves a model's parameters; inside the ``with`` block, pages are released whenever one of its layers has run.
 
         Raises:
-            ConfigError, OutputError: as `move`.
+            ConfigError: it is, or shall run, on a GPU.
+            OutputError: as `empty`.
         """
+        if device is not None and device.type != "cpu":
+            raise ConfigError(NO_GPU.format(device=device))
         self.move(model)
         layers = {layer for each in model.modules() if isinstance(each, nn.ModuleList) for layer in each}
         with hooked(layer.register_forward_hook(lambda *_: self.release()) for layer in layers):
             yield
-
-
-def working(
-    offload: OffloadFolder | None, model: nn.Module, device: torch.device | None = None
-) -> AbstractContextManager[None]:
-    """Returns the context in which a model is compiled: that of `OffloadFolder.working`, or one that does nothing.
-
-    Args:
-        device: device that it shall run on; None where it is.
-
-    Raises:
-        ConfigError: the device is a GPU.
-        OutputError: as `OffloadFolder.empty`.
-    """
-    if offload is None:
-        return nullcontext()
-    if device is not None and device.type != "cpu":
-        raise ConfigError(NO_GPU.format(device=device))
-    return offload.working(model)
 
 
 def _file_system(folder: Path) -> str:

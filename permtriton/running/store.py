@@ -1,10 +1,11 @@
 """Where large tensors beside the weights are: inputs of layers, dense weights, targets, copies of weights."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from permtriton.running import ranks
 from permtriton.util.machine import available_memory
@@ -36,6 +37,14 @@ class Store:
 
     def release(self) -> None:
         """Gives up memory that is not needed at the moment."""
+
+    def working(self, model: nn.Module, device: torch.device | None = None) -> AbstractContextManager[None]:
+        """Returns the context in which a model is compiled.
+
+        Args:
+            device: device that it shall run on; None where it is.
+        """
+        return nullcontext()
 
     def free(self) -> int:
         """Returns how many bytes are free there for this process."""
