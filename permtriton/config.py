@@ -24,6 +24,7 @@ LINEARS = (
     "classes"
 )
 SURPLUS = 4  # tokens of a text that are mixed per token drawn, so that the windows are a sample of the documents
+OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
 WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
 
 

@@ -3,11 +3,10 @@
 They need no labels but the dense model's own outputs, so its own text is as good as any, and there is no end of it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from math import ceil, exp
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Adv
     generate: Any = model.generate
     starts = starts.to(model.device)
     try:
-        with _without_habits(model):
+        with mock.patch.object(model, "generation_config", GenerationConfig()):  # its own may end a text early
             texts = generate(starts, plain, LogitsProcessorList([drawing]), attention_mask=torch.ones_like(starts))
     except Exception as error:  # the model's code may raise any kind
         if is_out_of_memory(error):
@@ -161,14 +160,3 @@ class _Drawing(LogitsProcessor):
         self.surprises -= logs.gather(1, drawn).squeeze(1)
         self._advance(len(input_ids))
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn, 0.0)
-
-
-@contextmanager
-def _without_habits(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the context, ``generate`` does nothing that the model's own settings ask for: it ends no text early."""
-    before = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = before

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError, first_line, reading
+from permtriton.errors import CalibrationError, reading
 from permtriton.model.core import takes_decoder_ids
 from permtriton.util.extras import require
 
@@ -160,19 +160,14 @@ def _sounds(files: list[Path], processor: Processor) -> list[Mapping[str, Tensor
 
 
 def _read(path: Path, read: Callable[[Path], Any]) -> Any:
-    try:
+    with reading(f"{path} cannot be read", CalibrationError):
         return read(path)
-    except Exception as error:  # readers of images and sound raise many kinds
-        raise CalibrationError(f"{path} cannot be read: {first_line(error)}") from error
 
 
 def _processed(path: Path, content: Any, process: Callable[[Any], Any]) -> Mapping[str, Tensor]:
     """Returns what a processor makes of one file, each tensor with a first dimension of 1."""
-    try:
-        features = process(content)
-        return {name: torch.as_tensor(np.asarray(values)) for name, values in features.items()}
-    except Exception as error:  # so do processors
-        raise CalibrationError(f"the model's processor refuses {path}: {first_line(error)}") from error
+    with reading(f"the model's processor refuses {path}", CalibrationError):
+        return {name: torch.as_tensor(np.asarray(values)) for name, values in process(content).items()}
 
 
 def _waveform(path: Path, rate: int) -> Waveform:

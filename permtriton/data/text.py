@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Container, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
-from permtriton.config import SURPLUS, CalibrationConfig, CommonConfig
+from permtriton.config import OF_TEXT, SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.media import KINDS, Processor, is_media, media_samples
 from permtriton.data.padding import documents_in, unpadded
 from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of, with_labels
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.tokenize import token_ids
+from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
 from permtriton.model.core import DECODER_IDS, core_of, takes_decoder_ids
 from permtriton.model.forward import check_length, max_tokens
@@ -53,7 +52,6 @@ JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
 Documents = Sequence[Any]  # each a text, token ids, or a `Pair` of them
-IGNORED = -100  # the label of transformers for a token that does not count
 OF_IDS = ("input_ids", DECODER_IDS, "labels")  # the arguments that hold token ids
 INTEGERS = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
@@ -84,7 +82,6 @@ def all_windows(
     """Draws all sequences of the text that is encoded, of many documents about ``surplus`` times the wanted ones.
 
     Args:
-        config: Source, wanted number, and length of the sequences.
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         documents: What is drawn from, where it is in memory; the source then only names it.
@@ -99,27 +96,25 @@ def all_windows(
         CalibrationError: The source cannot be read or holds too little text, or ids are outside the vocabulary.
     """
     generator = torch.Generator().manual_seed(seed)
-    wanted = config.samples * config.sequence_length
+    wanted, source = config.samples * config.sequence_length, config.calibration
     if documents is None:
-        documents = _documents(
-            config.calibration, HUB_DATASETS, JOINED, "calibration.txt", config.text_column, config.split
-        )
-    documents = documents if paired else sources_of(documents)
+        documents = _documents(source, HUB_DATASETS, JOINED, "calibration.txt", config.text_column, config.split)
+    documents, encoder = documents if paired else sources_of(documents), Encoder(source, tokenizer, vocabulary)
     if are_pairs(documents):
         if config.one_document:
             raise ConfigError("`one_document=true` has no effect on pairs of a source and its labels: leave it out")
-        encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=config.calibration)
-        length, name = config.sequence_length, config.calibration
-        return paired_windows(documents, encode, length, config.samples, generator, name, surplus)
+        return paired_windows(
+            documents, encoder.pair, config.sequence_length, config.samples, generator, source, surplus
+        )
     if config.one_document:
-        return _in_vocabulary(_one_document_each(config, documents, tokenizer, seed), vocabulary, config.calibration)
+        return encoder.checked(_one_document_each(config, documents, encoder, seed))
     cut_off = config.sequence_length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
-    stream, ends = _encode(config.calibration, documents, tokenizer, vocabulary, surplus * wanted + cut_off, generator)
+    stream, ends = encoder.stream(documents, surplus * wanted + cut_off, generator)
     end = next((each for each in ends if each >= SURPLUS * wanted), ends[-1])  # of what is mixed, whatever follows
     windows = end // config.sequence_length
     if windows < config.samples:
         raise CalibrationError(
-            f"{config.calibration} holds {stream.numel():,} tokens, {windows} sequences of {config.sequence_length}, "
+            f"{source} holds {stream.numel():,} tokens, {windows} sequences of {config.sequence_length}, "
             f"but {config.samples} are needed. Lower `samples=` or `sequence_length=`, or give more text"
         )
     slack = end - windows * config.sequence_length
@@ -131,9 +126,7 @@ def all_windows(
     return torch.cat([mixed, rest])
 
 
-def _one_document_each(
-    config: CalibrationConfig, documents: Documents, tokenizer: PreTrainedTokenizerBase | None, seed: int
-) -> Tensor:
+def _one_document_each(config: CalibrationConfig, documents: Documents, encoder: Encoder, seed: int) -> Tensor:
     """Returns sequences each drawn from one document with more tokens, int64 ``[samples, sequence_length]``.
 
     Documents are drawn until one is long enough, with replacement, by Python's generator: for c4 and a seed, these are
@@ -150,7 +143,7 @@ def _one_document_each(
         number = generator.randint(0, len(documents) - 1)
         if number in short:
             continue
-        ids = _encode_one(documents[number], tokenizer, config.calibration, ended=False)
+        ids = encoder.one(documents[number], ended=False)
         if ids.numel() <= length:
             short.add(number)
             continue
@@ -172,22 +165,18 @@ def evaluation_ids(
 
     Args:
         source: ``demo``, ``wikitext2``, ``c4`` or a local file.
-        tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
-        vocabulary: Number of rows of the model's embedding; every id must be below it.
         sequence_length: Tokens per window; a shorter text gives one shorter window.
-        documents: As for `calibration_ids`.
-        paired: As for `all_windows`.
+        tokenizer, vocabulary, documents, paired: As for `all_windows`.
 
     Raises:
-        CalibrationError: As for `calibration_ids`.
+        CalibrationError: As for `all_windows`.
     """
     if documents is None:
         documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
-    documents = documents if paired else sources_of(documents)
+    documents, encoder = documents if paired else sources_of(documents), Encoder(source, tokenizer, vocabulary)
     if are_pairs(documents):
-        encode = partial(_encode_pair, tokenizer=tokenizer, vocabulary=vocabulary, source=source)
-        return paired_windows(documents, encode, sequence_length, None, None, source)
-    stream, _ = _encode(source, documents, tokenizer, vocabulary, None, None)
+        return paired_windows(documents, encoder.pair, sequence_length, None, None, source)
+    stream, _ = encoder.stream(documents)
     length = min(sequence_length, stream.numel())
     if length < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
@@ -200,18 +189,16 @@ def calibration_samples(
     """Draws the calibration samples of a compilation, with what is left of a text as spare ones.
 
     Args:
-        config: Source, number and length of the samples, and the seed of the draw.
-        tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``. Of a model that reads images
-            or sound, its processor.
-        documents: As for `calibration_ids`.
+        tokenizer: As for `all_windows`; of a model that reads images or sound, its processor.
+        documents: As for `all_windows`.
 
     Raises:
-        CalibrationError: As for `calibration_ids` or `permtriton.data.media.media_samples`, or the sequences are
-            longer than the model can take.
+        CalibrationError: As for `all_windows` or `permtriton.data.media.media_samples`, or the sequences are longer
+            than the model can take.
     """
     source, count = config.calibration.calibration, config.calibration.samples
     if is_media(model, source):
-        for name in ("text_column", "split", "one_document"):
+        for name in OF_TEXT:
             if value := getattr(config.calibration, name):
                 raise ConfigError(
                     f"`{name}={value}` has no effect on {source}, which is no text: leave it out, or the protocol that "
@@ -252,10 +239,7 @@ def fitted(
 
 
 def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
-    """Returns samples that a caller made, after checking that the model can take them, as it reads them.
-
-    Arguments and errors are those of `check_inputs`.
-    """
+    """Returns what `check_inputs` does, as the model reads it."""
     samples = check_inputs(model, inputs)
     spare = None if samples.spare is None else check_samples(model, samples.spare)
     return replace(samples, inputs=arguments_of(model, samples.inputs), spare=spare)
@@ -282,16 +266,15 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     unknown = [name for name in samples.inputs if name not in (*taken, *made)]
     if taken and unknown:  # a wrapper may hand on all arguments
         raise CalibrationError(f"{unknown[0]} is no argument of {type(reader).__name__}: it takes {', '.join(taken)}")
-    _check_values(model, samples)
-    return samples
-
-
-def _check_values(model: PreTrainedModel, samples: Samples) -> None:
-    halves = takes_decoder_ids(model) and samples.ids is None
     for name, values in samples.inputs.items():
         if name in OF_IDS:
-            _check_ids(model, name, values)
-            check_length(model, values.shape[1], of_a_half=halves)
+            vocabulary = vocabulary_of(model)
+            if values.dtype != torch.int64 or values.ndim != 2 or values.min() < 0 or values.max() >= vocabulary:
+                raise CalibrationError(
+                    f"{name} have shape {tuple(values.shape)} and dtype {values.dtype}: expected integers "
+                    f"[samples, tokens] with values from 0 to {vocabulary - 1}"
+                )
+            check_length(model, values.shape[1], of_a_half=bool(made) and samples.ids is None)
         elif not bool(values.isfinite().all()):
             bad = int((~values.isfinite()).sum())
             raise CalibrationError(f"{name}: {bad} of {values.numel()} values are NaN or infinite")
@@ -300,15 +283,7 @@ def _check_values(model: PreTrainedModel, samples: Samples) -> None:
                 f"{name}: {int((values == 0).sum())} of {values.numel()} positions are padding, which would count like "
                 "all others in what is measured: give samples of one length without padding"
             )
-
-
-def _check_ids(model: PreTrainedModel, name: str, ids: Tensor) -> None:
-    vocabulary = vocabulary_of(model)
-    if ids.dtype != torch.int64 or ids.ndim != 2 or int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise CalibrationError(
-            f"{name} have shape {tuple(ids.shape)} and dtype {ids.dtype}: expected integers [samples, tokens] with "
-            f"values from 0 to {vocabulary - 1}"
-        )
+    return samples
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
@@ -328,81 +303,6 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     if not isinstance(count, int) or count < 1:
         raise CalibrationError(f"a {type(model).__name__} does not say which token ids it knows: give other samples")
     return count
-
-
-def _encode(
-    source: str,
-    documents: Sequence[Any],
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-    wanted: int | None,
-    generator: torch.Generator | None,
-) -> tuple[Tensor, list[int]]:
-    """Returns the ids of a source's documents as one stream, int64 ``[tokens]``, and where each of them ends.
-
-    The documents are in random order where ``generator`` is given. Where ``wanted`` is given, encoding stops once there
-    are so many tokens.
-    """
-    if not len(documents):
-        raise CalibrationError(f"{source} is empty: no text to use")
-    order = torch.randperm(len(documents), generator=generator).tolist() if generator else range(len(documents))
-    pieces, ends = list[Tensor](), list[int]()
-    for position in order:
-        with reading(f"{source}: document {position + 1} cannot be read", CalibrationError):
-            document = documents[position]
-        piece = _encode_one(document, tokenizer, source)
-        pieces.append(piece)
-        ends.append(piece.numel() + (ends[-1] if ends else 0))
-        if wanted is not None and ends[-1] >= wanted:
-            break
-    if not ends[-1]:
-        raise CalibrationError(f"{source} is empty: no text to use")
-    return _in_vocabulary(torch.cat(pieces), vocabulary, source), ends
-
-
-def _encode_one(
-    document: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    source: str,
-    target: bool = False,
-    *,
-    ended: bool = True,
-) -> Tensor:
-    if isinstance(document, str):
-        return token_ids(document, tokenizer, source, target, ended=ended)
-    return _integers(document, source)
-
-
-def _encode_pair(
-    pair: Pair, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, source: str
-) -> tuple[Tensor, Tensor]:
-    ids, labels = _encode_one(pair.source, tokenizer, source), _encode_one(pair.labels, tokenizer, source, target=True)
-    if labels.numel() and int(labels.min()) == IGNORED:
-        raise CalibrationError(
-            f"{source}: some labels are {IGNORED}, which marks tokens that must not count, but all are counted: leave "
-            "these labels out"
-        )
-    _in_vocabulary(torch.cat([ids, labels]), vocabulary, source)
-    return ids, labels
-
-
-def _in_vocabulary(ids: Tensor, vocabulary: int, source: str) -> Tensor:
-    low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-    if low < 0 or high >= vocabulary:
-        raise CalibrationError(
-            f"{source}: token ids run from {low} to {high}, but the model's vocabulary is 0 to {vocabulary - 1}: "
-            "the tokenizer or the ids belong to another model"
-        )
-    return ids
-
-
-def _integers(document: Any, source: str) -> Tensor:
-    document = document.tolist() if hasattr(document, "tolist") else document
-    if isinstance(document, list | tuple) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
-        return torch.tensor(document, dtype=torch.int64)
-    raise CalibrationError(
-        f"{source} holds {shown(document)}: text must be a string, input_ids a list of integers from the vocabulary"
-    )
 
 
 def _documents(

@@ -1,19 +1,98 @@
-"""One text as token ids, however long it is and whatever its tokenizer does."""
+"""Documents as token ids, however long a text is and whatever its tokenizer does."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from permtriton.errors import CalibrationError, reading, without_panics
+from permtriton.data.pairs import Pair
+from permtriton.errors import CalibrationError, reading, shown, without_panics
 from permtriton.model.tokenizer import tokenizer_of
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
+IGNORED = -100  # the label of transformers for a token that does not count
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes token ids of the documents of a source.
+
+    Attributes:
+        source: where the documents come from, for errors.
+        tokenizer: the model's tokenizer; may be None where the documents are token ids.
+        vocabulary: number of token ids that the model knows.
+    """
+
+    source: str
+    tokenizer: PreTrainedTokenizerBase | None
+    vocabulary: int
+
+    def stream(
+        self, documents: Sequence[Any], wanted: int | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, list[int]]:
+        """Returns the ids of documents as one stream, int64 ``[tokens]``, and where each of them ends.
+
+        Args:
+            wanted: number of tokens after which no further document is encoded; None for all.
+            generator: draws the order of the documents; None keeps it.
+
+        Raises:
+            CalibrationError: there is no text, a document cannot be read, or ids are outside the vocabulary.
+        """
+        if not len(documents):
+            raise CalibrationError(f"{self.source} is empty: no text to use")
+        order = torch.randperm(len(documents), generator=generator).tolist() if generator else range(len(documents))
+        found, ends = list[Tensor](), list[int]()
+        for position in order:
+            with reading(f"{self.source}: document {position + 1} cannot be read", CalibrationError):
+                document = documents[position]
+            found.append(self.one(document))
+            ends.append(found[-1].numel() + (ends[-1] if ends else 0))
+            if wanted is not None and ends[-1] >= wanted:
+                break
+        if not ends[-1]:
+            raise CalibrationError(f"{self.source} is empty: no text to use")
+        return self.checked(torch.cat(found)), ends
+
+    def pair(self, pair: Pair) -> tuple[Tensor, Tensor]:
+        """Returns the ids of a source and of its labels, int64 ``[...]`` each."""
+        ids, labels = self.one(pair.source), self.one(pair.labels, target=True)
+        if labels.numel() and int(labels.min()) == IGNORED:
+            raise CalibrationError(
+                f"{self.source}: some labels are {IGNORED}, which marks tokens that must not count, but all are "
+                "counted: leave these labels out"
+            )
+        self.checked(torch.cat([ids, labels]))
+        return ids, labels
+
+    def one(self, document: Any, *, target: bool = False, ended: bool = True) -> Tensor:
+        """Returns the ids of a document, not yet checked; the further arguments are those of `token_ids`."""
+        if isinstance(document, str):
+            return token_ids(document, self.tokenizer, self.source, target=target, ended=ended)
+        document = document.tolist() if hasattr(document, "tolist") else document
+        if isinstance(document, list | tuple) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
+            return torch.tensor(document, dtype=torch.int64)
+        raise CalibrationError(
+            f"{self.source} holds {shown(document)}: text must be a string, input_ids a list of integers from the "
+            "vocabulary"
+        )
+
+    def checked(self, ids: Tensor) -> Tensor:
+        """Returns ids after checking that all of them are in the vocabulary."""
+        low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+        if low < 0 or high >= self.vocabulary:
+            raise CalibrationError(
+                f"{self.source}: token ids run from {low} to {high}, but the model's vocabulary is 0 to "
+                f"{self.vocabulary - 1}: the tokenizer or the ids belong to another model"
+            )
+        return ids
 
 
 def token_ids(
-    text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, target: bool = False, *, ended: bool = True
+    text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, *, target: bool = False, ended: bool = True
 ) -> Tensor:
     """Returns the ids of a text and the end token, int64 ``[tokens]``.
 

@@ -3,12 +3,10 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from permtriton.config import SURPLUS, WRITTEN, CommonConfig
+from permtriton.config import OF_TEXT, SURPLUS, WRITTEN, CommonConfig
 from permtriton.driver.step import Step
 from permtriton.errors import ConfigError
 from permtriton.util.option import Option, documented, options_of
-
-OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
 
 
 @documented
