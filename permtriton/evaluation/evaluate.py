@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
 from permtriton.checkpoint.plan_entries import hidden_order_of
-from permtriton.checkpoint.record import find_record
+from permtriton.checkpoint.record import Record, find_record
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import selected
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
@@ -84,10 +84,12 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         name = source.name
         shown.say(f"loading {source.described}")
         measured = load.load_model(source)
-        _say_pattern(source, measured, shown)
+        # What lies beside a GGUF file is not its record.
+        record = None if source.gguf is not None else find_record(source.location, source.hub)
+        _say_pattern(source, measured, record, shown)
         tokenizer = tokenizer or load_processor(source, measured)
-        if against is not None:
-            hidden_order = _hidden_order(source)
+        if against is not None and record is not None:
+            hidden_order = hidden_order_of(record)
     else:
         measured = source
         check_loaded(measured)
@@ -117,9 +119,8 @@ evaluate = asking(AskedEvaluation)(evaluate_as)
 evaluate.__name__ = evaluate.__qualname__ = "evaluate"  # type: ignore[attr-defined]
 
 
-def _say_pattern(source: Source, model: PreTrainedModel, shown: Progress) -> None:
+def _say_pattern(source: Source, model: PreTrainedModel, record: Record | None, shown: Progress) -> None:
     """Says of a folder that permtriton did not write what it is, and warns of one whose pattern was lost."""
-    record = None if source.gguf is not None else find_record(source.location, source.hub)
     if record is None:
         if (pattern := pattern_in_words(model)) != "dense":
             shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {pattern}")
@@ -176,11 +177,3 @@ def _checked_order(model: Any, order: Any) -> Tensor:
             "[C], such as `index` of hidden_states in permtriton.json"
         )
     return index
-
-
-def _hidden_order(source: Source) -> Tensor | None:
-    """Returns the order of the hidden states of a model that permtriton wrote; None if it is the dense model's."""
-    if source.gguf is not None:  # not what lies beside the file
-        return None
-    record = find_record(source.location, source.hub)
-    return None if record is None else hidden_order_of(record)

@@ -170,12 +170,13 @@ def check_comparable(model: PreTrainedModel, dense: PreTrainedModel) -> None:
     Raises:
         ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ.
     """
-    vocabularies, widths, kinds = ([read(each) for each in (model, dense)] for read in (_vocabulary, _width, _kind))
-    for what, (own, expected) in (
-        ("has a vocabulary of {}", vocabularies),
-        ("has a hidden size of {}", widths),
-        ("{}", kinds),
-    ):
+    texts = [each.config.get_text_config() for each in (model, dense)]
+    facts: dict[str, list[Any]] = {
+        "has a vocabulary of {}": [getattr(each, "vocab_size", None) for each in texts],
+        "has a hidden size of {}": [getattr(each, "hidden_size", None) for each in texts],
+        "{}": [_kind(model), _kind(dense)],
+    }
+    for what, (own, expected) in facts.items():
         if own != expected:
             raise ModelError(
                 f"the model {what.format(own)}, but the model that it is compared with {what.format(expected)}: give "
@@ -191,14 +192,6 @@ def _check_positions(dense: PreTrainedModel, tokens: int) -> None:
             f"the model that it is compared with has {limit} positions, but windows have {tokens} tokens: give the "
             "dense model that it was compiled from"
         )
-
-
-def _vocabulary(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "vocab_size", None)
-
-
-def _width(model: PreTrainedModel) -> int | None:
-    return getattr(model.config.get_text_config(), "hidden_size", None)
 
 
 def _kind(model: PreTrainedModel) -> str:

@@ -92,11 +92,15 @@ def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     Some heads call the decoder of their backbone directly, so every backbone is watched: the outermost returns last.
     """
     states: list[Tensor] = []
+
+    def append(_module: nn.Module, _inputs: object, output: Any) -> None:
+        states.append(output[0])
+
     inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     backbones = [module for module in inner if module.base_model is module]  # a decoder with a head returns logits
     if core_of(model) is model and is_headless(model):
         backbones = [model]  # what is inside it may lack the final norm, as DINOv2's encoder does
-    with hooked(module.register_forward_hook(_appending(states)) for module in backbones or [model]):
+    with hooked(module.register_forward_hook(append) for module in backbones or [model]):
         yield states
 
 
@@ -116,7 +120,3 @@ def recorded_embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     tables = [table] if taken and isinstance(table, nn.Module) else []
     with hooked(each.register_forward_hook(add) for each in tables):
         yield embedded
-
-
-def _appending(states: list[Tensor]) -> Any:
-    return lambda _module, _inputs, output: states.append(output[0])

@@ -77,7 +77,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFold
         raise ConfigError(NO_GPU.format(device=device))
     _refuse_pickles(source)
     stored = _stored(source)
-    config = _config(source, stored)
+    config = config_of(source, stored)
     if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
         raise compiled_already(source)
     _check_named_weights(source, config)
@@ -175,7 +175,7 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     stored = None
     with suppress(ModelError):  # no weights, or not all of them: the config is enough
         stored = _stored(source)
-    config = _config(source, stored)
+    config = config_of(source, stored)
     model_class = _model_class(source, config)
     if _is_compiled(config):
         if not allow_compiled:
@@ -231,16 +231,15 @@ def _check_named_weights(source: Source, config: Any) -> None:
         )
 
 
-def config_of(source: Source) -> Any:
+def config_of(source: Source, stored: Mapping[str, StoredTensor] | None = None) -> Any:
     """Returns a model's config; its weights need not be there.
+
+    Args:
+        stored: tensors of the checkpoint, which the config must not exceed by far; None where they are not known.
 
     Raises:
         ModelError: no such model, or its config is damaged.
     """
-    return _config(source, None)
-
-
-def _config(source: Source, stored: Mapping[str, StoredTensor] | None) -> Any:
     _check_revision(source)
     if source.gguf is not None:
         with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):

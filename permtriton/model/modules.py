@@ -45,14 +45,28 @@ def check_index(index: Tensor, channels: int, name: str) -> None:
         raise ModelError(f"{name}: the index is not a permutation: expected each of 0 to {channels - 1} exactly once")
 
 
-class ChannelGather(nn.Module):
+class _Indexed(nn.Module):
+    """A module with an index, as a buffer ``index`` ``[C]``."""
+
+    index: Tensor
+
+    def _register_index(self, index: Tensor, channels: int) -> None:
+        check_index(index, channels, type(self).__name__)
+        self.register_buffer("index", index.detach().to(index_dtype(channels), copy=True))
+
+    def compose(self, index: Tensor) -> None:
+        """Applies a further index ``[C]`` after the present one."""
+        check_index(index, self.index.numel(), type(self).__name__)
+        composed = compose(self.index.long(), index.to(self.index.device).long())
+        self.index = composed.to(self.index.dtype)
+
+
+class ChannelGather(_Indexed):
     """Permutes channels: ``y[..., j] = x[..., index[j]]``.
 
     Attributes:
         index: buffer ``[C]``.
     """
-
-    index: Tensor
 
     def __init__(self, index: Tensor) -> None:
         """Copies an index ``[C]`` of any integer dtype; on the meta device its values are not checked.
@@ -61,24 +75,19 @@ class ChannelGather(nn.Module):
             ModelError: ``index`` is not a permutation.
         """
         super().__init__()
-        _register_index(self, index, index.numel())
+        self._register_index(index, index.numel())
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``[..., C]`` of the same dtype."""
         return permute(x, self.index)
 
-    def compose(self, index: Tensor) -> None:
-        """Applies a further index ``[C]`` after the present one."""
-        _compose(self, index)
-
     def extra_repr(self) -> str:
         return f"channels={self.index.numel()}"
 
 
-class _PermutedNorm(nn.Module):
+class _PermutedNorm(_Indexed):
     """Base of both norms. ``weight`` and ``bias`` stay in the order of the input; the index acts on the output."""
 
-    index: Tensor
     bias: Any
 
     def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
@@ -86,16 +95,12 @@ class _PermutedNorm(nn.Module):
         self.variant = variant
         self.weight = _parameter(weight)
         self.register_parameter("bias", None if bias is None else _parameter(bias))
-        _register_index(self, index, weight.numel())
+        self._register_index(index, weight.numel())
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns ``norm(hidden_states)[..., index]``, with the shape of the input, ``[..., C]``."""
         kind, eps, offset = self.variant.kind, self.variant.eps, self.variant.offset
         return norm_permute(hidden_states, self.weight, self.bias, self.index, eps, offset, kind)
-
-    def compose(self, index: Tensor) -> None:
-        """Applies a further index ``[C]`` after the present one."""
-        _compose(self, index)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         _as_stored(self, state_dict, prefix)
@@ -383,14 +388,3 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 def _on_device_of(weight: Tensor, index: Tensor) -> Tensor:
     """Returns the index on the weight's device, unless that is the meta device, where its values would be lost."""
     return index if weight.is_meta else index.to(weight.device)
-
-
-def _register_index(module: nn.Module, index: Tensor, channels: int) -> None:
-    check_index(index, channels, type(module).__name__)
-    module.register_buffer("index", index.detach().to(index_dtype(channels), copy=True))
-
-
-def _compose(module: ChannelGather | _PermutedNorm, index: Tensor) -> None:
-    check_index(index, module.index.numel(), type(module).__name__)
-    composed = compose(module.index.long(), index.to(module.index.device).long())
-    module.index = composed.to(module.index.dtype)

@@ -80,16 +80,12 @@ def sync(path: Path) -> None:
     if path.is_dir():
         for entry in path.iterdir():
             sync(entry)
-    _sync(path)
+    sync_names(path)
 
 
 def sync_names(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk: what was created, renamed or removed there."""
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """Waits until the names in a folder, or the content of a file, are on the disk: what was changed there."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from textwrap import fill
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -153,15 +153,13 @@ def options_of(config: Any) -> list[Option]:
     return [Option(f.name, f.type, f.default, **{**own, **f.metadata}) for f in fields(config) if f.metadata]
 
 
-def given_options(kind: type[Config], values: Mapping[str, Any], also: Iterable[str] = ()) -> dict[str, Any]:
+def given_options(kind: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments with which to make a dataclass of options from values by option name.
 
     Args:
         values: values by option name; those of other dataclasses are left out.
-        also: names of fields that are no options, and are taken as they are.
     """
-    arguments = {each.field: each.convert(values[each.name]) for each in options_of(kind) if each.name in values}
-    return arguments | {name: values[name] for name in also if name in values}
+    return {each.field: each.convert(values[each.name]) for each in options_of(kind) if each.name in values}
 
 
 def check_options(config: Any) -> None:
