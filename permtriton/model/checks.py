@@ -31,23 +31,22 @@ LAST, EMBEDDED = "last_hidden_state", "inputs_embeds"
 NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_config")
 
 
+@torch.no_grad()
 def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Returns the model's first output (logits, or the last hidden state).
-
-    Args:
-        model: model in eval mode.
+    """Returns the first output of a model in eval mode, which is logits or the last hidden state.
 
     Returns:
         float32 ``[samples, tokens, vocabulary or hidden]`` on the CPU.
     """
-    return first_output(model, samples.to(model.device, model.dtype).inputs)
+    with without_cache(model):
+        return model(**samples.to(model.device, model.dtype).inputs)[0].float().cpu()
 
 
 @torch.no_grad()
 def output_and_states(
     model: PreTrainedModel, arguments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Returns what `first_output` does, and by their names in the output all hidden states that the model returns.
+    """Returns the first output, and by their names in the output all hidden states that the model returns.
 
     The last hidden state stands among them as `LAST`, what embeds the tokens as `EMBEDDED`. All are float32 on the CPU.
     """
@@ -60,13 +59,6 @@ def output_and_states(
     tensors = {name: [each for each in states if isinstance(each, Tensor)] for name, states in named.items()}
     tensors |= {LAST: [each for each in last[-1:] if isinstance(each, Tensor)], EMBEDDED: embedded}
     return result[0].float().cpu(), {name: [each.float().cpu() for each in states] for name, states in tensors.items()}
-
-
-@torch.no_grad()
-def first_output(model: PreTrainedModel, arguments: Mapping[str, Tensor]) -> Tensor:
-    """Returns the model's first output when called with keyword arguments, float32 on the CPU."""
-    with without_cache(model):
-        return model(**arguments)[0].float().cpu()
 
 
 def relative_difference(expected: Tensor, got: Tensor) -> float:
@@ -104,11 +96,7 @@ def with_rounding(value: Tensor, generator: torch.Generator) -> Tensor:
 def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
     """Measures how much rounding alone changes a model's outputs, relative to the largest output.
 
-    The outputs of all modules that hold parameters are rounded anew.
-
-    Args:
-        model: model that ``run`` calls.
-        run: returns outputs of the model, the same each time.
+    The outputs of all modules that hold parameters are rounded anew, while ``run`` calls the model.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -123,12 +111,7 @@ def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
 
 
 def allowed_difference(dtype: torch.dtype, noise: float) -> float:
-    """Returns the largest difference of outputs that rounding explains.
-
-    Args:
-        dtype: dtype that the outputs were computed in.
-        noise: how much rounding alone changes them.
-    """
+    """Returns the largest difference of outputs in a dtype that rounding, which alone makes ``noise``, explains."""
     return max(TOLERANCE[dtype], min(NOISE_MARGIN * noise, MOST_ALLOWED))
 
 
@@ -190,7 +173,6 @@ def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPa
     """Checks that a weight keeps as many values in every group as its pattern says, fewer only where it held zeros.
 
     Args:
-        name: name of the weight, for the error.
         weight_CO: pruned weight, ``[in_features, out_features]``.
         zeros_before: what `zeros_in_groups` returned before pruning.
         allowed: share of the groups that may keep fewer; above 0 where an update may cancel a weight exactly.
@@ -209,11 +191,7 @@ def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPa
 
 
 def check_finite_tensor(name: str, tensor: Tensor) -> None:
-    """Checks that a tensor holds neither NaN nor infinity.
-
-    Raises:
-        VerificationError: the tensor, called ``name``, holds either.
-    """
+    """Refuses a tensor, called ``name``, that holds NaN or infinity, by a `VerificationError`."""
     if not bool(tensor.isfinite().all()):
         raise VerificationError(f"{name}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite")
 

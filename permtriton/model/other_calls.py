@@ -31,11 +31,8 @@ Arguments = dict[str, Tensor]
 def other_inputs(model: PreTrainedModel, samples: Samples) -> tuple[dict[str, Arguments], dict[str, str]]:
     """Returns one call per further argument of ``forward``, and the arguments for which no call can be made.
 
-    Args:
-        samples: its inputs in calibration; the calls use the first one.
-
     Returns:
-        Argument -> keyword arguments of a call that runs; argument -> why no call with it can be made.
+        Argument -> keyword arguments of a call that runs, beside the first sample; argument -> why there is none.
     """
     first = dict(samples[:1].to(model.device, model.dtype).inputs)
     makers: dict[str, Callable[[PreTrainedModel, Arguments], list[Arguments]]] = {

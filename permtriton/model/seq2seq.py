@@ -61,7 +61,6 @@ def with_decoder_ids(model: PreTrainedModel, samples: Samples) -> Samples:
 
     Args:
         model: model that writes the text, where there is none.
-        samples: its inputs, as `arguments_of` takes them.
     """
     if samples.ids is not None or not takes_decoder_ids(model):
         return samples
@@ -71,10 +70,6 @@ def with_decoder_ids(model: PreTrainedModel, samples: Samples) -> Samples:
 
 def predicted(model: PreTrainedModel, samples: Samples) -> Tensor | None:
     """Returns the tokens that a language model predicts of samples, so that they have a perplexity.
-
-    Args:
-        model: model to run on `arguments_of` the samples.
-        samples: token ids, or the inputs of an encoder and ``labels``.
 
     Returns:
         int64 ``[samples, predicted tokens]``: of a causal model all but the first of each sample, of an encoder-decoder

@@ -13,10 +13,7 @@ def shared_linears(model: nn.Module) -> Iterator[None]:
     """Makes linears that hold the same parameters one module inside the ``with`` block.
 
     transformers ties the parameters of layers that share them, but leaves each layer its own modules. As one module
-    they are calibrated, masked and trained wherever the model uses them.
-
-    Args:
-        model: model whose linears are exchanged in place, and put back at the end.
+    they are calibrated, masked and trained wherever the model uses them. At the end, each layer has its own again.
     """
     first: dict[tuple[object, ...], nn.Module] = {}
     exchanged: list[tuple[nn.Module, str, nn.Module]] = []

@@ -30,9 +30,7 @@ class KeptOutputs:
     input is watched as the residual stream.
 
     Args:
-        model: model that the layer is part of.
-        name: name of the layer.
-        sites: its sites.
+        name: name of the layer, whose sites follow.
         keep: as `Keep`; None keeps nothing.
     """
 

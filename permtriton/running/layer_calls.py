@@ -67,8 +67,8 @@ class Form:
         return pytree.tree_unflatten([*self.leaves[: self.at], hidden, *self.leaves[self.at + 1 :]], self.structure)
 
 
-def any_rows(_rows: Tensor) -> AbstractContextManager[None]:
-    """Returns the context of a layer that runs on all sequences alike."""
+def as_it_is(_of: object) -> AbstractContextManager[None]:
+    """Returns a context that changes nothing, whatever sequences run, or whatever layer."""
     return nullcontext()
 
 
@@ -90,7 +90,7 @@ class LayerCalls:
         self._structure = call.structure
         self._leaves.append([one if same(one, other) else other for one, other in zip(first, call.leaves, strict=True)])
 
-    def __call__(self, hidden: Tensor, rows: Tensor, during: During = any_rows) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Tensor, during: During = as_it_is) -> Tensor:
         """Returns the layer's output ``[len(rows), tokens, hidden]``.
 
         Args:
@@ -98,17 +98,15 @@ class LayerCalls:
             rows: numbers of the sequences, int64 ``[...]``.
             during: the context that the layer runs in, on as many sequences as run in one call.
         """
+        assert self._structure is not None
         hidden, parts = hidden.to(self._device), [rows] if self.together else rows.split(1)
         outputs = []
         for states, part in zip(hidden.split(len(parts[0])), parts, strict=True):
             leaves = [self._leaves[row] for row in part.tolist()]
             with during(part):
-                outputs.append(self._run(states, [_joined(values) for values in zip(*leaves, strict=True)]))
+                joined = [_joined(values) for values in zip(*leaves, strict=True)]
+                outputs.append(run_layer(self._layer, states, joined, self._structure))
         return outputs[0] if self.together else torch.cat(outputs)
-
-    def _run(self, hidden: Tensor, leaves: list[Any]) -> Tensor:
-        assert self._structure is not None
-        return run_layer(self._layer, hidden, leaves, self._structure)
 
     @torch.no_grad()
     def run(
@@ -117,7 +115,7 @@ class LayerCalls:
         batch: int,
         rows: Tensor | None = None,
         store: Store = MEMORY,
-        during: During = any_rows,
+        during: During = as_it_is,
     ) -> Tensor:
         """Returns the output for some sequences.
 
@@ -253,10 +251,11 @@ def _parted(
     running = [layers[name] for name in chain if layers[name] not in forms]
     own = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
     with _half_negated(own), left_out(forms):
-        others = recorded(model, layers, sample)
+        again = recorded(model, layers, sample)
     parts = [chain[:1]]
     for name in chain[1:]:
-        if _independent(recorded_calls[name][0], others[name]):
+        leaves, others = recorded_calls[name][0].leaves, [call.leaves for call in again[name]]
+        if len(others) == 1 and len(leaves) == len(others[0]) and all(map(same, leaves, others[0])):
             parts[-1].append(name)
         else:
             parts.append([name])
@@ -291,12 +290,6 @@ def left_out(forms: Mapping[nn.Module, Form]) -> AbstractContextManager[None]:
         return forward
 
     return replaced_forwards(forms, replacement)
-
-
-def _independent(call: _Call, others: list[_Call]) -> bool:
-    return (
-        len(others) == 1 and len(call.leaves) == len(others[0].leaves) and all(map(same, call.leaves, others[0].leaves))
-    )
 
 
 def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples) -> dict[str, list[_Call]]:

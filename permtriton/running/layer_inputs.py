@@ -6,7 +6,7 @@ gets its inputs from the model, which then runs from its start.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, layer_names, linear_module
 from permtriton.running import ranks
 from permtriton.running.kept_outputs import Keep, KeptOutputs
-from permtriton.running.layer_calls import During, LayerCalls, any_rows, find_chains, record_chain
+from permtriton.running.layer_calls import During, LayerCalls, as_it_is, find_chains, record_chain
 from permtriton.running.sharding import is_spread
 from permtriton.running.store import MEMORY, Store
 
@@ -46,19 +46,10 @@ class LayerInputs:
 Within = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
 
 
-def _as_it_is(_layer: str) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def from_model(
-    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, within: Within = _as_it_is
+    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, within: Within = as_it_is
 ) -> LayerInputs:
-    """Returns the inputs of sites as the model gives them, run from its start.
-
-    Args:
-        sites: sites to watch.
-        within: the context that it runs in.
-    """
+    """Returns the inputs of sites as the model gives them, run from its start in the context ``within("")``."""
 
     def run(rows: Tensor) -> None:
         with within(""):
@@ -79,7 +70,7 @@ def layer_by_layer(
     *,
     changing: bool,
     store: Store = MEMORY,
-    within: Within = _as_it_is,
+    within: Within = as_it_is,
     keep: Keep | None = None,
 ) -> Iterator[LayerInputs]:
     """Yields the inputs of each layer's sites, in order. All its parts must be run before the next one is asked for.
@@ -122,7 +113,7 @@ def layer_by_layer(
             kept.clear()
         else:
             outputs: list[Tensor] = []
-            run = partial(_run, layer, hidden, outputs, store, partial(within, name), any_rows)
+            run = partial(_run, layer, hidden, outputs, store, partial(within, name), as_it_is)
             yield LayerInputs(sites, parts, run, may_end=False)
             (hidden,) = outputs
 

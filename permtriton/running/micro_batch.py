@@ -55,14 +55,12 @@ class MicroBatch:
                 if not is_out_of_memory(error):
                     raise
                 if self.size == 1 or ranks.are_in_step():
-                    raise MemoryTooSmallError(out_of_memory(error, self._at_a_time())) from error
+                    many = "even with one sequence" if self.size == 1 else f"with {self.size} sequences"
+                    raise MemoryTooSmallError(out_of_memory(error, f" {many} at a time")) from error
             # Not before the handler ends: the error's traceback keeps the tensors of the failed attempt alive.
             self.size = self.size // 2
             gc.collect()
             torch.cuda.empty_cache()
-
-    def _at_a_time(self) -> str:
-        return " even with one sequence at a time" if self.size == 1 else f" with {self.size} sequences at a time"
 
 
 def out_of_memory(error: BaseException, when: str = "") -> str:

@@ -23,11 +23,8 @@ from permtriton.passes.plan import Plan, layer_modules
 def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
     """Inside the ``with`` block, the model runs on ``device``, where at most one of its layers is at a time.
 
-    A parameter that is changed in place there has changed in the model afterwards; a buffer has not.
-
-    Args:
-        model: model in host memory.
-        plan: its plan, which says what its layers are.
+    The model is in host memory. A parameter that is changed in place there has changed in it afterwards; a buffer has
+    not.
     """
     layers = layer_modules(model, plan)
     inside = {module for layer in layers for module in layer.modules()}

@@ -91,14 +91,10 @@ def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def check_in_step(rows: int, size: int, ranks: int) -> None:
-    """Checks that all ranks run equally often where they share some sequences.
-
-    Args:
-        rows: number of sequences.
-        size: most sequences that run together.
+    """Refuses sequences, of which at most ``size`` run together, if a rank would run less often than another.
 
     Raises:
-        ConfigError: a rank would run less often than another.
+        ConfigError: one would.
     """
     least, most = rows // ranks, _most(rows, ranks)
     if least < -(-most // size):
@@ -130,8 +126,7 @@ def are_in_step() -> bool:
 
 def add_up(tensors: Iterable[Tensor]) -> None:
     """Adds each tensor up over all ranks, in place. Every rank must give tensors of the same shapes and dtypes."""
-    if _started():
-        _each(tensors, lambda tensor, _: dist.all_reduce(tensor, async_op=True))
+    _each(tensors, lambda tensor, _: dist.all_reduce(tensor, async_op=True))
 
 
 def total(value: float) -> float:
@@ -203,14 +198,12 @@ def deal(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
 
 def send_dealt(tensors: Sequence[Tensor]) -> None:
     """Sends each tensor, in place, from the rank that it is `dealt` to."""
-    if _started():
-        _each(tensors, lambda tensor, place: dist.broadcast(tensor, src=place % count(), async_op=True))
+    _each(tensors, lambda tensor, place: dist.broadcast(tensor, src=place % count(), async_op=True))
 
 
 def send_from_first(tensors: Iterable[Tensor]) -> None:
     """Sends each tensor, in place, from the first rank."""
-    if _started():
-        _each(tensors, lambda tensor, _: dist.broadcast(tensor, src=0, async_op=True))
+    _each(tensors, lambda tensor, _: dist.broadcast(tensor, src=0, async_op=True))
 
 
 def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -224,11 +217,11 @@ def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> None:
-    """Runs a collective operation on each tensor, in place; ``start`` takes the tensor and its number.
+    """Runs a collective operation, if there are ranks, on each tensor, in place; ``start`` takes it and its number.
 
     NCCL refuses tensors that are not contiguous, and gloo takes their memory for contiguous.
     """
-    pairs = [(tensor, tensor.detach().contiguous()) for tensor in tensors]
+    pairs = [(tensor, tensor.detach().contiguous()) for tensor in tensors] if _started() else []
     for work in [start(dense, place) for place, (_, dense) in enumerate(pairs)]:
         work.wait()
     for tensor, dense in pairs:
