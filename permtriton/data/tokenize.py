@@ -141,17 +141,13 @@ def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LON
             yield text[start:line]
             start = line
         while end - line > longest_line:
-            line = _last_space(text, line + 1, line + longest_line)
+            cut = line + longest_line
+            line = next((place for place in range(cut, line, -1) if text[place].isspace()), cut)
             yield text[start:line]
             start = line
         line = end
     if start < len(text) or not text:
         yield text[start:]
-
-
-def _last_space(text: str, low: int, high: int) -> int:
-    """Returns the position of the last white space from ``low`` to ``high``, or ``high`` if there is none."""
-    return next((position for position in range(high, low - 1, -1) if text[position].isspace()), high)
 
 
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Step
-from permtriton.driver.workspace import Workspace
+from permtriton.driver.workspace import Workspace, state_path
 from permtriton.methods import steps
 from permtriton.model.checks import model_hash
 from permtriton.running import ranks
@@ -26,8 +26,7 @@ WRITING = "generated"  # the state of the text that the dense model writes
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
     names = dict.fromkeys((WRITING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
-    paths = (resume_path.with_suffix(f".{name}{resume_path.suffix}") for name in names)
-    return sorted(filter(Path.is_file, paths))
+    return sorted(path for name in names if (path := state_path(resume_path, name)).is_file())
 
 
 def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:

@@ -234,11 +234,7 @@ class Run:
         }
 
     def keep_dense(self, steps: Sequence[Step]) -> None:
-        """Keeps what later steps and the record need of the dense model, before the first one prunes it.
-
-        Args:
-            steps: the steps that are left.
-        """
+        """Keeps what the steps that are left and the record need of the dense model, before the first prunes it."""
         if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
             self.retained = {name: each.chosen for name, each in self._dense_order.items()}

@@ -17,6 +17,11 @@ from permtriton.util.progress import Progress
 State = TypeVar("State", bound=StateFile)
 
 
+def state_path(resume_path: Path, step: str) -> Path:
+    """Returns the path of the file that keeps the state of a step."""
+    return resume_path.with_suffix(f".{step}{resume_path.suffix}")
+
+
 class Workspace:
     """What is there before anything is known of the model.
 
@@ -55,8 +60,7 @@ class Workspace:
         """Returns the file that keeps the state of a step on a model as it is now; None without ``resume_path``."""
         if self.resume_path is None:
             return None
-        path = self.resume_path.with_suffix(f".{step}{self.resume_path.suffix}")
         with self.timed("identify"):
-            file = kind(path, {**self.inputs, "start": model_hash(model)})
+            file = kind(state_path(self.resume_path, step), {**self.inputs, "start": model_hash(model)})
         self.states.append(file)
         return file

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
 from permtriton.config import CALIBRATION, RUNNING
 from permtriton.errors import ConfigError, shown
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # they import torch, which `permtriton --help` must not
     from permtriton.util.bars import Shown
 
 HUB = "Where the model comes from, and publishing"
-Self = TypeVar("Self", bound="Measures")
 
 
 class Loads:
@@ -51,7 +50,7 @@ class Measures(Loads):
 
         return TaskRequest(self.tasks, self.limit, None if self.tasks_dir is None else Path(self.tasks_dir))
 
-    def settled(self: Self) -> Self:
+    def settled(self) -> Self:
         """Returns the same with what its protocol says where nothing was given.
 
         Raises:

@@ -94,10 +94,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Reads and checks the headers of all safetensors files of a checkpoint that permtriton wrote.
-
-    Args:
-        folder: folder that holds either one file of weights, or shards and their index.
+    """Reads and checks the headers of a checkpoint that permtriton wrote: one file, or shards and their index.
 
     Returns:
         Tensor name -> description.
