@@ -4,13 +4,13 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from permtriton.cli.console import out, print_json, saved, table
+from permtriton.cli.console import out, print_json, saved, show
 from permtriton.driver import planning
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError
@@ -114,18 +114,12 @@ def _list_trials(cases: Sequence[Case], files: Sequence[Path], json: bool) -> No
     if json:
         print_json({"cases": tables_of_case, "cache": str(files[0])})
         return
-    shown = table("What would be tried", "case", "tables")
-    all_tables: dict[str, list[str]] = {}
-    trials = 0
-    for case_name, configs_of in tables_of_case.items():
-        shown.add_row(case_name, ", ".join(configs_of) or "none: one configuration only")
-        all_tables.update(configs_of)
-        trials += sum(len(configs) for configs in configs_of.values())
-    out.print(shown)
-    listed = table("Tables", "table", "configurations, the default first")
-    for name, configs in all_tables.items():
-        listed.add_row(name, "\n".join(configs))
-    out.print(listed)
+    named = ((case, ", ".join(tables) or "none: one configuration only") for case, tables in tables_of_case.items())
+    show("What would be tried", named, "case", "tables")
+    all_tables = {name: configs for tables in tables_of_case.values() for name, configs in tables.items()}
+    listed = ((name, "\n".join(configs)) for name, configs in all_tables.items())
+    show("Tables", listed, "table", "configurations, the default first")
+    trials = sum(len(configs) for tables in tables_of_case.values() for configs in tables.values())
     paths = " and ".join(map(str, files))
     counts = f"{len(tables_of_case)} cases, at most {trials} trials"
     out.print(f"{counts}; winners would be stored in {paths}", soft_wrap=True)
@@ -151,17 +145,18 @@ def _tune(
     if json:
         print_json({"machine": machine, "copy_gb_s": copy, "matmul_tflop_s": product, "entries": entries})
         return
-    shown = table("Configurations", "case", "configuration", "p20 us", "p50 us", "p80 us", "reaches", "")
-    for trial in trials:
-        figures = dict(trial.measured)
-        if "error" in figures:
-            shown.add_row(trial.case, trial.config, "-", "-", "-", "-", figures["error"])
-            continue
-        times = [f"{figures[name]:.1f}" for name in ("p20_us", "p50_us", "p80_us")]
-        marks = _marks(trial, entries[trial.key]["config"])
-        shown.add_row(trial.case, trial.config, *times, _reaches(figures, copy, product), marks)
-    out.print(shown)
+    rows = (_row(trial, entries, copy, product) for trial in trials)
+    show("Configurations", rows, "case", "configuration", "p20 us", "p50 us", "p80 us", "reaches", "")
     out.print(f"ceilings measured here: copy {copy:.0f} GB/s, bf16 matmul {product:.0f} TFLOP/s", highlight=False)
+
+
+def _row(trial: Trial, entries: Mapping[str, Any], copy: float, product: float) -> tuple[str, ...]:
+    figures = dict(trial.measured)
+    if "error" in figures:
+        return trial.case, trial.config, "-", "-", "-", "-", figures["error"]
+    times = (f"{figures[name]:.1f}" for name in ("p20_us", "p50_us", "p80_us"))
+    marks = _marks(trial, entries[trial.key]["config"])
+    return trial.case, trial.config, *times, _reaches(figures, copy, product), marks
 
 
 def _marks(trial: Trial, chosen: dict[str, Any]) -> str:

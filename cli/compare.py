@@ -36,15 +36,11 @@ def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows, *, media:
     measured = (
         f"{tokens // window} samples of {window} positions" if media else f"{tokens:,} tokens in windows of {window}"
     )
-    shown = table(
-        f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({measured}), {seeds}",
-        *headers,
-    )
+    title = f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({measured}), {seeds}"
     cells = [[cell(value) for value in row] for row in rows]
+    shown = table(title, cells, *headers)
     for column, texts in zip(shown.columns, zip(headers, *cells, strict=True), strict=True):
         column.min_width = max(len(word) for text in texts for word in text.split() or [""])  # no number is broken
-    for row_cells in cells:
-        shown.add_row(*row_cells)
     out.print(shown, width=max(out.width, shown.__rich_measure__(out, out.options).minimum), crop=False)
     if any(row["peak_bytes"] is None for row in report["rows"][1:]):
         out.print("no peak memory: this system cannot start its count anew for each row")

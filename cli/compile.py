@@ -6,12 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.cli import torchrun
-from permtriton.cli.console import out, print_json, saved, table
+from permtriton.cli.console import print_json, saved, show
 from permtriton.cli.inspect import destination
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
@@ -68,21 +66,11 @@ def print_report(report: Any, target: Path) -> None:
     Args:
         target: folder that was written.
     """
-    out.print(_permutations(report))
-    result = table("Result", "", "", show_header=False)
-    for name, value in _results(report):
-        result.add_row(name, value)
-    result.add_row("written to", str(target))
-    out.print(result)
-
-
-def _permutations(report: Any) -> Table:
-    shown = table("Permutations", "permutation", "units", "where it went", "moved")
-    rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
-    for row, members in grouped(rows):
-        moved = [report["permutations"][number]["moved"] for number in members]
-        shown.add_row(*row, _range(moved, "{}"))
-    return shown
+    spaces = report["permutations"]
+    rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in spaces]
+    moved = ((*row, _range([spaces[n]["moved"] for n in members], "{}")) for row, members in grouped(rows))
+    show("Permutations", moved, "permutation", "units", "where it went", "moved")
+    show("Result", [*_results(report), ("written to", str(target))])
 
 
 def _results(report: Any) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -146,12 +146,19 @@ def _what_ran_out(error: Exception, to_lower: Callable[[], str]) -> str:
     return f"{out_of_memory(error)}{to_lower()}" if is_out_of_memory(error) else ""
 
 
-def table(title: str, *columns: str, show_header: bool = True) -> Table:
-    """Returns an empty table that wraps long cells instead of cutting them."""
-    empty = Table(title=title, title_justify="left", show_header=show_header)
-    for column in columns:
-        empty.add_column(column, overflow="fold")
-    return empty
+def table(title: str, rows: Iterable[Iterable[str]], *columns: str) -> Table:
+    """Returns a table that wraps long cells instead of cutting them; without columns, rows are a name and a value."""
+    filled = Table(title=title, title_justify="left", show_header=bool(columns))
+    for column in columns or ("", ""):
+        filled.add_column(column, overflow="fold")
+    for row in rows:
+        filled.add_row(*row)
+    return filled
+
+
+def show(title: str, rows: Iterable[Iterable[str]], *columns: str) -> None:
+    """Prints a `table`."""
+    out.print(table(title, rows, *columns))
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from permtriton.cli.console import echo, fail, out, print_json, table
+from permtriton.cli.console import echo, fail, print_json, show
 from permtriton.cli.self_test import FAILS, self_test
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
@@ -34,15 +34,11 @@ def run(*, compile_kernels: bool, defaults_only: bool, test: bool, json: bool) -
     if json:
         print_json({**machine(), "self_test": [dataclasses.asdict(check) for check in checks]})
     else:
-        rows = table("This machine", "", "", show_header=False)
-        for name, value in machine().items():
-            rows.add_row(name, "\n".join(value) if isinstance(value, list) else value)
-        out.print(rows)
+        about = machine().items()
+        show("This machine", ((name, "\n".join(value) if isinstance(value, list) else value) for name, value in about))
         if checks:
-            shown = table("Self-test", "what", "outcome", "detail", "seconds")
-            for check in checks:
-                shown.add_row(check.name, check.outcome, check.detail, f"{check.seconds:.1f}")
-            out.print(shown)
+            rows = ((check.name, check.outcome, check.detail, f"{check.seconds:.1f}") for check in checks)
+            show("Self-test", rows, "what", "outcome", "detail", "seconds")
     if failed := [check for check in checks if check.outcome == FAILS]:
         fail(f"the self-test failed: {failed[0].name}: {failed[0].detail}", 2)
 

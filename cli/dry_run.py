@@ -2,10 +2,11 @@
 
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from permtriton.checkpoint.plan_entries import grouped
-from permtriton.cli.console import out, print_json, table
+from permtriton.cli.console import out, print_json, show
 from permtriton.cli.inspect import destination
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.forecast import duration
@@ -55,40 +56,37 @@ def print_dry_run(planned: DryRun, folder: Path) -> None:
     Args:
         folder: folder whose disk it would write to.
     """
-    report, plan, forecast = planned.report, planned.plan, planned.forecast
-    shown = table("Plan", "permutation", "units", "where it would go")
-    rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in report["permutations"]]
-    for row, _ in grouped(rows):
-        shown.add_row(*row)
-    out.print(shown)
+    rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in planned.report["permutations"]]
+    show("Plan", (row for row, _ in grouped(rows)), "permutation", "units", "where it would go")
+    show("Estimate", _estimate(planned, folder))
+    out.print("dry run: nothing was written")
+
+
+def _estimate(planned: DryRun, folder: Path) -> Iterator[tuple[str, str]]:
+    plan, forecast = planned.plan, planned.forecast
     share, total = planned.config.dense_share, planned.parameters
     pruned = round(planned.pruned_parameters * (1 - share))
-    result = table("Estimate", "", "", show_header=False)
-    result.add_row("pattern", plan.sparsity(planned.config.sparsity))
-    result.add_row("share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})")
+    yield "pattern", plan.sparsity(planned.config.sparsity)
+    yield "share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})"
     dense = [*reasons_of(plan.skipped), *([f"a share of {share:.0%}, chosen by a backward pass"] if share else [])]
-    result.add_row("linears left dense", "; ".join(dense) or "none")
+    yield "linears left dense", "; ".join(dense) or "none"
     devices = forecast.devices
     each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
-    result.add_row(
-        "memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
-    )
+    yield "memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
     if devices.count > 1 or forecast.needs.way:
-        result.add_row("weights", describe_weights(forecast.needs))
+        yield "weights", describe_weights(forecast.needs)
     if devices.count > 1:
-        result.add_row("started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ...")
+        yield "started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ..."
     if saved := describe_low_memory(forecast.needs, planned.config):
-        result.add_row("to save memory", saved)
+        yield "to save memory", saved
     if not forecast.seconds:
         missing = "these devices" if planned.fetched else "the weights yet"
-        result.add_row("time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}")
+        yield "time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}"
     else:
         stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
-        result.add_row("time", f"{forecast.time} ({stages})")
+        yield "time", f"{forecast.time} ({stages})"
     free = format_bytes(shutil.disk_usage(folder).free)
-    result.add_row("disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free")
+    yield "disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free"
     if forecast.needs.offloaded:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in forecast.needs.offloaded.items())
-        result.add_row(forecast.needs.beside, parts)
-    out.print(result)
-    out.print("dry run: nothing was written")
+        yield forecast.needs.beside, parts

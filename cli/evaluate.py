@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.cli.console import out, print_json, saved, table
+from permtriton.cli.console import out, print_json, saved, show
 from permtriton.cli.processor import suit_processor
 from permtriton.comparison.summary import Cell, cell
 from permtriton.comparison.tables import Result, check_table, write_table
@@ -84,9 +84,7 @@ def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
 def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]]) -> None:
     title = report["model"] + (f", on {report['text']}: {report['protocol']}" if report["text"] else "")
     shown = [number for number in range(len(HEADERS)) if number < 2 or any(row[number] is not None for row in rows)]
-    printed = table(title, *(HEADERS[number] for number in shown))
-    for row in rows:
-        printed.add_row(*(cell(row[number]) for number in shown))
-    out.print(printed)
+    cells = ([cell(row[number]) for number in shown] for row in rows)
+    show(title, cells, *(HEADERS[number] for number in shown))
     speed = f"; {report['tokens_per_second']:,.0f} tokens per second" if report["text"] else ""
     out.print(f"{report['seconds']:.1f} s{speed} on {report['device']}", highlight=False)

@@ -2,14 +2,14 @@
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
 from permtriton.checkpoint.plan_entries import grouped, permutation_report, plan_report
-from permtriton.cli.console import echo, out, print_json, table
+from permtriton.cli.console import echo, out, print_json, show
 from permtriton.driver import planning
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError, OutputError
@@ -139,22 +139,18 @@ def write_drawing(text: str, file: Path) -> None:
 def _print(plan: Plan) -> None:
     report = plan_report(plan)
     permutations = {entry["name"]: entry for entry in report["permutations"]}
-    sites = table("Sites", "site", "linears", "channels", "pattern", "permutation", "at run time")
-    for row, _ in grouped([_site_row(site, report["patterns"], permutations) for site in report["sites"]]):
-        sites.add_row(*row)
-    out.print(sites)
-    shown = table("Permutations", "permutation", "units", "produced by", "where it goes, or why there is none")
+    sites = [_site_row(site, report["patterns"], permutations) for site in report["sites"]]
+    _show_grouped("Sites", sites, "site", "linears", "channels", "pattern", "permutation", "at run time")
     rows = [(p["name"], str(p["channels"]), _shortened(p["producers"]), destination(p)) for p in permutations.values()]
-    for row, _ in grouped(rows):
-        shown.add_row(*row)
-    out.print(shown)
+    _show_grouped("Permutations", rows, "permutation", "units", "produced by", "where it goes, or why there is none")
     if plan.skipped:
-        skipped = table("Not pruned", "left dense", "why")
-        for row, _ in grouped(list(plan.skipped.items())):
-            skipped.add_row(*row)
-        out.print(skipped)
+        _show_grouped("Not pruned", list(plan.skipped.items()), "left dense", "why")
     for barrier in plan.barriers:
         out.print(f"barrier: {barrier}", highlight=False, markup=False)
+
+
+def _show_grouped(title: str, rows: Sequence[tuple[str, ...]], *columns: str) -> None:
+    show(title, (row for row, _ in grouped(rows)), *columns)
 
 
 def _site_row(

@@ -1,7 +1,7 @@
 """The command ``permtriton recipes``: lists the recipes and the steps."""
 
 from permtriton import recipe
-from permtriton.cli.console import out, print_json, table
+from permtriton.cli.console import print_json, show
 
 
 def run(*, json: bool) -> None:
@@ -10,11 +10,6 @@ def run(*, json: bool) -> None:
     if json:
         print_json(known)
         return
-    recipes = table("Recipes, for --recipe", "recipe", "its steps", "what for")
-    for name, each in known["recipes"].items():
-        recipes.add_row(name, ", ".join(each["steps"]), each["summary"])
-    out.print(recipes)
-    steps = table("Steps, for --recipe STEP,STEP,...", "step", "what it does")
-    for name, summary in known["steps"].items():
-        steps.add_row(name, summary)
-    out.print(steps)
+    rows = ((name, ", ".join(each["steps"]), each["summary"]) for name, each in known["recipes"].items())
+    show("Recipes, for --recipe", rows, "recipe", "its steps", "what for")
+    show("Steps, for --recipe STEP,STEP,...", known["steps"].items(), "step", "what it does")
