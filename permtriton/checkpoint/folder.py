@@ -11,7 +11,7 @@ from torch import Tensor
 
 from permtriton.checkpoint.packed import packed_parts, unpacked
 from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig
-from permtriton.checkpoint.record import Record, read_record
+from permtriton.checkpoint.record import Record, read_record, recorded_weights
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import (
@@ -128,11 +128,7 @@ class Folder:
     @cached_property
     def pruned(self) -> Mapping[str, PrunedWeight]:
         """Pruned parameter -> its input dimension and pattern. The record, the config and the tensors agree on them."""
-        path, sparsity, own = self.path / REPORT_FILE, str(self.pattern), self.record.get("patterns", {})
-        pruned = {
-            name: PrunedWeight(dim, NMPattern.parse(own.get(name, sparsity)))
-            for name, dim in self.record["pruned_weights"].items()
-        }
+        path, sparsity, pruned = self.path / REPORT_FILE, str(self.pattern), recorded_weights(self.record)
         listed = {
             name: PrunedWeight(entry["dim"], self.entries.pattern_of(name)) for name, entry in self.packed.items()
         }
@@ -141,7 +137,7 @@ class Folder:
                 f"{path} has the sparsity {sparsity}, but {CONFIG_FILE} has {self.quantization.sparsity}: one of them "
                 "is damaged"
             )
-        if unknown := sorted(own.keys() - pruned.keys()):
+        if unknown := sorted(self.record.get("patterns", {}).keys() - pruned.keys()):
             raise ModelError(f"{path} has a pattern of {unknown[0]}, which it does not list as pruned: it is damaged")
         if listed and pruned != listed:
             raise ModelError(

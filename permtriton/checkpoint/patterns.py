@@ -1,66 +1,81 @@
 """Is a model N:M that says so of itself? What is the pattern of one that says nothing?"""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.names import loaded_names
+from permtriton.checkpoint.record import Record, recorded_weights
 from permtriton.errors import listed
-from permtriton.util.sparsity import NMPattern
+from permtriton.model.expert_linears import input_dim, stacks
+from permtriton.passes.plan import LINEAR_MODULES
+from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
-KNOWN = (NMPattern(2, 4), NMPattern(4, 8))  # that other tools prune to
+REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own
 
 
-@torch.no_grad()
-def broken_claim(model: PreTrainedModel, record: Mapping[str, Any]) -> str:
+def broken_claim(model: PreTrainedModel, record: Record) -> str:
     """Returns in a sentence which weights are not N:M although ``permtriton.json`` says so; empty if all are.
 
     Args:
         record: content of the file that lies beside the model's weights.
     """
-    own, sparsity = record.get("patterns", {}), str(record["config"]["sparsity"])
-    parameters = dict(model.named_parameters())
-    names = loaded_names(model, record["pruned_weights"], parameters)
-    broken = []
-    for stored, dim in record["pruned_weights"].items():
-        weight = parameters.get(names[stored])  # None where it is packed, which is N:M by its form
-        pattern = NMPattern.parse(own.get(stored, sparsity))
-        if weight is not None and dim < weight.ndim and not _has(weight.movedim(dim, -1), pattern):
-            broken.append(stored)
+    parameters, pruned = dict(model.named_parameters()), recorded_weights(record)
+    names = loaded_names(model, pruned, parameters)
+    weights = {stored: parameters.get(name) for stored, name in names.items()}
+    # A packed weight is None here; it is N:M by its form.
+    broken = [name for name, weight in weights.items() if weight is not None and not _holds(weight, pruned[name])]
     if not broken:
         return ""
     return (
-        f"{len(broken)} of {len(names)} weights that permtriton.json lists as {sparsity} are not ({listed(broken)}): "
-        "they were changed after they were pruned. Quantizers that choose their rounding, such as GPTQ of "
-        "llm-compressor, fill zeros"
+        f"{len(broken)} of {len(names)} weights that permtriton.json lists as {record['config']['sparsity']} are not "
+        f"({listed(broken)}): they were changed after they were pruned. Quantizers that choose their rounding, such as "
+        "GPTQ of llm-compressor, fill zeros"
     )
 
 
-@torch.no_grad()
+def _holds(weight: Tensor, pruned: PrunedWeight) -> bool:
+    """Whether a weight keeps at most N of every M, and some; one of fewer dimensions is another weight."""
+    dim, pattern = pruned.dim, pruned.pattern
+    if dim >= weight.ndim:
+        return True
+    if not weight.numel() or weight.shape[dim] % pattern.group:
+        return False
+    return 0 < int(kept_in_groups(weight, dim, pattern.group).max()) <= pattern.kept
+
+
 def pattern_in_words(model: nn.Module) -> str:
     """Returns how many linears, apart from an output head, are N:M: ``2:4 in 14 of 15 linears``, or ``dense``."""
-    weights = list(_weights(model))
-    for pattern in KNOWN:
-        if count := sum(_has(weight, pattern) for weight in weights):
-            return f"{pattern} in {count} of {len(weights)} linears"
-    return "dense"
-
-
-def _weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yields the weights ``[..., in]`` of linears and of stacked experts."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    for module in model.modules():
-        if isinstance(module, nn.Linear | Conv1D) and module is not head and isinstance(module.weight, nn.Parameter):
-            yield module.weight.t() if isinstance(module, Conv1D) else module.weight
+    others = [(name, weight) for name, weight in linear_weights(model) if weight is not getattr(head, "weight", None)]
+    found = Counter(filter(None, (pattern_of(weight, input_dim(model, name)) for name, weight in others)))
+    return next((f"{pattern} in {n} of {len(others)} linears" for pattern, n in found.most_common(1)), "dense")
 
 
-def _has(weight: Tensor, pattern: NMPattern) -> bool:
-    """Whether a weight ``[..., in]`` keeps at most N of every M, and some."""
-    if not weight.numel() or weight.shape[-1] % pattern.group:
-        return False
-    kept = (weight.float() != 0).unflatten(-1, (-1, pattern.group)).sum(-1)
-    return 0 < int(kept.max()) <= pattern.kept
+def linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the weight of each linear and of each stack of experts; shared ones once."""
+    for name, parameter in model.named_parameters():
+        path, _, key = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if (key == "weight" and isinstance(owner, LINEAR_MODULES)) or key in stacks(owner):
+            yield name, parameter
+
+
+def pattern_of(weight: Tensor, dim: int) -> NMPattern | None:
+    """Returns the N:M pattern with the smallest groups that almost all groups of a weight fill; None without one."""
+    if not float((weight == 0).float().mean()) >= 1 / MAX_GROUP:  # NaN for a weight without elements
+        return None
+    for group in range(2, MAX_GROUP + 1):
+        if weight.shape[dim] % group == 0:
+            counts = kept_in_groups(weight, dim, group)
+            most = int(counts.max())
+            if 0 < most < group and float((counts == most).float().mean()) > REGULAR:
+                return NMPattern(most, group)
+    return None
+
+
+def kept_in_groups(weight: Tensor, dim: int, group: int) -> Tensor:
+    """Returns the number of nonzero weights in each group along ``dim``, int64 ``[..., groups]``."""
+    return (weight != 0).movedim(dim, -1).unflatten(-1, (-1, group)).sum(-1)

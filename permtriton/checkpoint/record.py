@@ -16,7 +16,7 @@ from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name
 from permtriton.model.source import fetched
 from permtriton.util.permutation import is_permutation
-from permtriton.util.sparsity import NMPattern, in_words
+from permtriton.util.sparsity import NMPattern, PrunedWeight, in_words
 from permtriton.util.validation import checked
 
 SHOWN = {
@@ -365,6 +365,13 @@ class Record(Always, Written, Sometimes):
 def described_sparsity(record: Mapping[str, Any]) -> str:
     """Returns the patterns of a record, as `permtriton.util.sparsity.in_words` has them."""
     return in_words(record["config"]["sparsity"], record.get("patterns", {}).values(), len(record["pruned_weights"]))
+
+
+def recorded_weights(record: Mapping[str, Any]) -> dict[str, PrunedWeight]:
+    """Returns pruned parameter -> its input dimension and pattern."""
+    own, sparsity = record.get("patterns", {}), record["config"]["sparsity"]
+    dims = record["pruned_weights"].items()
+    return {name: PrunedWeight(dim, NMPattern.parse(own.get(name, sparsity))) for name, dim in dims}
 
 
 def read_record(folder: Path) -> Record:

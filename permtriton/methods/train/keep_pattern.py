@@ -8,7 +8,7 @@ is.
 """
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from transformers import TrainerCallback
 
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.record import Record, find_record
+from permtriton.checkpoint.patterns import kept_in_groups, linear_weights, pattern_of
+from permtriton.checkpoint.record import Record, find_record, recorded_weights
+from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading
-from permtriton.model.expert_linears import input_dim, stacks
+from permtriton.model.expert_linears import input_dim
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
-from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
+from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
 ORIGINAL = ".original_module"  # and the module of which it trains a copy
-REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own
 
 
 def keep_pattern(model: nn.Module) -> "KeptPattern":
@@ -424,21 +425,18 @@ def _refuse_copied(name: str, place: str) -> None:
 
 def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
     """Returns the weights that ``permtriton.json`` lists, by their names in the model."""
-    weights, own = dict[str, _Weight](), record.get("patterns", {})
-    sparsity = str(record["config"]["sparsity"])
+    weights, pruned = dict[str, _Weight](), recorded_weights(record)
     known = {_plain(name): name for name, _ in model.named_parameters()}
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    names = loaded_names(model, record["pruned_weights"], known)
-    for stored, dim in record["pruned_weights"].items():
-        loaded = names[stored]
-        choices = (loaded, loaded.removeprefix(prefix), prefix + loaded)  # with or without a head
-        name = next((known[choice] for choice in choices if choice in known), None)
-        if name is None:
+    names = loaded_names(model, pruned, known)
+    for stored, kept in pruned.items():
+        plain = resolve_name(names[stored], known, getattr(model, "base_model_prefix", ""))
+        if plain is None:
             raise ModelError(
                 f"permtriton.json of {model.name_or_path} lists the N:M weight {stored}, which this "
                 f"{type(model).__name__} does not have: load it with the class of its config.json"
             )
-        weight = _weight(model, name, dim, NMPattern.parse(own.get(stored, sparsity)))
+        name, dim = known[plain], kept.dim
+        weight = _weight(model, name, dim, kept.pattern)
         shape = weight.parameter.shape
         if not 0 <= dim < len(shape) or shape[dim] % weight.pattern.group:
             raise ModelError(
@@ -446,12 +444,12 @@ def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
                 f"which its shape {list(shape)} does not fit: the file is damaged"
             )
         _check_pattern(name, weight)
-        weights[_plain(name)] = weight
+        weights[plain] = weight
     return weights
 
 
 def _check_pattern(name: str, weight: _Weight) -> None:
-    fullest = int(_kept_in_groups(_whole(weight.parameter), weight.dim, weight.pattern.group).max())
+    fullest = int(kept_in_groups(_whole(weight.parameter), weight.dim, weight.pattern.group).max())
     if fullest > weight.pattern.kept:
         raise ModelError(
             f"{name} is not {weight.pattern} any more: a group holds {fullest} nonzero weights. It was changed since "
@@ -462,37 +460,11 @@ def _check_pattern(name: str, weight: _Weight) -> None:
 def _recognized(model: nn.Module) -> dict[str, _Weight]:
     """Returns the weights of linears and stacked experts whose groups all keep N of M values."""
     weights = {}
-    for name, parameter in _linear_weights(model):
+    for name, parameter in linear_weights(model):
         dim = input_dim(model, name)
-        if pattern := _pattern_of(_whole(parameter).detach(), dim):
+        if pattern := pattern_of(_whole(parameter).detach(), dim):
             weights[_plain(name)] = _weight(model, name, dim, pattern)
     return weights
-
-
-def _linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():  # shared ones once
-        path, _, key = name.rpartition(".")
-        owner = model.get_submodule(path)
-        if (key == "weight" and isinstance(owner, LINEAR_MODULES)) or key in stacks(owner):
-            yield name, parameter
-
-
-def _pattern_of(weight: Tensor, dim: int) -> NMPattern | None:
-    """Returns the N:M pattern with the smallest groups that almost all groups of a weight fill; None without one."""
-    if float((weight == 0).float().mean()) < 1 / MAX_GROUP:
-        return None
-    for group in range(2, MAX_GROUP + 1):
-        if weight.shape[dim] % group == 0:
-            counts = _kept_in_groups(weight, dim, group)
-            most = int(counts.max())
-            if 0 < most < group and float((counts == most).float().mean()) > REGULAR:
-                return NMPattern(most, group)
-    return None
-
-
-def _kept_in_groups(weight: Tensor, dim: int, group: int) -> Tensor:
-    """Returns the number of nonzero weights in each group along ``dim``, int64 ``[..., groups]``."""
-    return (weight != 0).movedim(dim, -1).unflatten(-1, (-1, group)).sum(-1)
 
 
 def _weight(model: nn.Module, name: str, dim: int, pattern: NMPattern) -> _Weight:
