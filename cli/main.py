@@ -40,8 +40,8 @@ CONTINUED = ("compile", "compare", "autotune")  # commands that keep what they h
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 
 
-class Command(TyperCommand):
-    """A command whose help may be printed anywhere, and is whole at any width."""
+class _Helped:
+    """A command, or all of them, whose help may be printed anywhere, and is whole at any width."""
 
     def get_help(self, ctx: Any) -> str:
         return help.text_of(self, ctx)
@@ -51,23 +51,20 @@ class Command(TyperCommand):
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with printing():
-            return super().make_context(*arguments, **options)
+            return super().make_context(*arguments, **options)  # type: ignore[misc]
         raise typer.Exit  # nobody reads it
 
 
-class Commands(TyperGroup):
+class Command(_Helped, TyperCommand):
+    """A command."""
+
+
+class Commands(_Helped, TyperGroup):
     """Commands whose errors are one line."""
 
-    def get_help(self, ctx: Any) -> str:
-        return help.text_of(self, ctx)
-
-    def get_usage(self, ctx: Any) -> str:
-        return help.usage_of(self, ctx)
-
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with clear_errors(lambda: ""), printing():
+        with clear_errors(lambda: ""):
             return super().make_context(*arguments, **options)
-        raise typer.Exit  # nobody reads it
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args or ["--help"])
