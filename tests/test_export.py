@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from permtriton.checkpoint import storing, verify_export
+from permtriton.checkpoint import storing
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.shards import ShardWriter
 from permtriton.cli.main import app
@@ -62,7 +62,7 @@ def test_there_and_back_is_bit_equal(sources, tmp_path, name, shards):
 
 
 def test_a_model_that_cannot_be_loaded_to_compare_is_exported_all_the_same(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(verify_export, "model_hash", lambda model: model.config.name_or_path)
+    monkeypatch.setattr(storing, "model_hash", lambda model: model.config.name_or_path)
     with pytest.raises(VerificationError, match="loads as another model"):
         export(source, tmp_path / "packed")
     folders.configure(source, architectures=["OfAnotherCode"])

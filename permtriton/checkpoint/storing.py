@@ -15,9 +15,14 @@ from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig, packed_entry
-from permtriton.checkpoint.verify_export import check_reloads
-from permtriton.errors import ModelError, VerificationError
+from permtriton.errors import ModelError, PermTritonError, VerificationError, first_line
 from permtriton.kernels.packing import pack
+from permtriton.model.checks import model_hash
+from permtriton.model.load import load_model
+from permtriton.model.name import location_of
+from permtriton.model.source import Source
+from permtriton.running.micro_batch import is_out_of_memory
+from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.progress import Progress
 
 
@@ -134,3 +139,41 @@ def check_same_bits(name: str, first: Tensor, second: Tensor) -> None:
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     if not same or not torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8)):
         raise VerificationError(f"{name}: what was written differs from what was read")
+
+
+def check_reloads(folder: Path, written: Path, model_bytes: int) -> str:
+    """Loads two folders one after the other on the CPU, and compares all parameters and buffers bit by bit.
+
+    Args:
+        written: what was made of it.
+        model_bytes: size of the dense model.
+
+    Returns:
+        "same model", or "not run: " and why: too little memory, or a folder that does not load before the export
+        either, such as one of a model with code of its own.
+
+    Raises:
+        VerificationError: ``written`` does not load, or as another model.
+    """
+    if model_bytes * 1.2 > available_memory(torch.device("cpu")):
+        return "not run: the model does not fit into memory; every tensor was compared bit by bit instead"
+    try:
+        expected = _hash(folder)
+    except PermTritonError as error:
+        return f"not run: the folder that was exported cannot be loaded here: {first_line(error)}"
+    try:
+        actual = _hash(written)
+    except PermTritonError as error:
+        if is_out_of_memory(error.__cause__ or error):
+            return "not run: memory ran out; every tensor was compared bit by bit instead"
+        raise VerificationError(f"what was written cannot be loaded again: {first_line(error)}") from error
+    if actual != expected:
+        raise VerificationError("what was written loads as another model than what was read")
+    return "same model"
+
+
+def _hash(folder: Path) -> str:
+    try:
+        return model_hash(load_model(Source(location_of(folder), device="cpu")))
+    finally:
+        release_memory()
