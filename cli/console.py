@@ -17,6 +17,7 @@ from rich.text import Text
 
 from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags, first_line
 from permtriton.util.bars import PlainConsole, discard, err, visible
+from permtriton.util.output_files import to_json
 from permtriton.util.progress import without_other_bars
 
 AGAIN = (
@@ -185,8 +186,6 @@ def end_process(message: str, code: int) -> None:
 
 def print_json(value: Any) -> None:
     """Prints JSON, and nothing else, on standard output."""
-    from permtriton.checkpoint.plan_entries import to_json
-
     echo(to_json(value))
 
 

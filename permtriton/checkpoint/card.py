@@ -11,14 +11,13 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto as auto
 
 from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.plan_entries import to_json
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name, shown_name
 from permtriton.util.durable import replace_file
 from permtriton.util.extras import HOME, WHERE, install_command
-from permtriton.util.output_files import real_path
+from permtriton.util.output_files import real_path, to_json
 
 CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
@@ -120,7 +119,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         f"the pruned linears{' without a pattern of their own' * ('patterns' in report)}. Made with "
         f"{PROJECT} (`{install_command()}`{WHERE}), which chooses the order of channels so that pruning hurts less.",
         "## Result",
-        _table(("", ""), _facts(report)),
+        "\n".join(f"| {name} | {value} |" for name, value in [("", ""), ("---", "---"), *_facts(report)]),
         "## Load it",
         _loading(report, loader, loads_with, f"{_source(name)}{', trust_remote_code=True' if own else ''})"),
         "## What was verified",
@@ -247,11 +246,6 @@ def _checks(report: Mapping[str, Any]) -> Iterator[str]:
         )
     elif "export" in report:
         yield "Rewritten by `permtriton export`, and compared with the exported folder bit by bit."
-
-
-def _table(head: tuple[str, str], rows: Iterator[tuple[str, str]]) -> str:
-    lines = [head, ("---", "---"), *rows]
-    return "\n".join(f"| {left} | {right} |" for left, right in lines)
 
 
 def _code(text: object) -> str:

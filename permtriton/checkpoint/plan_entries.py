@@ -1,6 +1,5 @@
 """Entries of plans and permutations in JSON, which ``permtriton.json`` and ``permtriton inspect --json`` share."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -15,12 +14,6 @@ from permtriton.checkpoint.record import Site as OrderedSite
 from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.util.permutation import inverse, moved
-
-
-def to_json(report: Any) -> str:
-    """Returns ``report`` as indented JSON with each list of integers on one line."""
-    text = json.dumps(report, indent=1)
-    return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda match: "[" + " ".join(match[1].split()) + "]", text)
 
 
 def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[Rows]:

@@ -378,11 +378,9 @@ def read_record(folder: Path) -> Record:
     """Returns ``permtriton.json`` of a folder.
 
     Raises:
-        ModelError: the folder or the file is missing, cannot be read, or has another form than permtriton writes.
+        ModelError: the file is missing, cannot be read, or has another form than permtriton writes.
     """
     path = folder / REPORT_FILE
-    if not folder.is_dir():
-        raise ModelError(f"{folder} is not a folder: give an output of permtriton compile or export")
     if not path.is_file():
         raise ModelError(
             f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"

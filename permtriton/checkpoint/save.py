@@ -3,8 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,15 +55,9 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Recor
     names = stored_names(compiled.model, pruned, original=not permuted)
     with replacing_folder(output, overwrite=overwrite) as partial:
         started = time.perf_counter()
-        with _transformers(compiled.model):
-            compiled.model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=names.original)
-            if compiled.tokenizer is not None:
-                compiled.tokenizer.save_pretrained(partial)
-        if compiled.source is not None:
-            _copy_beside(compiled.source, partial)
-        share_mode(partial)
+        _write(compiled.model, compiled.tokenizer, compiled.source, names.original, partial)
         saved = time.perf_counter()
-        verified = verify_checkpoint(compiled, partial, pruned, names)
+        verified = verify_checkpoint(compiled, partial, pruned, names, permuted)
         seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
         record: Record = {
             **compiled.report,
@@ -105,18 +98,12 @@ def save_trained(
         raise ModelError("a model in layout fused cannot be saved while it is divided among ranks: use portable")
     names = stored_names(model, pruned, original=not permuted)
     with replacing_folder(output, overwrite=overwrite) as partial:
-        original = names.original
-        with _transformers(model):
-            model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
-        if os.path.isdir(model.name_or_path):
-            _copy_beside(Source(model.name_or_path), partial)
-        share_mode(partial)
-        checked = verify_tensors(model, partial, pruned, names, permuted, state)
+        source = Source(model.name_or_path) if os.path.isdir(model.name_or_path) else None
+        _write(model, tokenizer, source, names.original, partial, state)
+        reloaded = "not run: every tensor was compared bit by bit instead"
         verified: Verification = {
-            **checked,
-            "reloaded": "not run: every tensor was compared bit by bit instead",
+            **verify_tensors(model, partial, pruned, names, permuted, state),
+            "reloaded": reloaded,
         }
         report: Record = {
             **record,
@@ -129,15 +116,30 @@ def save_trained(
     return real_path(output)
 
 
-@contextmanager
-def _transformers(model: Any) -> Iterator[None]:
-    """Turns what transformers raises while it saves into our own error; a full disk or memory has one already."""
+def _write(
+    model: Any,
+    tokenizer: Any,
+    source: Source | None,
+    original: bool,
+    partial: Path,
+    state: dict[str, Tensor] | None = None,
+) -> None:
+    """Writes what transformers saves, and copies what stands beside it; arguments as of the functions above.
+
+    Raises:
+        ModelError: transformers cannot save the model; a full disk or memory has an error of its own.
+    """
     try:
-        yield
+        model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
     except Exception as error:  # it raises many kinds
         if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
+    if source is not None:
+        _copy_beside(source, partial)
+    share_mode(partial)
 
 
 def _copy_beside(source: Source, partial: Path) -> None:

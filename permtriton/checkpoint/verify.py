@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import StoredNames
 from permtriton.checkpoint.pruned import Pruned
-from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.record import Reloaded, Tensors, Verification
 from permtriton.checkpoint.shards import read_tensors
 from permtriton.errors import VerificationError, first_line
@@ -23,7 +22,7 @@ from permtriton.util.sparsity import PrunedWeight
 
 
 def verify_checkpoint(
-    compiled: Pruned, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames
+    compiled: Pruned, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames, permuted: bool
 ) -> Verification:
     """Checks a written checkpoint.
 
@@ -32,6 +31,7 @@ def verify_checkpoint(
 
     Args:
         pruned: parameter name -> its input dimension and pattern, as `pruned_parameters` returns them.
+        permuted: whether modules of the model permute.
 
     Returns:
         The numbers of checked tensors and pruned weights, and how the reloaded model was compared.
@@ -39,7 +39,6 @@ def verify_checkpoint(
     Raises:
         VerificationError: a check failed; the message names the first such tensor.
     """
-    permuted = checkpoint_config(compiled.model, str(compiled.config.sparsity)) is not None
     checked = verify_tensors(compiled.model, folder, pruned, names, permuted)
     return {**checked, **_compare_reloaded(compiled, folder)}
 
@@ -52,11 +51,7 @@ def verify_tensors(
     permuted: bool,
     state: Mapping[str, Tensor] | None = None,
 ) -> Tensors:
-    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked.
-
-    Args:
-        permuted: whether modules of the model permute.
-    """
+    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked."""
     if state is None:
         state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     in_memory = names.tensors(model, state)

@@ -10,7 +10,7 @@ from typing import Any
 
 from permtriton.comparison.summary import Rows, cell
 from permtriton.errors import OutputError
-from permtriton.util.output_files import check_file, write_file
+from permtriton.util.output_files import check_file, to_json, write_file
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,6 @@ def markdown(headers: Sequence[str], rows: Rows) -> str:
     return "".join(f"| {' | '.join(part.replace('|', chr(92) + '|') for part in line)} |\n" for line in lines)
 
 
-def _json(headers: Sequence[str], rows: Rows, report: Any) -> str:
-    from permtriton.checkpoint.plan_entries import to_json
-
-    return to_json(report) + "\n"
-
-
 def _csv(headers: Sequence[str], rows: Rows, report: Any) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([headers, *rows])
@@ -91,7 +85,7 @@ def _csv(headers: Sequence[str], rows: Rows, report: Any) -> str:
 
 
 _WRITERS: dict[str, Callable[[Sequence[str], Rows, Any], str]] = {
-    ".json": _json,
+    ".json": lambda headers, rows, report: to_json(report) + "\n",
     ".csv": _csv,
     ".md": lambda headers, rows, report: markdown(headers, rows),
 }

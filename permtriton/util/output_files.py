@@ -1,15 +1,23 @@
 """Output files of commands: refused before any work where they must not be replaced, and written as a whole."""
 
+import json
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from permtriton.errors import ConfigError, OutputError, PermTritonError, shown
 from permtriton.util.durable import replace_file
 
 LONGEST = 200  # bytes of a name; file systems take 255, and working files add up to 50
+
+
+def to_json(report: Any) -> str:
+    """Returns ``report`` as indented JSON with each list of integers on one line."""
+    text = json.dumps(report, indent=1)
+    return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda match: "[" + " ".join(match[1].split()) + "]", text)
 
 
 def path_of(what: str, name: str | Path) -> Path:
