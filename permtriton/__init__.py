@@ -15,18 +15,27 @@ from typing import TYPE_CHECKING, Any
 from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
-    from permtriton.api import compare, compile, dry_run, export, inspect, report
-    from permtriton.driver.job import DryRun
-    from permtriton.driver.options import CompileConfig
-    from permtriton.driver.planning import find_plan
-    from permtriton.driver.result import CompiledModel
-    from permtriton.errors import PermTritonError
-    from permtriton.evaluation.evaluate import evaluate
-    from permtriton.evaluation.measure import Evaluated
-    from permtriton.methods.train.keep_pattern import KeepPattern, KeptPattern, MergedAdapter, keep_pattern
-    from permtriton.recipe import config_from, recipes
-    from permtriton.util.progress import Event
-    from permtriton.util.sparsity import NMPattern
+    from permtriton.api import compare as compare
+    from permtriton.api import compile as compile
+    from permtriton.api import dry_run as dry_run
+    from permtriton.api import export as export
+    from permtriton.api import inspect as inspect
+    from permtriton.api import report as report
+    from permtriton.driver.job import DryRun as DryRun
+    from permtriton.driver.options import CompileConfig as CompileConfig
+    from permtriton.driver.planning import find_plan as find_plan
+    from permtriton.driver.result import CompiledModel as CompiledModel
+    from permtriton.errors import PermTritonError as PermTritonError
+    from permtriton.evaluation.evaluate import evaluate as evaluate
+    from permtriton.evaluation.measure import Evaluated as Evaluated
+    from permtriton.methods.train.keep_pattern import KeepPattern as KeepPattern
+    from permtriton.methods.train.keep_pattern import KeptPattern as KeptPattern
+    from permtriton.methods.train.keep_pattern import MergedAdapter as MergedAdapter
+    from permtriton.methods.train.keep_pattern import keep_pattern as keep_pattern
+    from permtriton.recipe import config_from as config_from
+    from permtriton.recipe import recipes as recipes
+    from permtriton.util.progress import Event as Event
+    from permtriton.util.sparsity import NMPattern as NMPattern
 
     __version__: str
 
@@ -53,31 +62,6 @@ _MODULES = {
     "recipes": "recipe",
     "report": "api",
 }
-__all__ = [
-    "CompileConfig",
-    "CompiledModel",
-    "DryRun",
-    "Evaluated",
-    "Event",
-    "KeepPattern",
-    "KeptPattern",
-    "MergedAdapter",
-    "NMPattern",
-    "PermTritonError",
-    "__version__",
-    "compare",
-    "compile",
-    "config_from",
-    "dry_run",
-    "evaluate",
-    "export",
-    "find_plan",
-    "inspect",
-    "keep_pattern",
-    "recipes",
-    "report",
-]
-
 
 register_with_transformers()
 
@@ -93,4 +77,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*_MODULES, "__version__"])
+
+
+if not TYPE_CHECKING:  # type checkers read the names above
+    __all__ = __dir__()
