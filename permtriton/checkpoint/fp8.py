@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton.checkpoint.card import WITH_COMPRESSED_TENSORS
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.storing import Storing, check_names, check_same_bits
+from permtriton.checkpoint.storing import Storing, check_same_bits
 from permtriton.data.held_out import held_out_windows
 from permtriton.errors import CalibrationError, ModelError, PermTritonError, VerificationError, first_line
 from permtriton.evaluation.measure import measure_model
@@ -96,23 +96,18 @@ class Fp8(Storing):
         entries: dict[str, Any] = config.model_dump(mode="json")
         return entries
 
-    def verify(self, written: Folder, progress: Progress) -> None:
-        """Checks that zeros are zeros still, that no weight moved more than rounding, and that the rest is the same.
+    def names(self) -> list[str]:
+        return [*super().names(), *(f"{name}_scale" for name in self.quantized)]
+
+    def check(self, name: str, written: Folder) -> None:
+        """Checks that zeros are zeros still, and that no weight moved more than rounding.
 
         Raises:
-            VerificationError: as `Storing.verify`.
+            VerificationError: as `Storing.check`.
         """
-        names = self.source.names()
-        check_names([*names, *(f"{name}_scale" for name in self.quantized)], list(written.stored))
-        with progress.stage("verify", len(names)) as advance:
-            for name in names:
-                if name in self.quantized:
-                    self._check(name, written)
-                else:
-                    check_same_bits(name, self.source.tensor(name), written.tensor(name))
-                advance()
-
-    def _check(self, name: str, written: Folder) -> None:
+        if name not in self.quantized:
+            super().check(name, written)
+            return
         before, scale = self.source.tensor(name).float(), written.tensor(f"{name}_scale")
         weight = dequantize(written.tensor(name), scale).float()
         check_finite_tensor(name, weight)

@@ -53,8 +53,12 @@ class Storing:
         """
         return self._entries(hashes) if self.source.permuted else None
 
+    def names(self) -> list[str]:
+        """Returns the names of the tensors that the result holds, packed ones as one."""
+        return self.source.names()
+
     def verify(self, written: Folder, progress: Progress) -> None:
-        """Reads all tensors back and compares them with those of the source.
+        """Reads all tensors back and checks each.
 
         Raises:
             VerificationError: a tensor differs or is missing; the message names the first one.
@@ -65,11 +69,20 @@ class Storing:
             written.check_hashes()
         except ModelError as error:
             raise VerificationError(f"what was written cannot be read again: {error}") from error
-        check_names(names, written.names())
+        if differing := sorted(set(self.names()) ^ set(written.names())):
+            raise VerificationError(f"{differing[0]}: it was read but not written, or written but not read")
         with progress.stage("verify", len(names)) as advance:
             for name in names:
-                check_same_bits(name, self.source.tensor(name), written.tensor(name))
+                self.check(name, written)
                 advance()
+
+    def check(self, name: str, written: Folder) -> None:
+        """Compares a tensor that was written with the one that was read.
+
+        Raises:
+            VerificationError: it differs.
+        """
+        check_same_bits(name, self.source.tensor(name), written.tensor(name))
 
     def check_loads(self, written: Path, model_bytes: int, progress: Progress) -> dict[str, Any]:
         """Loads what was written as a user would, and compares it with the source.
@@ -118,16 +131,6 @@ class Packing(Storing):
 
     def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any]:
         return self._entries(hashes, self._packed)
-
-
-def check_names(expected: list[str], written: list[str]) -> None:
-    """Refuses a checkpoint that lacks tensors, or has others.
-
-    Raises:
-        VerificationError: the message names the first such tensor.
-    """
-    if differing := sorted(set(expected) ^ set(written)):
-        raise VerificationError(f"{differing[0]}: it was read but not written, or written but not read")
 
 
 def check_same_bits(name: str, first: Tensor, second: Tensor) -> None:
