@@ -55,17 +55,12 @@ def run(job: Job, *, json: bool) -> None:
         if json:
             print_json(compiled.report)
         else:
-            print_report(compiled.report, job.output)
+            _print(compiled.report, job.output)
     if published := job.publish(compiled, progress):
         progress.say(f"published: {published}")
 
 
-def print_report(report: Any, target: Path) -> None:
-    """Prints the tables of a compilation's report.
-
-    Args:
-        target: folder that was written.
-    """
+def _print(report: Any, target: Path) -> None:
     spaces = report["permutations"]
     rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in spaces]
     moved = ((*row, _range([spaces[n]["moved"] for n in members], "{}")) for row, members in grouped(rows))

@@ -39,8 +39,11 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     planned = job.dry_run(progress, wanted)
     if json:
         print_json(planned.report)
-    else:
-        print_dry_run(planned, real_path(job.output).parent)
+        return
+    rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in planned.report["permutations"]]
+    show("Plan", (row for row, _ in grouped(rows)), "permutation", "units", "where it would go")
+    show("Estimate", _estimate(planned, real_path(job.output).parent))
+    out.print("dry run: nothing was written")
 
 
 def _devices(text: str, ways: tuple[Way, ...]) -> Devices:
@@ -50,19 +53,8 @@ def _devices(text: str, ways: tuple[Way, ...]) -> Devices:
     return Devices("cuda", int(match[1]), int(match[2]) * GIB, ways)
 
 
-def print_dry_run(planned: DryRun, folder: Path) -> None:
-    """Prints what a compilation would do and need.
-
-    Args:
-        folder: folder whose disk it would write to.
-    """
-    rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in planned.report["permutations"]]
-    show("Plan", (row for row, _ in grouped(rows)), "permutation", "units", "where it would go")
-    show("Estimate", _estimate(planned, folder))
-    out.print("dry run: nothing was written")
-
-
 def _estimate(planned: DryRun, folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields the name and the value of each row; ``folder`` is on the disk that would be written to."""
     plan, forecast = planned.plan, planned.forecast
     share, total = planned.config.dense_share, planned.parameters
     pruned = round(planned.pruned_parameters * (1 - share))

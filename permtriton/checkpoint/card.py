@@ -41,28 +41,23 @@ _KINDS = (
 
 
 def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name: str) -> Any:
-    """Writes ``permtriton.json`` and the model card of a folder; arguments are those of `write_card`.
-
-    Returns:
-        The record that was written: with the hash of the card.
-    """
-    written = {**record, "card": write_card(folder, record, loads_with, name)}
-    (folder / REPORT_FILE).write_text(to_json(written) + "\n", encoding="utf-8")
-    return written
-
-
-def write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: str) -> str | None:
-    """Writes the model card of a folder, unless the folder has a README.md that somebody else wrote.
+    """Writes ``permtriton.json`` and the model card of a folder, unless it has a README.md that somebody else wrote.
 
     Args:
         folder: folder with ``config.json``.
-        report: content of its ``permtriton.json``; its entry ``card`` is the hash of a card that may be replaced.
+        record: its entry ``card`` is the hash of a card that may be replaced.
         loads_with: `ALONE`, `WITH_PERMTRITON` or `WITH_COMPRESSED_TENSORS`.
         name: what the folder will be called.
 
     Returns:
-        SHA-256 of the card, in hexadecimal; None if the folder keeps another README.md.
+        The record that was written: with the SHA-256 of the card, in hexadecimal; None if another README.md stays.
     """
+    written = {**record, "card": _write_card(folder, record, loads_with, name)}
+    (folder / REPORT_FILE).write_text(to_json(written) + "\n", encoding="utf-8")
+    return written
+
+
+def _write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: str) -> str | None:
     path = folder / CARD_FILE
     if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != report.get("card"):
         return None
@@ -91,7 +86,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
-        loads_with: as for `write_card`.
+        loads_with: as for `write_record`.
         name: folder or repository that it is loaded from.
         own: class of transformers that loads it by the code that comes with it; None where it has no code of its own.
     """

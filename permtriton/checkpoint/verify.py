@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import StoredNames
@@ -55,20 +55,6 @@ def verify_tensors(
     if state is None:
         state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     in_memory = names.tensors(model, state)
-    seen = _check_tensors(model, in_memory, folder, pruned, names)
-    indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
-    _check_complete(set(names.stored.values()) | indices, seen)
-    return {"tensors": len(seen), "pruned_weights": len(pruned)}
-
-
-def _check_tensors(
-    model: nn.Module,
-    in_memory: Mapping[str, Tensor],
-    folder: Path,
-    pruned: Mapping[str, PrunedWeight],
-    names: StoredNames,
-) -> set[str]:
-    """Checks every tensor of a checkpoint and returns their names; afterwards no tensor keeps its file mapped."""
     parameters = {stored: name for name, stored in names.stored.items()}
     seen = set()
     for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):
@@ -80,7 +66,9 @@ def _check_tensors(
             check_weight(name, weight.movedim(kept.dim, -1).flatten(0, -2), kept.pattern)
         if name in in_memory:
             _check_same(name, tensor, in_memory[name].detach().cpu())
-    return seen
+    indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
+    _check_complete(set(names.stored.values()) | indices, seen)
+    return {"tensors": len(seen), "pruned_weights": len(pruned)}
 
 
 def _check_same(name: str, written: Tensor, in_memory: Tensor) -> None:
