@@ -18,11 +18,9 @@ def unpacked(
     """Checks a packed parameter and returns it unpacked, in its own shape.
 
     Args:
-        name: name of the parameter, for errors.
-        values: stored values, as `permtriton.kernels.packing.pack` returns them.
-        positions: stored positions, as the same function returns them.
-        shape: shape of the parameter.
-        dim: input dimension of the parameter.
+        name: its name, for errors.
+        values, positions: as `permtriton.kernels.packing.pack` returns them.
+        dim: its input dimension.
 
     Raises:
         ModelError: as `check_content`.

@@ -26,7 +26,6 @@ def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.de
     """Returns the device on which transformers puts a parameter.
 
     Args:
-        name: name of the parameter.
         device_map: devices by module name; as text (such as "auto") it is not decided yet, and means a GPU if there is
             one.
     """
@@ -87,15 +86,7 @@ def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Paramete
 
 
 def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> nn.Module:
-    """Replaces a norm by a permuted norm whose index is still to be loaded.
-
-    Args:
-        model: model on the meta device.
-        name: name of the norm in the model.
-        entry: its entry in the config.
-
-    Returns:
-        The norm that was replaced.
+    """Replaces a norm by a permuted norm whose index is still to be loaded; returns the norm that was replaced.
 
     Raises:
         ModelError: the module is not a norm with the entry's number of channels.
@@ -150,12 +141,9 @@ def replace_by_packed(
     """Empties a parameter, and adds buffers for its packed values and positions, which are still to be loaded.
 
     Args:
-        model: model on the meta device.
-        name: name of the parameter in the model.
-        stored_name: name of the parameter in the checkpoint.
-        dim: input dimension of the parameter in the model.
-        entry: its entry in the config.
-        stored: tensor name -> description of the stored tensor.
+        name: its name in the model.
+        stored_name: its name in the checkpoint.
+        dim: its input dimension in the model.
 
     Raises:
         ModelError: model, config and files do not fit together.
