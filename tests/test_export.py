@@ -283,7 +283,13 @@ def test_where_it_may_write(sources, source, tmp_path):
 
 @pytest.mark.parametrize(
     "where",
-    ["storing.pack", "storing.check_reloads", "storing.check_same_bits", "shutil.copyfile", "hashlib.file_digest"],
+    [
+        "storing.pack",
+        "storing.Storing.check_loads",
+        "storing.check_same_bits",
+        "shutil.copyfile",
+        "hashlib.file_digest",
+    ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatch, where, error):

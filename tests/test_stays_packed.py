@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import NMPattern
-from permtriton.checkpoint import packed, quantizer
+from permtriton.checkpoint import packed, quantizer, storing
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.replace_modules import device_of
 from permtriton.errors import ModelError
@@ -43,7 +43,7 @@ def as_on_a_gpu(monkeypatch):
     """
     monkeypatch.setattr(quantizer, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(packed, "has_kernels", lambda device: device.type == "cuda")
-    monkeypatch.setattr("permtriton.checkpoint.storing.check_reloads", lambda *_: "not run: loads as on a GPU")
+    monkeypatch.setattr(storing.Storing, "check_loads", lambda *_: {"reloaded": "not run: loads as on a GPU"})
 
 
 def packed_names(model) -> list[str]:

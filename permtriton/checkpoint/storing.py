@@ -25,6 +25,8 @@ from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.progress import Progress
 
+INSTEAD = "every tensor was compared bit by bit instead"
+
 
 class Storing:
     """Stores every tensor as it is.
@@ -85,18 +87,33 @@ class Storing:
         check_same_bits(name, self.source.tensor(name), written.tensor(name))
 
     def check_loads(self, written: Path, model_bytes: int, progress: Progress) -> dict[str, Any]:
-        """Loads what was written as a user would, and compares it with the source.
+        """Loads the source and what was written on the CPU, one after the other, and compares both bit by bit.
 
         Args:
             model_bytes: size of the dense model.
 
         Returns:
-            ``reloaded``, as `check_reloads` returns it, and what else the format found: entries of ``permtriton.json``.
+            Entries of ``permtriton.json``, ``reloaded`` among them: "same model", or "not run: " and why: too little
+            memory, or a source that does not load either, such as one of a model with code of its own.
 
         Raises:
             VerificationError: it does not load, or as another model.
         """
-        return {"reloaded": check_reloads(self.source.path, written, model_bytes)}
+        if model_bytes * 1.2 > available_memory(torch.device("cpu")):
+            return {"reloaded": f"not run: the model does not fit into memory; {INSTEAD}"}
+        try:
+            expected = _hash(self.source.path)
+        except PermTritonError as error:
+            return {"reloaded": f"not run: the folder that was exported cannot be loaded here: {first_line(error)}"}
+        try:
+            actual = _hash(written)
+        except PermTritonError as error:
+            if is_out_of_memory(error.__cause__ or error):
+                return {"reloaded": f"not run: memory ran out; {INSTEAD}"}
+            raise VerificationError(f"what was written cannot be loaded again: {first_line(error)}") from error
+        if actual != expected:
+            raise VerificationError("what was written loads as another model than what was read")
+        return {"reloaded": "same model"}
 
     def _entries(self, hashes: Mapping[str, str], packed: dict[str, Packed] | None = None) -> dict[str, Any]:
         quantization = self.source.quantization
@@ -142,37 +159,6 @@ def check_same_bits(name: str, first: Tensor, second: Tensor) -> None:
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     if not same or not torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8)):
         raise VerificationError(f"{name}: what was written differs from what was read")
-
-
-def check_reloads(folder: Path, written: Path, model_bytes: int) -> str:
-    """Loads two folders one after the other on the CPU, and compares all parameters and buffers bit by bit.
-
-    Args:
-        written: what was made of it.
-        model_bytes: size of the dense model.
-
-    Returns:
-        "same model", or "not run: " and why: too little memory, or a folder that does not load before the export
-        either, such as one of a model with code of its own.
-
-    Raises:
-        VerificationError: ``written`` does not load, or as another model.
-    """
-    if model_bytes * 1.2 > available_memory(torch.device("cpu")):
-        return "not run: the model does not fit into memory; every tensor was compared bit by bit instead"
-    try:
-        expected = _hash(folder)
-    except PermTritonError as error:
-        return f"not run: the folder that was exported cannot be loaded here: {first_line(error)}"
-    try:
-        actual = _hash(written)
-    except PermTritonError as error:
-        if is_out_of_memory(error.__cause__ or error):
-            return "not run: memory ran out; every tensor was compared bit by bit instead"
-        raise VerificationError(f"what was written cannot be loaded again: {first_line(error)}") from error
-    if actual != expected:
-        raise VerificationError("what was written loads as another model than what was read")
-    return "same model"
 
 
 def _hash(folder: Path) -> str:
