@@ -12,9 +12,9 @@ import torch
 from permtriton.comparison.results import Key, Measured, ResultFile
 from permtriton.comparison.tables import write_table
 from permtriton.kernels.autotune import write_entries
-from permtriton.reporting.pages import Page, write
 from permtriton.running.state import StateFile
 from permtriton.util.durable import replace_file
+from permtriton.util.output_files import write_file
 
 MEASURED = Measured(
     perplexity=1.0, cosine=1.0, tasks={}, accuracy=None, seconds=1.0, compile_seconds=1.0, peak_bytes=None
@@ -22,7 +22,7 @@ MEASURED = Measured(
 WRITERS = {
     "results": lambda path: ResultFile(path, {}).put(Key("dense"), MEASURED),
     "table.csv": lambda path: write_table(path, ["a"], [[1]], {}),
-    "page.html": lambda path: write(Page("", "", (), ()), path, overwrite=True),
+    "page.html": lambda path: write_file(path, b"a page"),
     "state.safetensors": lambda path: StateFile(path, {}).write({"a": torch.ones(1)}, {}),
     "autotune.json": lambda path: write_entries(path, "a GPU", {}),
 }

@@ -9,9 +9,9 @@ from permtriton.comparison.record import read_comparison
 from permtriton.errors import ConfigError
 from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders
-from permtriton.reporting.pages import Page, write
+from permtriton.reporting.pages import Page, html
 from permtriton.util.extras import require
-from permtriton.util.output_files import check_file, real_path
+from permtriton.util.output_files import check_file, real_path, write_file
 
 
 def report(
@@ -38,7 +38,8 @@ def report(
     output = output or Path(f"{real_path(folders[0]).name}-report.html")
     check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
     comparison_report = read_comparison(comparison) if comparison else None
-    return write(page_of(read_folders(folders), comparison_report), output, overwrite=overwrite)
+    write_file(output, html(page_of(read_folders(folders), comparison_report)).encode("utf-8", "replace"))
+    return real_path(output)
 
 
 def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Page:

@@ -1,12 +1,9 @@
-"""The report as one HTML page: what it consists of, and how it is written."""
+"""The report as one HTML page: what it consists of, and its text."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata, resources
-from pathlib import Path
-
-from permtriton.util.output_files import check_file, real_path, write_file
 
 
 @dataclass(frozen=True)
@@ -99,17 +96,3 @@ def html(page: Page) -> str:
     return environment.from_string((files / "page.html.jinja").read_text(encoding="utf-8")).render(
         page=page, css=(files / "page.css").read_text(encoding="utf-8"), version=metadata.version("permtriton")
     )
-
-
-def write(page: Page, output: Path, *, overwrite: bool) -> Path:
-    """Writes a page as `permtriton.util.output_files.write_file` does.
-
-    Returns:
-        The absolute path of the file.
-
-    Raises:
-        OutputError: the file exists and may not be replaced, or cannot be written.
-    """
-    check_file(output, overwrite=overwrite)
-    write_file(output, html(page).encode("utf-8", "replace"))
-    return real_path(output)
