@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
 from permtriton.kernels.norm_permute import NormVariant
@@ -121,9 +120,8 @@ def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:
 
 def runs_of(site: Site) -> tuple[int, ...]:
     """Returns the sizes of the runs of a site's input channels: its permutation moves no channel to another run."""
-    segments = torch.tensor(site.space.segments)
-    segment_of = torch.repeat_interleave(torch.arange(segments.numel()), segments)[site.units]
-    starts = (segment_of.diff() != 0) | (site.units.diff() < 0)  # another head, or another copy of the same head
+    another_head = site.space.segment_of[site.units].diff() != 0
+    starts = another_head | (site.units.diff() < 0)  # or another copy of the same head
     edges = [0, *(starts.nonzero().flatten() + 1).tolist(), site.channels]
     return tuple(end - start for start, end in pairwise(edges))
 

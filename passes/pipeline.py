@@ -122,11 +122,7 @@ def run_with_stand_ins(
 
 def _random_index(space: ChannelSpace, generator: torch.Generator) -> Tensor:
     """Returns a random unit index, int64 ``[units]``, that permutes inside the segments of a space."""
-    parts, start = [], 0
-    for size in space.segments:
-        parts.append(start + torch.randperm(size, generator=generator))
-        start += size
-    return torch.cat(parts)
+    return torch.cat([start + torch.randperm(size, generator=generator) for start, size in space.spans])
 
 
 def run_passes(

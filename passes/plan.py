@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -136,14 +137,23 @@ class ChannelSpace:
         """Number of units that the permutation orders."""
         return sum(self.segments)
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """(First unit, size) of each segment."""
+        return [(end - size, size) for end, size in zip(accumulate(self.segments), self.segments, strict=True)]
+
+    @property
+    def segment_of(self) -> Tensor:
+        """Number of the segment of each unit, int64 ``[units]``."""
+        return torch.repeat_interleave(torch.arange(len(self.segments)), torch.tensor(self.segments))
+
     def check(self, index: Tensor) -> None:
         """Refuses a unit index that is no permutation, or that moves units to another segment; call it before any use.
 
         Raises:
             VerificationError: naming the space.
         """
-        segment = torch.repeat_interleave(torch.arange(len(self.segments)), torch.tensor(self.segments))
-        index = index.cpu()
+        segment, index = self.segment_of, index.cpu()
         permutes = index.shape == segment.shape and is_permutation(index)
         if not permutes or not torch.equal(segment[index], segment):
             problem = "moves units from one segment (a head) to another" if permutes else "is no permutation"
@@ -154,12 +164,11 @@ class ChannelSpace:
 
     def blocks(self, block_size: int) -> list[tuple[int, int]]:
         """Returns (start, size) of each block of units; the last block of a segment may be smaller."""
-        blocks, start = [], 0
-        for segment in self.segments:
-            offsets = range(0, segment, block_size)
-            blocks += [(start + offset, min(block_size, segment - offset)) for offset in offsets]
-            start += segment
-        return blocks
+        return [
+            (start + offset, min(block_size, size - offset))
+            for start, size in self.spans
+            for offset in range(0, size, block_size)
+        ]
 
     @property
     def producers(self) -> list[Axis]:
@@ -212,6 +221,11 @@ class Site:
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
         return Axis("", 0, self.units, torch.zeros_like(self.units), reads=True).expand(index)
+
+    @property
+    def by_unit(self) -> Tensor:
+        """The input channels of each unit, in ascending order, int64 ``[units, copies]``."""
+        return torch.argsort(self.units, stable=True).view(self.space.units, -1)
 
     @property
     def layer(self) -> int:

@@ -333,11 +333,6 @@ class _SpaceBuilder:
         return self._spaces[owners[0]], torch.from_numpy(self._unit_of[labels])
 
 
-def _uneven(units: Tensor, count: int) -> bool:
-    counts = torch.bincount(units[units >= 0], minlength=count)
-    return bool((counts != counts[0]).any())
-
-
 def _arrangement_problem(site: Site, group: int) -> str:
     """Returns why blocks of units would not be blocks of a site's input channels; empty where they are.
 
@@ -346,14 +341,12 @@ def _arrangement_problem(site: Site, group: int) -> str:
     """
     if uneven := [size for size in site.space.segments if size % group]:
         return f"channels may move only inside segments of {uneven[0]}, not a multiple of {group}"
-    if _uneven(site.units, site.space.units):
+    if site.units.bincount(minlength=site.space.units).unique().numel() > 1:
         return f"{site.name} reads some of its channels more often than others"
-    positions = torch.argsort(site.units, stable=True).view(site.space.units, -1)
-    starts = torch.tensor(site.space.segments).cumsum(0) - torch.tensor(site.space.segments)
-    follows = torch.ones(site.space.units, dtype=torch.bool)
-    follows[starts] = False
+    positions, starts = site.by_unit, [start for start, _ in site.space.spans]
     consecutive = (positions[1:] == positions[:-1] + 1).all(1)
-    if not bool(consecutive[follows[1:]].all()) or bool((positions[starts] % group).any()):
+    follows = site.space.segment_of.diff() == 0
+    if not bool(consecutive[follows].all()) or bool((positions[starts] % group).any()):
         return f"{site.name} reads its channels interleaved, so blocks would not match the sparsity groups"
     return ""
 

@@ -185,9 +185,8 @@ class HardMasks:
                 linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
                 self._order(linear.site, indices), linear.pattern, RankOneCurvature(row * damping, column),
             )  # fmt: skip
-            by_unit = torch.argsort(linear.site.units, stable=True).view(linear.site.space.units, linear.site.copies)
-            for copy in by_unit.unbind(1):
-                yield terms.of_positions(copy.to(self._model.device))
+            for channels in linear.site.by_unit.unbind(1):
+                yield terms.of_positions(channels.to(self._model.device))
 
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):

@@ -87,8 +87,7 @@ def space_scores(
             scores *= size / quota  # each stands for several, so that linears keep their weights against each other
         if row_weights is None:
             scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
-        by_unit = torch.argsort(site.units, stable=True).view(site.space.units, site.copies)
-        rows += [scores[by_unit[:, copy].to(scores.device)] for copy in range(site.copies)]
+        rows += [scores[channels.to(scores.device)] for channels in site.by_unit.unbind(1)]
     return torch.cat(rows, 1)
 
 
@@ -101,11 +100,10 @@ def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, adv
         scores: ``[units, rows]``, from `space_scores`.
         advance: Progress of the stage, advanced once per segment.
     """
-    index, start = identity(space.units), 0
-    for size in space.segments:
+    index = identity(space.units)
+    for start, size in space.spans:
         segment = slice(start, start + size)
         index[segment] = start + _two_stages(scores[segment], pattern).cpu()
-        start += size
         advance()
     return index
 

@@ -196,7 +196,7 @@ class SiteBlocks:
     """
 
     def __init__(self, relaxation: Relaxation, site: Site) -> None:
-        by_unit = torch.argsort(site.units, stable=True).view(site.space.units, -1)
+        by_unit = site.by_unit
         blocks = sorted(
             _Block(int(channel), start, size, *relaxation.position(site.space, start))
             for start, size in site.space.blocks(relaxation.block_size)

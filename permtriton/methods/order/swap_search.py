@@ -357,15 +357,14 @@ def _pools(space: ChannelSpace, options: Searching, config: CommonConfig, number
     """Returns sets of positions, int64 ``[positions]`` each, inside which channels are swapped: whole groups."""
     group, size = space.group, options.block
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
-    pools, start = [], 0
-    for segment in space.segments:
+    pools = []
+    for start, segment in space.spans:
         positions = torch.arange(start, start + segment)
         if 0 < size < segment:
             groups = positions.view(-1, group)[torch.randperm(segment // group, generator=generator)]
             pools += [pool.flatten() for pool in groups.split(max(size // group, 2))]
         else:
             pools.append(positions)
-        start += segment
     return pools
 
 
