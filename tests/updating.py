@@ -63,7 +63,9 @@ class Pruned:
         self.before = {name: weight.detach().clone() for name, weight in self.weights.items()}
 
     def loss(self, rows: Tensor | None = None) -> float:
-        return self.objective.mean(self.model, self.ids, 4, rows)
+        if rows is None:
+            return self.objective.mean(self.model, self.ids, 4)
+        return float(self.objective.of(self.model, self.ids, rows).detach())
 
     def distill(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Trained:
         arguments = (self.ids, self.objective, *options_of(Distill, changes), progress or NoProgress(), state)

@@ -6,6 +6,7 @@ The dense model's logits are not stored: they follow from its last hidden states
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 
 from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
-from permtriton.errors import ConfigError, reading
+from permtriton.errors import CalibrationError, ConfigError, reading
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.core import body_of, core_of, has_head
 from permtriton.model.forward import (
@@ -203,18 +204,29 @@ class Objective:
         dense = self.target[rows.to(self.target.device)].to(hidden.device, non_blocking=True)
         return LOSSES[self.kind].mean(hidden, dense, self.head)
 
-    @torch.no_grad()
-    def mean(self, model: PreTrainedModel, samples: Samples, batch: int, rows: Tensor | None = None) -> float:
-        """Returns the mean loss over samples, of which each rank runs its share.
+    def of(self, model: PreTrainedModel, samples: Samples, rows: Tensor) -> Tensor:
+        """Returns the mean loss of a model over the tokens of some samples, float32 ``[]``; ``rows`` as of `loss`."""
+        return self.loss(last_hidden_state(model, samples[rows]), rows)
 
-        Args:
-            rows: numbers of the samples to measure, int64 ``[...]``; all by default.
+    @torch.no_grad()
+    def mean(self, model: PreTrainedModel, samples: Samples, batch: int) -> float:
+        """Returns the mean loss over all samples, of which each rank runs its share."""
+        parts = ranks.parts(torch.arange(len(samples)), batch)
+        losses = to_numbers([self.of(model, samples, part) for part in parts])
+        return ranks.total(sum(loss * part.numel() for loss, part in zip(losses, parts, strict=True))) / len(samples)
+
+    def backward(
+        self, model: PreTrainedModel, samples: Samples, rows: Tensor, batch: int, scale: float
+    ) -> Iterator[tuple[Tensor, int]]:
+        """Runs backward passes of the mean loss over ``rows`` times ``scale``, of which each rank runs its share.
+
+        Yields:
+            After each of them its part of the mean loss, float32 ``[]``, and its number of sequences.
         """
-        rows = torch.arange(len(samples)) if rows is None else rows
-        parts = ranks.parts(rows, batch)
-        losses = [self.loss(last_hidden_state(model, samples[part]), part) for part in parts]
-        sums = [loss * part.numel() for loss, part in zip(to_numbers(losses), parts, strict=True)]
-        return ranks.total(sum(sums)) / rows.numel()
+        for part in ranks.parts(rows, batch):
+            loss = self.of(model, samples, part) * (part.numel() / rows.numel())
+            (loss * scale).backward()
+            yield loss.detach(), part.numel()
 
     def on(self, model: PreTrainedModel) -> "Objective":
         """Returns the objective with the head of ``model``, a twin of the one that it was made with."""
@@ -227,6 +239,23 @@ class Objective:
             order: int64 ``[hidden]``, from the present order; None if the channels stay.
         """
         return self if order is None else replace(self, target=self.target[..., order.to(self.target.device)])
+
+
+def finite(loss: float, what: str, dtype: torch.dtype) -> float:
+    """Returns a loss after checking that it is finite.
+
+    Args:
+        what: which loss it is, for the error.
+        dtype: of the model.
+
+    Raises:
+        CalibrationError: it is not.
+    """
+    if not math.isfinite(loss):
+        raise CalibrationError(
+            f"the {what} is {loss} in {dtype}: activations overflow (try `dtype=float32`), or the weights are damaged"
+        )
+    return loss
 
 
 def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, batch: int) -> Objective:

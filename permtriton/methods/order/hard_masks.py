@@ -1,6 +1,5 @@
 """The model with hard N:M masks written into its weights, and the gradient of the loss by the masked weights."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,14 +12,14 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError, ConfigError
+from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_terms
 from permtriton.methods.measure.fisher import Fisher
-from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.objective import Objective, finite
 from permtriton.model.experts import expert_of
-from permtriton.model.forward import last_hidden_state, to_numbers
+from permtriton.model.forward import to_numbers
 from permtriton.passes.edits import runs_of
 from permtriton.passes.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
 from permtriton.running import ranks
@@ -130,13 +129,9 @@ class HardMasks:
             nonlocal reported
             self.drop_gradients()
             losses, done = [], 0
-            for rows in ranks.parts(torch.arange(len(samples)), size):
-                loss = objective.loss(last_hidden_state(self._model, samples[rows]), rows) * (
-                    rows.numel() / len(samples)
-                )
-                (loss * scale).backward()
-                losses.append(loss.detach())
-                done += rows.numel()
+            for loss, count in objective.backward(self._model, samples, torch.arange(len(samples)), size, scale):
+                losses.append(loss)
+                done += count
                 more = done - reported
                 if advance is not None and more > 0:  # less where memory was too small and the pass starts again
                     advance(more)
@@ -189,12 +184,7 @@ class HardMasks:
                 yield terms.of_positions(channels.to(self._model.device))
 
     def _check(self, loss: float) -> float:
-        if not math.isfinite(loss):
-            raise CalibrationError(
-                f"the loss of the search is {loss} in {self._model.dtype}: activations overflow (try `dtype=float32`), "
-                "or the weights are damaged"
-            )
-        return loss
+        return finite(loss, "loss of the search", self._model.dtype)
 
 
 @contextmanager

@@ -19,11 +19,10 @@ from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.objective import Objective, finite
 from permtriton.methods.options import Learning
 from permtriton.methods.order.masked_model import Masks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
-from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running import ranks
 from permtriton.running.backward import loss_scale
@@ -297,14 +296,7 @@ class OrderTrainer:
 
         def backward(size: int) -> list[Tensor]:
             self._masks.set(index, soft)  # drops the gradients of an attempt for which memory was too small
-            losses = []
-            for micro_batch in ranks.parts(rows, size):
-                hidden = last_hidden_state(self._model, self._samples[micro_batch])
-                loss = self._objective.loss(hidden, micro_batch)
-                loss = loss * (micro_batch.numel() / rows.numel())
-                (loss * scale).backward()
-                losses.append(loss.detach())
-            return losses
+            return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
 
         losses = self._run(backward)
         losses.append(self._masks.backward(scale))
@@ -346,9 +338,4 @@ class OrderTrainer:
         return self._micro_batch.run(work)
 
     def _check(self, loss: float) -> float:
-        if not math.isfinite(loss):
-            raise CalibrationError(
-                f"the learning loss is {loss} in {self._model.dtype}: activations overflow (try `dtype=float32`), or "
-                "the weights are damaged"
-            )
-        return loss
+        return finite(loss, "learning loss", self._model.dtype)

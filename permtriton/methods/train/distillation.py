@@ -1,7 +1,8 @@
 """Distillation: all kept weights of a pruned model are trained together, to give the dense model's outputs back."""
 
+from functools import partial
+
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
@@ -10,7 +11,6 @@ from permtriton.methods.measure.objective import Objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Course, Trained, Trainer
 from permtriton.methods.train.training_step import Training
-from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, layer_modules
 from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
@@ -55,18 +55,7 @@ def distill(  # noqa: PLR0913
     alone = len(weights) == len(names) and all(site.calls == 1 for site in plan.sites)
     kept = KeptWeights(weights, options.optimizer, store, changes_at_once=alone)
     samples = samples.to(model.device, model.dtype)
-
-    def loss_of(rows: Tensor) -> Tensor:
-        return objective.loss(last_hidden_state(model, samples[rows]), rows)
-
     layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = Course.of(len(samples), samples.tokens, options, config.seed).in_rounds(ROUND, options.batch_size)
     with kept.trainable(model), checkpointed(layers):
-        trainer = Trainer(kept, loss_of, course, config, "distill")
-        result = trainer.load(state)
-        if result.history:
-            progress.say(f"distill: continuing after round {len(result.history) - 1} of an interrupted run")
-        with progress.stage("distill", course.steps) as advance:
-            advance(course.steps_until(len(result.history) - 1) if result.history else 0)
-            trainer.fit(result, advance, lambda: trainer.save(state, result))
-    return result
+        return Trainer(kept, partial(objective.of, model, samples), course, config, "distill").run(state, progress)

@@ -25,7 +25,7 @@ from permtriton.running import ranks
 from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.state import StateFile, read_records
-from permtriton.util.progress import Advance
+from permtriton.util.progress import Advance, Progress
 
 HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which round is kept, and their number
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
@@ -245,6 +245,24 @@ class Trainer:
         self._trained, self._loss_of, self._course, self._what = trained, loss_of, course, what
         self._micro_batch = MicroBatch(config.micro_batch_size)
         self.best = trained.snapshot()
+
+    def run(self, state: StateFile | None, progress: Progress) -> Trained:
+        """Trains all rounds, or those that an interrupted run has left; returns what `fit` makes, and raises as it.
+
+        Args:
+            state: file that keeps the state between rounds; None keeps no state.
+
+        Raises:
+            OutputError: the state belongs to another run, is damaged, or cannot be written.
+        """
+        result = self.load(state)
+        done = max(len(result.history) - 1, 0)
+        if result.history:
+            progress.say(f"{self._what}: continuing after round {done} of an interrupted run")
+        with progress.stage(self._what, self._course.steps) as advance:
+            advance(self._course.steps_until(done))
+            self.fit(result, advance, lambda: self.save(state, result))
+        return result
 
     def fit(self, result: Trained, advance: Advance, save: Callable[[], None] = lambda: None) -> None:
         """Trains the rounds that are left, and writes the weights of the best one into the model.

@@ -8,6 +8,7 @@ are folded into the weights, whose pattern they cannot change.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +24,6 @@ from permtriton.methods.options import Tuning
 from permtriton.methods.train.kept_weights import weights_of
 from permtriton.methods.train.trainer import Course, Trainable, Trained, Trainer
 from permtriton.model.core import body_of
-from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import LINEAR_MODULES, Plan, layer_modules, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed
@@ -66,21 +66,12 @@ def tune(  # noqa: PLR0913
     """
     tuned = TunedValues(model, plan)
     samples = samples.to(model.device, model.dtype)
-
-    def loss_of(rows: Tensor) -> Tensor:
-        return objective.loss(last_hidden_state(model, samples[rows]), rows)
-
     layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = _course(len(samples), samples.tokens, options)
     with tuned.trainable(model), checkpointed(layers):
-        trainer = Trainer(tuned, loss_of, course, config, "tune")
+        trainer = Trainer(tuned, partial(objective.of, model, samples), course, config, "tune")
         start = trainer.best
-        result = trainer.load(state)
-        if result.history:
-            progress.say(f"tune: continuing after round {len(result.history) - 1} of an interrupted run")
-        with progress.stage("tune", course.steps) as advance:
-            advance(course.steps_until(len(result.history) - 1) if result.history else 0)
-            trainer.fit(result, advance, lambda: trainer.save(state, result))
+        result = trainer.run(state, progress)
         before = tuned.fold(store)
         best, folded = result.history[result.kept].held_out, trainer.held_out_loss()
         if tuned.dtype.itemsize >= 4:  # in half precision, rounding may change a small loss by any share of it
