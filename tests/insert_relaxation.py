@@ -45,7 +45,7 @@ def insert_relaxation(
     for site in plan.sites:
         if not any(site.space is space for space in spaces):
             continue
-        blocks = relaxation.blocks_of(site)
+        blocks = SiteBlocks(relaxation, site)
         flat, index = _gathered(constants, blocks, soft, hard, call)
         for name in site.linears:
             mask = _mask_of(weights[f"{name}.weight"])

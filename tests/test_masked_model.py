@@ -14,7 +14,7 @@ from permtriton.kernels.assignment import assignment
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learning import OrderTrainer, learned_spaces
 from permtriton.methods.order.masked_model import Masks, masked_model
-from permtriton.methods.order.relaxation import Relaxation
+from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
 from permtriton.util.permutation import identity
 
@@ -61,7 +61,7 @@ def two_masks(soft: Tensor) -> tuple[Masks, list[Tensor]]:
     relaxation = Relaxation([space], replace(QUICK, block_size=4), 0, CPU)
     weights = [Weight(), Weight()]
     sites = [Site(name, (), 4, torch.arange(4), space) for name in ("one", "other")]
-    masks = Masks([(relaxation.blocks_of(site), [weight]) for site, weight in zip(sites, weights, strict=True)])
+    masks = Masks([(SiteBlocks(relaxation, site), [weight]) for site, weight in zip(sites, weights, strict=True)])
     masks.set(torch.arange(4), [soft])
     return masks, [weight.soft for weight in weights]
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from permtriton.errors import CalibrationError
 from permtriton.kernels.assignment import assignment_warm
 from permtriton.methods.order.learned import Learned as Options
-from permtriton.methods.order.relaxation import Relaxation
+from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.passes.plan import ChannelSpace, Site
 from permtriton.util.permutation import is_permutation
 
@@ -166,7 +166,7 @@ def test_indices_of_every_space_are_one_in_a_row():
     assert is_permutation(row)
     assert torch.equal(row, torch.cat([indices["a"], 32 + indices["b"], 40 + indices["c"]]))
     assert torch.equal(relaxation.join(indices), row)
-    assert relaxation.units_of(tied_site(spaces[1])).tolist() == [*range(32, 40)] * 2
+    assert SiteBlocks(relaxation, tied_site(spaces[1])).units.tolist() == [*range(32, 40)] * 2
 
 
 class Operators(TorchDispatchMode):
@@ -231,7 +231,7 @@ def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
     space = space_of(*segments)
     relaxation, site = relaxation_of(space, seed=1, init="random"), site_of(space)
     index = relaxation.harden(relaxation.soft(0.3))
-    blocks = relaxation.blocks_of(site)
+    blocks = SiteBlocks(relaxation, site)
     assert sum(blocks.sizes) == site.channels
     flat = blocks.flat(hard(relaxation, index, [space]))
     assert torch.equal(torch.block_diag(*matrices(flat, blocks.sizes)), onehot(site.expand(index["space"])))
@@ -242,7 +242,7 @@ def test_blocks_of_tied_channels_come_in_channel_order():
     space = space_of(16, 16)
     relaxation, site = relaxation_of(space), tied_site(space)
     assert site.copies == 2
-    blocks = relaxation.blocks_of(site)
+    blocks = SiteBlocks(relaxation, site)
     assert blocks.sizes == [8] * 8
     soft = [torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8)]
     numbers = [int(block[0, 0]) for block in matrices(blocks.flat(soft), blocks.sizes)]
@@ -253,7 +253,7 @@ def test_blocks_of_tied_channels_whose_copies_are_far_apart():
     """All first copies, then all second ones: 0 1 2 3 0 1 2 3."""
     space = space_of(16, 16)
     site = Site("tied", ("o_proj",), 64, torch.arange(32).repeat(2), space)
-    blocks = relaxation_of(space).blocks_of(site)
+    blocks = SiteBlocks(relaxation_of(space), site)
     soft = [torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8)]
     numbers = [int(block[0, 0]) for block in matrices(blocks.flat(soft), blocks.sizes)]
     assert numbers == [0, 1, 2, 3, 0, 1, 2, 3]
@@ -263,7 +263,7 @@ def test_the_gradient_adds_up_over_copies():
     space = space_of(16, 16)
     relaxation = relaxation_of(space)
     soft = [matrix.detach().requires_grad_() for matrix in relaxation.soft(1.0)]
-    blocks = relaxation.blocks_of(tied_site(space))
+    blocks = SiteBlocks(relaxation, tied_site(space))
     flat = blocks.flat(soft)
     weights = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0))
     (flat * weights).sum().backward()
@@ -279,7 +279,7 @@ def test_the_gradient_added_is_that_of_autograd(segments, site_of):
     space = space_of(*segments)
     relaxation = relaxation_of(space_of(8, name="before"), space)
     soft = [matrices.detach().requires_grad_() for matrices in relaxation.soft(1.0)]
-    blocks = relaxation.blocks_of(site_of(space))
+    blocks = SiteBlocks(relaxation, site_of(space))
     flat = blocks.flat(soft)
     gradient = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0))
     found = [torch.ones_like(matrices) for matrices in soft]
@@ -293,14 +293,14 @@ def test_blocks_in_a_row_are_not_copied():
     spaces = [space_of(16, name="a"), space_of(24, name="b")]
     relaxation = relaxation_of(*spaces)
     soft = relaxation.soft(1.0)
-    assert relaxation.blocks_of(plain_site(spaces[1])).flat(soft).data_ptr() == soft[0][2].data_ptr()
+    assert SiteBlocks(relaxation, plain_site(spaces[1])).flat(soft).data_ptr() == soft[0][2].data_ptr()
 
 
 def test_channels_of_a_block_that_are_apart_are_a_bug():
     space = space_of(16)
     site = Site("apart", ("linear",), 16, torch.arange(16).view(2, 8).T.reshape(-1), space)
     with pytest.raises(AssertionError, match="apart"):
-        relaxation_of(space).blocks_of(site)
+        SiteBlocks(relaxation_of(space), site)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_channels_of_a_block_that_are_apart_are_a_bug():
 def test_a_smaller_last_block(segments, sizes):
     space = space_of(*segments)
     relaxation = relaxation_of(space)
-    blocks = relaxation.blocks_of(plain_site(space))
+    blocks = SiteBlocks(relaxation, plain_site(space))
     assert blocks.sizes == sizes
     assert relaxation.sizes == sorted(set(sizes))
     soft = relaxation.soft(1.0)
@@ -324,7 +324,7 @@ def test_sites_of_two_spaces_take_their_own_blocks():
     relaxation = relaxation_of(*spaces, init="random")
     soft = relaxation.soft(1.0)
     by_size = dict(zip(relaxation.sizes, soft, strict=True))
-    flats = [relaxation.blocks_of(plain_site(space)).flat(soft) for space in spaces]
+    flats = [SiteBlocks(relaxation, plain_site(space)).flat(soft) for space in spaces]
     assert torch.equal(flats[0], by_size[8][:2].reshape(-1))
     assert torch.equal(flats[1], torch.cat((by_size[8][2].reshape(-1), by_size[4][0].reshape(-1))))
 
@@ -332,7 +332,7 @@ def test_sites_of_two_spaces_take_their_own_blocks():
 def test_a_block_larger_than_the_space_is_the_full_permutation():
     space = space_of(12)
     relaxation = relaxation_of(space, block_size=64)
-    assert relaxation.blocks_of(plain_site(space)).sizes == [12]
+    assert SiteBlocks(relaxation, plain_site(space)).sizes == [12]
     assert [tuple(weight.shape) for weight in relaxation.weights] == [(1, 12, 12)]
 
 

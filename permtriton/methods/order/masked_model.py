@@ -211,7 +211,7 @@ def masked_model(
         if config.activation_checkpointing:
             stack.enter_context(checkpointed(layer_modules(model, plan)))
         for site in plan.sites:
-            blocks = relaxation.blocks_of(site) if relaxation.learns(site) else None
+            blocks = SiteBlocks(relaxation, site) if site.space.name in relaxation.first else None
             weights = []
             for name in site.linears:
                 pattern = plan.patterns[name]

@@ -29,6 +29,7 @@ class Relaxation(nn.Module):
         weights: ``w`` of each batch, float32 ``[blocks, size, size]``.
         owners: For each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
         scale: float32 ``[spaces]``.
+        first: Name of each space that learns -> its first unit; units are numbered through all spaces.
         block_size, rounds, clamp: Those options.
     """
 
@@ -36,11 +37,11 @@ class Relaxation(nn.Module):
         super().__init__()
         self.block_size, self.rounds, self.clamp = options.block_size, options.sinkhorn_rounds, options.clamp
         self._spaces = list(spaces)
-        self._first: dict[str, int] = {}  # space name -> its first unit; units are numbered through all spaces
+        self.first: dict[str, int] = {}
         blocks: dict[int, list[tuple[int, int]]] = {}  # block size -> (number of the space, first unit)
         units = 0
         for number, space in enumerate(spaces):
-            self._first[space.name] = units
+            self.first[space.name] = units
             for start, size in space.blocks(options.block_size):
                 blocks.setdefault(size, []).append((number, units + start))
             units += space.units
@@ -69,10 +70,6 @@ class Relaxation(nn.Module):
         """Space name -> number of units, of every space that learns."""
         return {space.name: space.units for space in self._spaces}
 
-    def learns(self, site: Site) -> bool:
-        """Whether a site's permutation is one of those that learn."""
-        return site.space.name in self._first
-
     def soft(self, tau: float) -> list[Tensor]:
         """Returns the soft permutations of each batch, float32 ``[blocks, size, size]``."""
         batches = []
@@ -90,7 +87,7 @@ class Relaxation(nn.Module):
             CalibrationError: A soft permutation is not finite.
         """
         parts = self.assign(soft).cpu().split([space.units for space in self._spaces])
-        return {space.name: part - self._first[space.name] for space, part in zip(self._spaces, parts, strict=True)}
+        return {space.name: part - self.first[space.name] for space, part in zip(self._spaces, parts, strict=True)}
 
     @torch.no_grad()
     def assign(self, soft: Sequence[Tensor]) -> Tensor:
@@ -141,20 +138,12 @@ class Relaxation(nn.Module):
         """Converts the unit indices of each space, as from `harden`, to one for all spaces, as from `assign`."""
         for space in self._spaces:
             space.check(indices[space.name])
-        joined = torch.cat([indices[space.name] + self._first[space.name] for space in self._spaces])
+        joined = torch.cat([indices[space.name] + self.first[space.name] for space in self._spaces])
         return joined.to(self._order.device)
-
-    def blocks_of(self, site: Site) -> "SiteBlocks":
-        """Returns where the blocks of a site's channels are in the batches."""
-        return SiteBlocks(self, site)
 
     def position(self, space: ChannelSpace, start: int) -> tuple[int, int]:
         """Returns (batch, row in the batch) of the block that starts at unit ``start`` of ``space``."""
-        return self._batches[self._first[space.name] + start]
-
-    def units_of(self, site: Site) -> Tensor:
-        """Returns the unit of each channel of a site, int64 ``[channels]``, numbered through all spaces."""
-        return (site.units + self._first[site.space.name]).to(self._order.device)
+        return self._batches[self.first[space.name] + start]
 
 
 def _checked(units: Tensor) -> Tensor:
@@ -185,7 +174,7 @@ class _Block(NamedTuple):
 
 
 class SiteBlocks:
-    """A site's blocks in channel order.
+    """A site's blocks in channel order, and where they are in the batches of a relaxation.
 
     Under grouped-query attention, a block appears once per query head that shares it.
 
@@ -206,7 +195,7 @@ class SiteBlocks:
         assert torch.equal(site.units, units), f"{site.name}: the channels of a block are apart"
         self.sizes = [block.size for block in blocks]
         self.parts = [(batch, [block.row for block in run]) for batch, run in groupby(blocks, attrgetter("batch"))]
-        self.units = relaxation.units_of(site)
+        self.units = (site.units + relaxation.first[site.space.name]).to(relaxation.scale.device)
         self._rows = [(batch, _slice_or_tensor(rows, self.units.device)) for batch, rows in self.parts]
         self._lengths = [len(rows) * relaxation.sizes[batch] ** 2 for batch, rows in self.parts]
 
