@@ -1,6 +1,7 @@
 """SparseGPT's weight update: each row's kept weights compensate for its pruned ones (Frantar and Alistarh, 2023)."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,12 +48,10 @@ class Curvature:
         Raises:
             CalibrationError: The damped Hessian is singular.
         """
-        try:
+        with _inverting(name):
             full = damped(hessian)
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
             return cls(hessian.diagonal() == 0, full, inverse, torch.linalg.cholesky(inverse, upper=True))
-        except torch.linalg.LinAlgError as error:
-            raise _singular(name) from error
 
 
 def curvatures(hessians: Mapping[str, Tensor]) -> Callable[[str], Curvature]:
@@ -66,17 +65,19 @@ def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
     Raises:
         CalibrationError: The damped Hessian is singular; the error has the layer's ``name``.
     """
-    try:
+    with _inverting(name):
         return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian))).diagonal().clone()
+
+
+@contextmanager
+def _inverting(name: str) -> Iterator[None]:
+    try:
+        yield
     except torch.linalg.LinAlgError as error:
-        raise _singular(name) from error
-
-
-def _singular(name: str) -> CalibrationError:
-    return CalibrationError(
-        f"{name}: the Hessian of its inputs cannot be inverted: raise `samples=`, or choose another `importance=` "
-        "and prune with the step mask"
-    )
+        raise CalibrationError(
+            f"{name}: the Hessian of its inputs cannot be inverted: raise `samples=`, or choose another `importance=` "
+            "and prune with the step mask"
+        ) from error
 
 
 @torch.no_grad()
