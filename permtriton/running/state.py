@@ -143,6 +143,17 @@ class StateFile:
             raise self.damaged(f"its {name} cannot be read ({type(error).__name__}: {error})") from error
         return checked(form, parsed, lambda problem: self.damaged(f"{name}: {problem}"))
 
+    def history(self, texts: Mapping[str, str], kind: type[Record], most: int) -> list[Record]:
+        """Returns the text ``history`` of the state as `read_records` does.
+
+        Raises:
+            OutputError: The state is damaged.
+        """
+        try:
+            return read_records(kind, self.value(texts, "history", list[Any]), most)
+        except ValueError as error:
+            raise self.damaged(f"its history cannot be read ({error})") from error
+
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
         return OutputError(

@@ -27,7 +27,7 @@ from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running import ranks
 from permtriton.running.backward import loss_scale
 from permtriton.running.micro_batch import MicroBatch, Result
-from permtriton.running.state import StateFile, read_records
+from permtriton.running.state import StateFile
 from permtriton.util.permutation import identity, moved
 from permtriton.util.progress import Progress
 
@@ -94,25 +94,16 @@ class LearningFile(StateFile):
             like |= {f"optimizer.{number}.{key}": parameter for key in OPTIMIZER_KEYS if key != "step"}
             like[f"optimizer.{number}.step"] = torch.tensor(0.0)
         self.check_tensors(tensors, like)
-        result = LearnedOrder(
-            {name: tensors[f"index.{name}"] for name in relaxation.units}, *self._read_history(texts, epochs)
-        )
+        history, kept = self.history(texts, Epoch, epochs), self.value(texts, "kept", int)
+        if not 0 <= kept < len(history):
+            raise self.damaged(f"its history has {len(history)} epochs and keeps epoch {kept}")
+        result = LearnedOrder({name: tensors[f"index.{name}"] for name in relaxation.units}, history, kept)
         restored = {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
         for number, parameter in enumerate(relaxation.parameters()):
             parameter.data.copy_(tensors[f"parameter.{number}"])
             restored["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
         optimizer.load_state_dict(restored)
         return result
-
-    def _read_history(self, texts: Mapping[str, str], epochs: int) -> tuple[list[Epoch], int]:
-        try:
-            history = read_records(Epoch, json.loads(texts["history"]), epochs)
-            kept = json.loads(texts["kept"])
-        except (KeyError, ValueError) as error:
-            raise self.damaged(f"its history cannot be read ({error})") from error
-        if type(kept) is not int or not 0 <= kept < len(history):
-            raise self.damaged(f"its history has {len(history)} epochs and keeps epoch {kept}")
-        return history, kept
 
     def save(self, relaxation: Relaxation, optimizer: torch.optim.Optimizer, result: LearnedOrder) -> None:
         """Replaces the file by the current state; if interrupted, the earlier file stays intact.

@@ -33,7 +33,7 @@ from permtriton.methods.options import Searching
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running import ranks
-from permtriton.running.state import StateFile, read_records
+from permtriton.running.state import StateFile
 from permtriton.util.permutation import identity, moved
 from permtriton.util.progress import Progress
 
@@ -139,12 +139,8 @@ class SearchFile(StateFile):
             return None
         tensors, texts = state
         self.check_tensors(tensors, {space.name: identity(space.units) for space in spaces})
-        try:
-            history = read_records(Round, json.loads(texts["history"]), rounds)
-            finished = json.loads(texts["finished"])
-        except (KeyError, ValueError) as error:
-            raise self.damaged(f"its history cannot be read ({error})") from error
-        if type(finished) is not bool or (len(history) > rounds and not finished):
+        history, finished = self.history(texts, Round, rounds), self.value(texts, "finished", bool)
+        if len(history) > rounds and not finished:
             raise self.damaged(f"after {len(history) - 1} of {rounds} rounds, finished is {finished}")
         return SearchedOrder(tensors, history, finished)
 
