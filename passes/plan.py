@@ -358,16 +358,15 @@ def layer_of(model: nn.Module, name: str) -> str:
     return ""
 
 
-def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """Returns the layers that hold sites, as they run."""
-    layers = dict.fromkeys(layer_of(model, name) for _, name in plan.linears())
-    return [model.get_submodule(layer) for layer in layers if layer]
-
-
 def named_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """Returns the name of each of `layer_modules` -> that layer, in execution order."""
-    names = {module: name for name, module in model.named_modules()}
-    return {names[layer]: layer for layer in layer_modules(model, plan)}
+    """Returns name -> layer, of the layers that hold sites, in execution order."""
+    names = dict.fromkeys(layer_of(model, name) for _, name in plan.linears())
+    return {name: model.get_submodule(name) for name in names if name}
+
+
+def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """Returns the layers that hold sites, in execution order."""
+    return list(named_layers(model, plan).values())
 
 
 def layer_names(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:

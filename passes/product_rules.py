@@ -187,7 +187,7 @@ def _of_a_weight(result: Callable[[ParameterValue], Any]) -> Rule:
 
 def _source(call: fx.Node, weight: str) -> fx.Node:
     """Returns the node whose channels a product reads: before any reshaping, so that siblings share a source."""
-    first, second = (call.args[1], call.args[2]) if call.target in _ADDING else call.args[:2]
+    first, second = call.args[1:3] if call.target is aten.addmm.default else call.args[:2]
     assert isinstance(first, fx.Node)
     assert isinstance(second, fx.Node)
     return source_of(second if _reads(first, weight) else first)
@@ -199,8 +199,6 @@ def _reads(node: fx.Node, parameter: str) -> bool:
         node = node.args[0]
     return node.op == "get_attr" and node.target == parameter
 
-
-_ADDING = {aten.addmm.default}
 
 # -- norms, attention --------------------------------------------------------------------------------------------------
 

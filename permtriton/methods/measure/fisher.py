@@ -9,7 +9,6 @@ weights of one row, so a factor per row changes no mask, but the order sums scor
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -217,7 +216,11 @@ class _BackwardPasses:
                             _with_gradients(loss(model, batch, draw), model).backward()
                         advance(len(batch))
 
-        with frozen(model), _watched(model, self.plan, watch):
+        hooks = (
+            linear_module(model, name).register_forward_hook(_showing(partial(watch, name)))
+            for _, name in self.plan.linears()
+        )
+        with frozen(model), hooked(hooks):
             MicroBatch(config.micro_batch_size).run(backward)
 
 
@@ -271,16 +274,9 @@ def _backward(
         advance(len(batch))
 
 
-@contextmanager
-def _watched(model: PreTrainedModel, plan: Plan, watch: Watch) -> Iterator[None]:
-    """Inside the context, every forward and backward pass shows inputs and gradients of the linears to ``watch``."""
-    with hooked(
-        linear_module(model, name).register_forward_hook(_showing(partial(watch, name))) for _, name in plan.linears()
-    ):
-        yield
-
-
 def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]
+    """Returns a hook by which every forward and backward pass shows a linear's inputs and gradients to ``watch``."""
+
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return output

@@ -120,7 +120,8 @@ def reconstruct(  # noqa: PLR0913
                     kept = KeptWeights(part, options.optimizer)
                     result.parts.append({"name": name, **problem.train(model, kept, list(part), name, advance)})
                     finished |= {key: store.moved(values) for key, values in kept.snapshot().items()}
-                    _save(state, finished, result)
+                    if state is not None:
+                        state.write(finished, {"parts": json.dumps(result.parts)})
     return result
 
 
@@ -262,11 +263,6 @@ def _parts(
         first = first or child
         parts.setdefault(options.window == "mlp" and child != first, {})[linear] = weight
     return tuple(parts.values())
-
-
-def _save(state: StateFile | None, finished: Mapping[str, Tensor], result: Reconstructed) -> None:
-    if state is not None:
-        state.write(finished, {"parts": json.dumps(result.parts)})
 
 
 def _load(
