@@ -2,24 +2,20 @@
 
 from torch import fx
 
-from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, Constants, argument, index_value, is_index
+from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, Constants, argument, index_value
 from permtriton.util.permutation import compose, moved
 
 
 def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites ``permute(x, identity) -> x`` and ``permute(permute(x, i), j) -> permute(x, i[j])``.
 
-    A permute behind ``norm_permute`` is merged into it in the same way, if nothing else reads the norm. Computed
-    indices, which are being learned, are left alone.
-
-    Args:
-        graph_module: The graph with permutations inserted and fused.
+    A permute behind ``norm_permute`` is merged into it in the same way, if nothing else reads the norm.
     """
     constants = Constants(graph_module)
     for node in list(graph_module.graph.nodes):
-        if node.target is PERMUTE and is_index(node.args[1]):
+        if node.target is PERMUTE:
             _merge(node, constants)
-            if moved(index_value(node.args[1])) == 0:
+            if moved(index_value(argument(node, 1))) == 0:
                 node.replace_all_uses_with(node.args[0])
     return graph_module
 
@@ -27,13 +23,11 @@ def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _merge(node: fx.Node, constants: Constants) -> None:
     """Merges a permute node with the permute node before it, or into the norm before it."""
     before = argument(node, 0)
-    if before.target is PERMUTE and is_index(before.args[1]) and _dim(before) == _dim(node):
+    if before.target is PERMUTE and _dim(before) == _dim(node):
         node.update_arg(1, _composed(argument(before, 1), argument(node, 1), constants))
         node.update_arg(0, before.args[0])
-    elif (
-        before.target is NORM_PERMUTE
-        and is_index(before.args[3])
-        and all(user.target is PERMUTE and user.args[1] is node.args[1] for user in before.users)
+    elif before.target is NORM_PERMUTE and all(
+        user.target is PERMUTE and user.args[1] is node.args[1] for user in before.users
     ):
         before.update_arg(3, _composed(argument(before, 3), argument(node, 1), constants))
         for user in list(before.users):

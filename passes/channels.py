@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from permtriton.passes.graph import INSERTED
 from permtriton.passes.ids import both_unexpanded, differs, mix, numbered, of_several_axes, unexpanded, values_of
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
 
@@ -83,7 +82,7 @@ class Channels:
         self.sizes: dict[AxisKey, int] = {}
         for name in sorted(targets):
             value = attrgetter(name)(graph_module)
-            if isinstance(value, nn.Parameter) and not name.startswith(INSERTED):
+            if isinstance(value, nn.Parameter):
                 self.sizes.update({(name, dim): size for dim, size in enumerate(value.shape)})
         starts = np.cumsum([1, *self.sizes.values()])
         self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from permtriton.kernels import nm_mask, norm_permute, permute, sparse_linear  # noqa: F401 (registers the operators)
 
@@ -18,7 +18,7 @@ NORM_PERMUTE = torch.ops.permtriton.norm_permute.default
 PACK = torch.ops.permtriton.pack.default
 SPARSE_LINEAR = torch.ops.permtriton.sparse_linear.default
 
-INSERTED = "permtriton_"  # prefix of the names of all buffers and parameters that passes add
+INSERTED = "permtriton_"  # prefix of the names of all buffers that passes add
 INDEX = "permtriton_index"  # prefix of the names of index buffers
 OURS = "permtriton"  # key in ``node.meta``: the node was inserted by a pass
 SITE = "permtriton_site"  # key in a permute node's meta: name of the site whose linears read it
@@ -142,13 +142,13 @@ def _origin(node: fx.Node) -> dict[str, Any]:
 
 
 class Constants:
-    """Adds tensors to a graph module, as buffers or parameters; equal indices are added once."""
+    """Adds tensors to a graph module, as buffers; equal indices are added once."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._module = graph_module
         self._known: dict[bytes, fx.Node] = {}
-        names = [*dict(graph_module.named_buffers()), *dict(graph_module.named_parameters())]
-        numbers = [int(name.rpartition("_")[2]) for name in names if name.startswith(INSERTED)]
+        names = (name for name, _ in graph_module.named_buffers() if name.startswith(INSERTED))
+        numbers = [int(name.rpartition("_")[2]) for name in names]
         self._number = max(numbers, default=-1)  # names are numbered on from those of earlier passes
         for node in graph_module.graph.nodes:
             if is_index(node):
@@ -167,22 +167,9 @@ class Constants:
 
     def tensor(self, value: Tensor, prefix: str) -> fx.Node:
         """Adds a buffer and returns the node that reads it."""
-        name = self._name(prefix)
-        self._module.register_buffer(name, value)
-        return self._read(name, value)
-
-    def parameter(self, value: nn.Parameter, prefix: str) -> fx.Node:
-        """Adds a parameter, without a copy, and returns the node that reads it."""
-        name = self._name(prefix)
-        self._module.register_parameter(name, value)
-        return self._read(name, value)
-
-    def _name(self, prefix: str) -> str:
         self._number += 1
-        return f"{prefix}_{self._number}"
-
-    def _read(self, name: str, value: Tensor) -> fx.Node:
-        graph = self._module.graph
+        name, graph = f"{prefix}_{self._number}", self._module.graph
+        self._module.register_buffer(name, value)
         with graph.inserting_before(self._first):
             node = graph.get_attr(name)
         node.meta = {"val": value, OURS: True}

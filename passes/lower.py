@@ -18,24 +18,21 @@ from permtriton.passes.graph import (
     WEIGHT_PRODUCTS,
     argument,
     call_before,
-    is_index,
     products,
 )
 
 aten = torch.ops.aten
-INDEX_ARGUMENT, KEPT_ARGUMENT, GROUP_ARGUMENT = 5, 8, 9  # positions among the arguments of permtriton::nm_mask
+KEPT_ARGUMENT, GROUP_ARGUMENT = 8, 9  # positions among the arguments of permtriton::nm_mask
 
 
 def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Replaces each product with a masked weight by ``sparse_linear`` with a packed weight.
 
-    A gather before the product goes into the operator. A mask whose index is computed, because it is being learned,
-    stays: the packed weight would change at every step.
+    A gather before the product goes into the operator.
     """
     for mask in [node for node in graph_module.graph.nodes if node.target is NM_MASK]:
-        if is_index(mask.args[INDEX_ARGUMENT]):
-            for call, _ in list(products(mask)):
-                _pack(call, mask.args[KEPT_ARGUMENT], mask.args[GROUP_ARGUMENT])
+        for call, _ in list(products(mask)):
+            _pack(call, mask.args[KEPT_ARGUMENT], mask.args[GROUP_ARGUMENT])
     return graph_module
 
 
@@ -50,7 +47,7 @@ def _pack(call: fx.Node, kept: int, group: int) -> None:
     packed = call_before(call, PACK, (weight, kept, group), PACK(like, kept, group))
     parts = [call_before(call, operator.getitem, (packed, n), packed.meta["val"][n]) for n in range(2)]
     index = None
-    if activation.target is PERMUTE and activation.meta.get(SITE) and is_index(activation.args[1]):
+    if activation.target is PERMUTE and activation.meta.get(SITE):
         activation, index = argument(activation, 0), activation.args[1]
     arguments = (activation, *parts, bias, index, like.shape[1], kept, group)
     call.replace_all_uses_with(call_before(call, SPARSE_LINEAR, arguments, call.meta["val"]))

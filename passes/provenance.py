@@ -29,7 +29,7 @@ from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
 from permtriton.passes.channels import AxisKey, Channels, Event, Joint
-from permtriton.passes.graph import INDEX, INSERTED, one_thread
+from permtriton.passes.graph import INDEX, one_thread
 from permtriton.passes.ids import mix, numbered
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue
 
@@ -175,7 +175,7 @@ class _Interpreter(fx.Interpreter):
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
-        if isinstance(value, nn.Parameter) and not target.startswith(INSERTED):
+        if isinstance(value, nn.Parameter):
             shape = tuple(value.shape)
             return ParameterValue(target, shape, tuple(range(len(shape))), (None,) * len(shape))
         if isinstance(value, Tensor) and target.startswith(INDEX):

@@ -5,8 +5,7 @@ both must have the same loss and the same gradients.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,16 +13,12 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from permtriton.kernels import assignment, sinkhorn  # noqa: F401 (registers the operators)
-from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.passes.graph import NM_MASK, OURS, Constants, parameter_nodes
-from permtriton.passes.insert_masks import insert_masks
-from permtriton.passes.lower import INDEX_ARGUMENT, lower
-from permtriton.passes.pipeline import Pass
 from permtriton.passes.plan import ChannelSpace, Plan
 
 aten = torch.ops.aten
-SOFT_ARGUMENT, SIZES_ARGUMENT = INDEX_ARGUMENT + 1, INDEX_ARGUMENT + 2  # of permtriton::nm_mask
+INDEX_ARGUMENT, SOFT_ARGUMENT, SIZES_ARGUMENT = 5, 6, 7  # of permtriton::nm_mask
 
 
 def insert_relaxation(
@@ -35,7 +30,7 @@ def insert_relaxation(
         graph_module: the model's graph in base order, with masks inserted and no permutations.
         plan: of the model.
         spaces: those that learn.
-        relaxation: of ``spaces``; its parameters become parameters of the graph, shared.
+        relaxation: of ``spaces``; its parameters become buffers of the graph, shared.
         tau: temperature.
     """
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
@@ -76,12 +71,12 @@ def _relaxed(
     graph_module: fx.GraphModule, constants: Constants, relaxation: Relaxation, tau: float, call: Callable[..., fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """Returns the soft and the hard permutations, one node per block size."""
-    scale = constants.parameter(relaxation.scale, "permtriton_scale")
+    scale = constants.tensor(relaxation.scale, "permtriton_scale")
     soft, hard = [], []
     for owners, weight in zip(relaxation.owners, relaxation.weights, strict=True):
         owner = constants.tensor(owners, "permtriton_owner")
         sized = call(aten.view.default, call(aten.index_select.default, scale, 0, owner), [-1, 1, 1])
-        logits = call(aten.mul.Tensor, sized, constants.parameter(weight, "permtriton_logits"))
+        logits = call(aten.mul.Tensor, sized, constants.tensor(weight, "permtriton_logits"))
         if relaxation.clamp:
             logits = call(aten.clamp.default, logits, -relaxation.clamp, relaxation.clamp)
         scaled = call(torch.ops.permtriton.sinkhorn.default, logits, tau, relaxation.rounds)
@@ -112,19 +107,3 @@ def _mask_of(weight: fx.Node) -> fx.Node:
     while node.target is not NM_MASK:
         (node,) = node.users
     return node
-
-
-def learning_passes(
-    plan: Plan,
-    spaces: Sequence[ChannelSpace],
-    relaxation: Relaxation,
-    tau: float,
-    importances: Mapping[str, ImportanceFactors],
-) -> tuple[Pass, ...]:
-    """From the model in base order to the graph that learns."""
-    relaxed = partial(insert_relaxation, plan=plan, spaces=spaces, relaxation=relaxation, tau=tau)
-    return (
-        Pass(partial(insert_masks, plan=plan, importances=importances), exact=False),
-        Pass(relaxed, exact=False),
-        Pass(lower),
-    )
