@@ -51,13 +51,11 @@ class Verifier:
         self._check_channels(name, after)
         outputs = [run(after, batch) for batch in self._batches]
         if exact:
-            difference = self._compare(name, after, self._outputs, outputs, masks=True)
-        else:
-            with torch.no_grad():
-                expected = [_Recorder(after, graph=self._before, masks=False).outputs(b)[0] for b in self._batches]
-                unmasked = [_Recorder(after, masks=False).outputs(b)[0] for b in self._batches]
-            difference = self._compare(name, after, expected, unmasked, masks=False)
-        return difference
+            return self._compare(name, after, self._outputs, outputs, masks=True)
+        with torch.no_grad():
+            expected = [_Recorder(after, graph=self._before, masks=False).outputs(b)[0] for b in self._batches]
+            unmasked = [_Recorder(after, masks=False).outputs(b)[0] for b in self._batches]
+        return self._compare(name, after, expected, unmasked, masks=False)
 
     def _check_channels(self, name: str, after: fx.GraphModule) -> None:
         unions = channel_unions(after)

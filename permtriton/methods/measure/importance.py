@@ -38,7 +38,6 @@ def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor
     """Returns the importance of one linear's weights.
 
     Args:
-        method: Kind of score.
         weight_CO: ``[in_features, out_features]``.
         statistic: float32 ``[in_features]``: ``diag(H^-1)`` for ``obs``, ``||X_j||`` otherwise.
     """
@@ -66,7 +65,6 @@ def importances_of(
     """Returns linear name -> importance, for every pruned linear.
 
     Args:
-        method: Kind of score.
         statistics: Site name -> statistic, float32 ``[channels]``, as in `importance_of`.
     """
     return {

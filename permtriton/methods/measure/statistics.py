@@ -42,9 +42,6 @@ def site_statistics(
 
     The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
 
-    Args:
-        method: Kind of importance.
-
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
     """
@@ -260,9 +257,7 @@ def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, s
     """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one.
 
     Args:
-        model: Model that the layer is part of.
         layer: Sites to watch, as the dense model runs them.
-        advance: As for `watch_inputs`.
     """
     site_inputs: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
 
@@ -281,7 +276,6 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
     Args:
         layer: Sites to watch, as the model as pruned so far runs them.
         dense: What `dense_inputs` returns of the same parts; what is read of it is taken out.
-        advance: As for `watch_inputs`.
 
     Raises:
         CalibrationError: An activation is NaN or infinite.

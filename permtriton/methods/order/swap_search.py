@@ -235,7 +235,6 @@ class Searcher:
         """Runs one round and records it in ``result``.
 
         Args:
-            result: The result so far.
             advance: Called with the number of sequences after each backward pass.
 
         Raises:
@@ -373,7 +372,6 @@ def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
         left: First position of each swap, int64 ``[swaps]``.
         right: Second position, int64 ``[swaps]``.
         gain: Gain, float32 ``[swaps]``.
-        group: Channels per group.
     """
     order = gain.argsort(descending=True, stable=True)
     ends = torch.stack((left, right))[:, order] // group

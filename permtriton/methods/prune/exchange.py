@@ -25,7 +25,6 @@ def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: N
         weight: ``V``, float32 ``[out_features, in_features]``, zero where pruned.
         gradient: ``g``, of the same shape.
         curvature: of the inputs; channels that were never active take part in no exchange.
-        pattern: of the weight.
         share: of the groups of a row where the error would fall, those that fall most, float32 ``[out_features]``.
     """
     rows = max(AT_ONCE // (weight.shape[1] * pattern.group), 1)

@@ -64,12 +64,7 @@ def refit(
 
     Args:
         model: dense model, its channels in their final order; changed in place.
-        plan: the model's plan.
         dense_weights: name of each pruned linear -> its weight now, as the dense model has it, in a tensor of its own.
-        samples: calibration samples.
-        batch: samples per forward pass.
-        options: options of refitting.
-        progress: progress reporter.
         gradients: name -> gradients of the dense model's outputs, ``[tokens, out_features]``, for the linears whose
             outputs are weighed by them.
         low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only,
@@ -164,8 +159,6 @@ def best_weight(weight: Tensor, moment: Moments, curvature: Curvature, options: 
 
     Args:
         weight: dense, float32 ``[out_features, in_features]``.
-        moment: moments of its inputs.
-        curvature: of the same inputs.
         options: with the shares ``a`` and ``b`` of the dense model in the targets.
     """
     if moment.shift is None or not (options.dense_targets or options.residual_targets):
@@ -185,7 +178,6 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
         start: ``[out_features, in_features]``, zero where pruned.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
-        iterations: rounds.
 
     Returns:
         ``V``, float32 ``[out_features, in_features]``.
@@ -229,7 +221,6 @@ def _conjugate_gradients(
         product: multiplies by the matrix of the quadratic, into a tensor of its own.
         scale: diagonal of that matrix, by which directions are divided.
         total: sums products of single weights, of each problem that is solved on its own.
-        iterations: rounds.
     """
     weight = start.clone(memory_format=torch.contiguous_format)
     mask = (weight != 0).to(weight.dtype)  # products with booleans are slower
@@ -273,9 +264,6 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
     Args:
         weight: ``V``, float32 ``[out_features, in_features]``, fitted to its mask.
         target: ``W*``, of the same shape.
-        curvature: of the inputs.
-        pattern: of the mask.
-        rounds: most rounds.
     """
     hessian, share = curvature.damped, torch.ones(len(weight), device=weight.device)
     difference = weight - target
