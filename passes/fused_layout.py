@@ -59,9 +59,8 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
         elif space_or_reason and site.name not in needed:
             barriers.append(f"{site.name} stays within its heads: {space_or_reason}")
     spaces = {id(site.space): site.space for site in plan.sites}  # in order of first use
-    in_use = id(plan.hidden_space) in spaces
-    hidden = (plan.hidden_space, plan.hidden_units) if in_use else (None, torch.empty(0, dtype=torch.int64))
-    return Plan(plan.sites, list(spaces.values()), plan.patterns, plan.skipped, barriers, *hidden, unseen=plan.unseen)
+    hidden = plan.hidden if plan.hidden and id(plan.hidden.space) in spaces else None
+    return Plan(plan.sites, list(spaces.values()), plan.patterns, plan.skipped, barriers, hidden, plan.unseen)
 
 
 def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:

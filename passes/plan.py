@@ -248,8 +248,7 @@ class Plan:
         patterns: name of each pruned linear -> its N:M pattern.
         skipped: name of a module or parameter that stays dense -> reason.
         barriers: reasons why channels could not be followed further, each once.
-        hidden_space: channel space of the last hidden state, or None.
-        hidden_units: unit of ``hidden_space`` at each channel of the last hidden state, int64 ``[channels]``.
+        hidden: the last hidden state, as a site that no linear reads; None where no space orders its channels.
         unseen: names of the parameters that the trace did not use, such as an image projector's.
     """
 
@@ -258,8 +257,7 @@ class Plan:
     patterns: Mapping[str, NMPattern]
     skipped: dict[str, str] = field(default_factory=dict)
     barriers: list[str] = field(default_factory=list)
-    hidden_space: ChannelSpace | None = None
-    hidden_units: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    hidden: Site | None = None
     unseen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -293,10 +291,9 @@ class Plan:
         Returns:
             Index, int64 ``[C]``: ``permuted[..., j] = dense[..., index[j]]``.
         """
-        space, units = self.hidden_space, self.hidden_units
-        if space is None or space.frozen:
+        if self.hidden is None or self.hidden.space.frozen:
             return None
-        return Axis("", 0, units, torch.zeros_like(units), reads=False).expand(indices[space.name])
+        return self.hidden.expand(indices[self.hidden.space.name])
 
     def layers(self) -> list[list[Site]]:
         """Returns the sites in execution order, grouped by layer.

@@ -71,7 +71,6 @@ def find_sites(
     builder = _SpaceBuilder(provenance, patterns, hidden.graph, depths)
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
-    hidden_space, hidden_units = builder.locate(provenance.hidden)
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # such as tables of sines
     unseen = Unseen(model, {parameter for parameter, _ in provenance.axes})
     for space in spaces:
@@ -82,7 +81,8 @@ def find_sites(
         if not space.frozen and fixed:
             space.freeze(f"{min(fixed)} is not saved with the model, so that its order cannot change")
     pruned = {name: patterns[name] for site in sites for name in site.linears}
-    return Plan(sites, spaces, pruned, skipped, provenance.barriers, hidden_space, hidden_units, tuple(unseen.shapes))
+    located = builder.located(provenance.hidden)
+    return Plan(sites, spaces, pruned, skipped, provenance.barriers, located, tuple(unseen.shapes))
 
 
 def _linears(provenance: Provenance, model: nn.Module) -> dict[str, nn.Module]:
@@ -256,20 +256,20 @@ class _SpaceBuilder:
         problem = next((call.problem for call in calls if call.problem), "")
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
-        layers = frozenset(layer_of(model, each) for each in names)
+        layers = {layer_of(model, each) for each in names}
+        alone = len(names) == count == 1 and "" not in layers
         site = Site(
             name,
             tuple(names),
             labels.size,
             torch.from_numpy(units),
             space,
-            layers if all(layers) else frozenset(),
-            self._depths[calls[0].node],
-            count,
-            calls[0].source in self._routed,
+            layer_paths=frozenset() if "" in layers else frozenset(layers),
+            depth=self._depths[calls[0].node],
+            calls=count,
+            routed=calls[0].source in self._routed,
+            residual_reader=self._residual_reader(calls[0].node, *layers) if alone else "",
         )
-        if len(names) == count == 1 and site.layer_paths:
-            site.residual_reader = self._residual_reader(calls[0].node, *site.layer_paths)
         for group in dict.fromkeys(self._patterns[each].group for each in names):
             if not space.frozen and (problem := _arrangement_problem(site, group)):
                 space.freeze(problem)
@@ -325,12 +325,12 @@ class _SpaceBuilder:
                 space.name = "stream" if streams == 1 else f"stream.{streams}"
         return self._spaces
 
-    def locate(self, labels: np.ndarray) -> tuple[ChannelSpace | None, Tensor]:
-        """Returns the space that orders all of ``labels``, or None, and the unit of each label, int64."""
+    def located(self, labels: np.ndarray) -> Site | None:
+        """Returns the activation with channels of ``labels``, if one space orders all of them; else None."""
         owners = np.unique(self._space_of[labels])
         if owners.size != 1 or owners[0] < 0:
-            return None, torch.empty(0, dtype=torch.int64)
-        return self._spaces[owners[0]], torch.from_numpy(self._unit_of[labels])
+            return None
+        return Site("", (), labels.size, torch.from_numpy(self._unit_of[labels]), self._spaces[owners[0]])
 
 
 def _arrangement_problem(site: Site, group: int) -> str:

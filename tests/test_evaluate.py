@@ -13,7 +13,6 @@ from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.held_out import MAX_ENCODER_WINDOWS, Evaluation
 from permtriton.evaluation.perplexity import perplexity
-from permtriton.passes.plan import Axis
 from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
 
@@ -130,13 +129,12 @@ def test_encoder_cosine_is_the_mean_over_all_tokens():
 def test_encoder_with_permuted_channels_agrees_in_the_old_order():
     model = encoder(BertForMaskedLM)
     plan = find_plan(model, NMPattern(2, 4))
-    space = plan.hidden_space
-    assert space is not None
+    space = plan.hidden.space
     assert not space.frozen
     evaluation = Evaluation(model, windows(4), NoProgress())
     index = torch.randperm(space.units, generator=torch.Generator().manual_seed(2))
     fold(model, plan, {space.name: index})
-    order = Axis("", 0, plan.hidden_units, torch.zeros_like(plan.hidden_units), reads=False).expand(index)
+    order = plan.hidden.expand(index)
     assert evaluation.compiled(model, order) == pytest.approx(1.0, abs=1e-5)
     assert evaluation.compiled(model, None) < 0.9, "the channels did move"
 
@@ -147,7 +145,7 @@ def test_compile_undoes_the_order_before_it_compares():
     config = permtriton.config_from({"sparsity": "7:8"}, "heuristic,mask")
     compiled = compile_model(model, None, config, ids=windows(4), evaluation_windows=windows(3))
     evaluation = compiled.report["evaluation"]
-    stream = compiled.plan.hidden_space.name
+    stream = compiled.plan.hidden.space.name
     assert sum(site["moved"] for site in compiled.report["sites"] if site["permutation"] == stream) > 0
     assert (evaluation["measure"], evaluation["dense"]) == ("cosine", 1.0)
     assert 0.95 < evaluation["compiled"] < 1

@@ -167,7 +167,7 @@ def test_the_report_states_what_each_site_costs(case):
 @every_case
 def test_the_hidden_state_keeps_its_order(case):
     name, result = case_of(case)
-    assert result.plan.hidden_space is None
+    assert result.plan.hidden is None
     assert result.plan.hidden_order(result.indices) is None
     ids = zoo.token_ids(2, 6)
     with torch.no_grad():

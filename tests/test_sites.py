@@ -280,9 +280,9 @@ def test_skipped(name):
 @every_name
 def test_hidden_state_is_the_stream(name):
     plan = plan_of(name)
-    assert plan.hidden_space is plan.spaces[0]
-    assert plan.hidden_space.name == "stream"
-    assert torch.equal(plan.hidden_units, torch.arange(zoo.HIDDEN))
+    assert plan.hidden.space is plan.spaces[0]
+    assert plan.hidden.space.name == "stream"
+    assert torch.equal(plan.hidden.units, torch.arange(zoo.HIDDEN))
 
 
 @pytest.mark.parametrize("name", zoo.slow_but(zoo.TELLING, [name for name in EXPECTED if name != "falcon"]))
@@ -313,7 +313,7 @@ def described(plan: Plan) -> object:
         (s.name, s.segments, s.frozen, [(a.parameter, a.dim, a.reads, a.units.tolist()) for a in s.axes])
         for s in plan.spaces
     ]
-    return sites, spaces, plan.skipped, plan.barriers, plan.hidden_space.name, plan.hidden_units.tolist()
+    return sites, spaces, plan.skipped, plan.barriers, plan.hidden.space.name, plan.hidden.units.tolist()
 
 
 # -- where in a packed or shared parameter the channels are ------------------------------------------------------------

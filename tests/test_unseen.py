@@ -171,7 +171,7 @@ def test_calls_that_cannot_be_made_are_listed_with_the_reason():
 
 
 def in_order(plan: Plan, report: dict) -> bool:
-    return report["hidden_states"]["permuted"] == (plan.hidden_space is not None and not plan.hidden_space.reason)
+    return report["hidden_states"]["permuted"] == (plan.hidden is not None and not plan.hidden.space.reason)
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
