@@ -207,16 +207,11 @@ def _pad(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         elif mode != "constant":
             return c.barrier(f"{target} by {mode} among channels", (args, kwargs))
         else:
-            cut = slice_along(c, ids, dim, max(-before, 0), ids.shape[dim] - max(-after, 0))
+            kept = (ids, dim, max(-before, 0), ids.shape[dim] - max(-after, 0))
+            cut = _along(c, aten.slice.Tensor, kept, {})
             ends = [constant.expand(*cut.shape[:dim], max(n, 0), *cut.shape[dim + 1 :]) for n in (before, after)]
             ids = torch.cat([ends[0], cut, ends[1]], dim)
     return ids
-
-
-def slice_along(c: Channels, ids: Tensor, dim: int, start: int, end: int) -> Tensor:
-    """Returns some positions of ids along a dimension, as `aten.slice` does it."""
-    result: Tensor = _along(c, aten.slice.Tensor, (ids, dim, start, end), {})
-    return result
 
 
 _REORDERING = {aten.flip, aten.roll, aten.index_select}
