@@ -54,8 +54,7 @@ class Traced:
     @property
     def hidden_node(self) -> fx.Node:
         """The graph node of the last hidden state."""
-        output = next(node for node in reversed(self.graph_module.graph.nodes) if node.op == "output")
-        results: Any = output.args[0]
+        results: Any = self.graph_module.graph.output_node().args[0]
         return results[self.hidden]
 
 

@@ -98,15 +98,18 @@ def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Te
     upper = curvature.factor
     w[curvature.dead] = 0
     width = COLUMNS_AT_ONCE // pattern.group * pattern.group
-    choose = _chooser(pattern, mask)
     for start in range(0, len(w), width):
         end = min(start + width, len(w))
         block, local = w[start:end], upper[start:end, start:end]
         errors = torch.empty_like(block)
         for first in range(0, end - start, pattern.group):
             last = first + pattern.group
-            inside = local[first:last, first:last]
-            errors[first:last] = _eliminate(block[first:last], inside, choose(start + first, block[first:last], inside))
+            group, inside = block[first:last], local[first:last, first:last]
+            if mask is None:
+                keep = top_n_mask((group / inside.diagonal()[:, None]).square(), pattern)
+            else:
+                keep = mask[:, start + first : start + last].t()
+            errors[first:last] = _eliminate(group, inside, keep)
             block[last:].addmm_(local[first:last, last:].t(), errors[first:last], alpha=-1)
         w[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
     return w.t()
@@ -130,13 +133,3 @@ def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
         group[channel + 1 :].addr_(factor[channel, channel + 1 :], errors[channel], alpha=-1)
         group[channel] = kept
     return errors
-
-
-def _chooser(pattern: NMPattern, mask: Tensor | None) -> Callable[[int, Tensor, Tensor], Tensor]:
-    """Returns the function (first channel of a group, its weights, their part of the factor) -> mask of the group.
-
-    Weights and mask are ``[channels, out_features]``.
-    """
-    if mask is not None:
-        return lambda start, weights, factor: mask[:, start : start + pattern.group].t()
-    return lambda start, weights, factor: top_n_mask((weights / factor.diagonal()[:, None]).square(), pattern)
