@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,29 +79,6 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class CudaLaunch:
-    """One launch of a kernel written in CUDA.
-
-    Attributes:
-        source: The file, without what needs headers at run time.
-        name: The kernel, with its template arguments if it has any.
-        threads: Threads per program.
-        shared_bytes: Bytes of dynamic shared memory per program.
-        grid: Programs along each axis.
-        numbers: The integer arguments that tell how often its loops run, by name.
-        options: What the compiler is told.
-    """
-
-    source: Path
-    name: str
-    threads: int
-    shared_bytes: int
-    grid: tuple[int, ...]
-    numbers: Mapping[str, int]
-    options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class GpuLimits:
     """What a launch on a GPU depends on; by default, beside their number, that of an H200.
 
@@ -121,7 +97,7 @@ class GpuLimits:
 
 @dataclass(frozen=True)
 class _Recording:
-    launches: list[Any]  # Launch, or CudaLaunch
+    launches: list[Any]
     gpu: GpuLimits | None
 
 
@@ -132,7 +108,7 @@ _recording: _Recording | None = None
 def recorded(gpu: GpuLimits | None = None) -> Iterator[list[Any]]:
     """Records launches instead of running them: no output is written, and tensors may be on the meta device.
 
-    Yields the list that each `Launch`, or `CudaLaunch`, is appended to.
+    Yields the list that each `Launch`, or `permtriton.kernels.cuda.runtime.CudaLaunch`, is appended to.
 
     Args:
         gpu: What the meta device counts as; None for no GPU.
@@ -145,7 +121,7 @@ def recorded(gpu: GpuLimits | None = None) -> Iterator[list[Any]]:
         _recording = before
 
 
-def record(launch: CudaLaunch) -> bool:
+def record(launch: Any) -> bool:
     """Records a launch that is not Triton's; returns whether launches are recorded, that is, must not run."""
     if _recording is not None:
         _recording.launches.append(launch)

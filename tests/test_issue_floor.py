@@ -11,7 +11,8 @@ import torch
 from benchmarks.gpu import floors, predictions, sass, shapes, table
 from benchmarks.gpu.floors import Floor
 from permtriton.errors import ConfigError
-from permtriton.kernels.launch import CudaLaunch, GpuLimits, multiprocessors, record, recorded, triton
+from permtriton.kernels.cuda.runtime import CudaKernel, CudaLaunch
+from permtriton.kernels.launch import GpuLimits, multiprocessors, record, recorded, triton
 from permtriton.kernels.tools.compile_check import TARGETS, resident
 
 from .kernel_builds import copy_floor
@@ -131,7 +132,7 @@ def test_a_recorded_launch_fits_the_named_gpu(gpu):
     with recorded(gpu.limits) as launches, torch.device("meta"):
         floor.launch(*floor.case.make(0))
     (launch,) = (launch for launch in launches if isinstance(launch, CudaLaunch))
-    assert launch.shared_bytes <= gpu.target.shared_limit
+    assert launch.kernel.shared_bytes <= gpu.target.shared_limit
     assert launch.grid[1] == 1 or gpu.target.arch >= 90
 
 
@@ -177,7 +178,7 @@ class TestCounting:
             "  }\n"
             "}\n"
         )
-        launch = CudaLaunch(source, "twice<8>", threads=64, shared_bytes=0, grid=(8,), numbers={"tiles": 40})
+        launch = CudaLaunch(CudaKernel(str(source), "twice", 64, constants=(("step", 8),)), (8,), {"tiles": 40})
         case = dataclasses.replace(copy_floor().case, bytes=40 * 64 * 8)
         floor = Floor(case, lambda: record(launch), 40 * 64, "element", lambda launch: (launch.numbers["tiles"] / 8,))
         assert not record(launch)

@@ -39,7 +39,8 @@ import torch
 
 from benchmarks.gpu.sass import Code, loops_of, parse
 from permtriton.errors import ConfigError
-from permtriton.kernels.launch import CudaLaunch, GpuLimits, Launch, recorded
+from permtriton.kernels.cuda.runtime import FOLDER, OPTIONS, CudaKernel, CudaLaunch
+from permtriton.kernels.launch import GpuLimits, Launch, recorded
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.compile_check import (
     RESERVED_SHARED,
@@ -246,8 +247,8 @@ def row(floor: Floor, gpu: Gpu) -> Row:
 def _counted(launch: Launch | CudaLaunch, target: Target, loops: Callable[[Any], Sequence[float]] | None) -> Counted:
     times = None if loops is None else loops(launch)
     if isinstance(launch, CudaLaunch):
-        cubin, shared = cuda_binary(launch, target), launch.shared_bytes
-        return count(cubin, target, math.ceil(launch.threads / 32), launch.grid, times, shared)
+        cubin, kernel = cuda_binary(launch.kernel, target), launch.kernel
+        return count(cubin, target, math.ceil(kernel.threads / 32), launch.grid, times, kernel.shared_bytes)
     binary = binary_of(launch, target)
     columns = getattr(binary.metadata, "tmem_size", None) or 0
     warps = launch.options.get("num_warps", 4)
@@ -320,17 +321,17 @@ def _static_shared(used: dict[str, int], target: Target) -> int:
     return max(used["shared_bytes"] - taken, 0)
 
 
-def cuda_binary(launch: CudaLaunch, target: Target) -> bytes:
+def cuda_binary(kernel: CudaKernel, target: Target) -> bytes:
     """Compiles a CUDA kernel with nvcc, which makes the same code as NVRTC does on a GPU's machine.
 
     Raises:
         ConfigError: nvcc is not on the PATH, or it refuses the source.
     """
-    return _cuda_binary(launch.source.read_text(encoding="utf-8"), launch.name, target.name, launch.options)
+    return _cuda_binary((FOLDER / kernel.source).read_text(encoding="utf-8"), kernel.name, target.name)
 
 
 @functools.cache
-def _cuda_binary(source: str, name: str, architecture: str, options: tuple[str, ...]) -> bytes:
+def _cuda_binary(source: str, name: str, architecture: str) -> bytes:
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise ConfigError(f"{name} is CUDA: nvcc, which is not on the PATH, must compile it to count its instructions")
@@ -339,7 +340,7 @@ def _cuda_binary(source: str, name: str, architecture: str, options: tuple[str, 
     with tempfile.TemporaryDirectory() as folder:
         file, made = Path(folder, "kernel.cu"), Path(folder, "kernel.cubin")
         file.write_text(source, encoding="utf-8")
-        command = [nvcc, f"-arch={architecture}", "-cubin", *options, "-o", str(made), str(file)]
+        command = [nvcc, f"-arch={architecture}", "-cubin", *OPTIONS, "-o", str(made), str(file)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             reason = " ".join((done.stderr or done.stdout).split())

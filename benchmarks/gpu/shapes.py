@@ -12,7 +12,8 @@ from benchmarks.gpu.floors import Floor
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton
 from permtriton.kernels.assignment import launched
-from permtriton.kernels.launch import CudaLaunch, Launch, triton
+from permtriton.kernels.cuda.runtime import CudaLaunch
+from permtriton.kernels.launch import Launch, triton
 from permtriton.kernels.nm_mask import FLOOR, nm_mask_triton
 from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permute_triton
@@ -111,5 +112,5 @@ def _loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial
 def _mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, and over its results if they are many
     numbers = launch.numbers
     chunk = numbers["CHUNK"] * numbers["WARPS"] // numbers["ROW_WARPS"] * numbers["SPLITS"]
-    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.threads * numbers["SPLITS"]))
+    each = -(-numbers["TOKENS"] * numbers["ROWS"] // (4 * launch.kernel.threads * numbers["SPLITS"]))
     return (numbers["in_features"] / chunk, *([-(-each // 4)] if each > 4 else []))

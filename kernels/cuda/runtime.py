@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import cache_folder
-from permtriton.kernels.launch import CudaLaunch, record
+from permtriton.kernels.launch import record
 from permtriton.util.durable import replace_file
 
 FOLDER = Path(__file__).parent
@@ -33,7 +33,7 @@ class CudaKernel:
     """A kernel of a source in this folder, as it is launched.
 
     Attributes:
-        source: Name of the file: ``sparse_linear_mma.cu``.
+        source: Name of the file, without what needs headers at run time: ``sparse_linear_mma.cu``.
         function: Name of the kernel in it.
         threads: Threads per block.
         shared_bytes: Bytes of dynamic shared memory per block.
@@ -67,8 +67,7 @@ class CudaKernel:
         Raises:
             PermTritonError: no NVIDIA GPU, or the kernel could not be compiled, loaded or launched.
         """
-        known = {**dict(self.constants), **numbers}
-        if record(CudaLaunch(FOLDER / self.source, self.name, self.threads, self.shared_bytes, grid, known, OPTIONS)):
+        if record(CudaLaunch(self, grid, {**dict(self.constants), **numbers})):
             return
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
         pointers = (ctypes.c_uint64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
@@ -94,6 +93,21 @@ class CudaKernel:
         if problem := _refusal(asked):
             raise PermTritonError(f"{self.source}: {self.name} cannot run on {grid}: {problem}")
         return clusters.value
+
+
+@dataclass(frozen=True)
+class CudaLaunch:
+    """One launch of a kernel, as it is recorded.
+
+    Attributes:
+        kernel: The kernel.
+        grid: Blocks in each direction.
+        numbers: Its template arguments and integers, by name.
+    """
+
+    kernel: CudaKernel
+    grid: tuple[int, ...]
+    numbers: Mapping[str, int]
 
 
 _Int, _UInt, _Pointer = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
