@@ -109,7 +109,7 @@ def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
 def _list_trials(cases: Sequence[Case], files: Sequence[Path], json: bool) -> None:
     tables_of_case: dict[str, dict[str, list[str]]] = {}
     for case in cases:
-        tables = tuning.tables_of(case).items()
+        tables = case.tables.items()
         tables_of_case[case.name] = {name: [cache.describe(config) for config in configs] for name, configs in tables}
     if json:
         print_json({"cases": tables_of_case, "cache": str(files[0])})

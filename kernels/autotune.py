@@ -12,7 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class _State:
     measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Any] = field(default_factory=dict)
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
     beside_models: list[Path] = field(default_factory=list)
-    forced: dict[str, Config] = field(default_factory=dict)
+    forced: Mapping[str, Config] = field(default_factory=dict)
     requests: list[Request] | None = None
     choices: dict[str, str] | None = None
 
@@ -86,10 +86,7 @@ def config_for(
 def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype, searched: bool) -> Config:
     if op in _STATE.forced:
         return _STATE.forced[op]
-    key = (op, bucket(shape), dtype, torch.cuda.current_device() if torch.cuda.is_initialized() else -1)
-    if key not in _STATE.measured:
-        _STATE.measured[key] = _look_up(op, key[1], dtype, key[3])
-    entry = _STATE.measured[key]
+    entry = _measured(op, shape, dtype)
     if entry is None:
         return configs[0]
     if searched:
@@ -100,12 +97,7 @@ def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: tor
 
 def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether a choice was neither measured on this GPU nor forced."""
-    if op in _STATE.forced or not torch.cuda.is_initialized():
-        return False
-    key = (op, bucket(shape), dtype, torch.cuda.current_device())
-    if key not in _STATE.measured:
-        _STATE.measured[key] = _look_up(op, key[1], dtype, key[3])
-    return _STATE.measured[key] is None
+    return op not in _STATE.forced and torch.cuda.is_initialized() and _measured(op, shape, dtype) is None
 
 
 def keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
@@ -156,36 +148,34 @@ def use_beside(folder: Path) -> bool:
     return True
 
 
-@contextmanager
-def forced(op: str, config: Config) -> Iterator[None]:
+def forced(op: str, config: Config) -> AbstractContextManager[Mapping[str, Config]]:
     """Within the context, makes every launch that reads the table ``op`` use ``config``."""
-    before = dict(_STATE.forced)
-    _STATE.forced[op] = config
-    try:
-        yield
-    finally:
-        _STATE.forced.clear()
-        _STATE.forced.update(before)
+    return forcing({op: config})
 
 
-@contextmanager
-def requests() -> Iterator[list[Request]]:
+def forcing(configs: Mapping[str, Config]) -> AbstractContextManager[Mapping[str, Config]]:
+    """Within the context, makes launches use these configurations, by table."""
+    return _within("forced", {**_STATE.forced, **configs})
+
+
+def requests() -> AbstractContextManager[list[Request]]:
     """Within the context, collects the calls of `config_for`: each table and shape once, in order."""
-    before, _STATE.requests = _STATE.requests, []
-    try:
-        yield _STATE.requests
-    finally:
-        _STATE.requests = before
+    return _within("requests", [])
+
+
+def choices() -> AbstractContextManager[dict[str, str]]:
+    """Within the context, collects what launches ran as: table and shape -> configuration, and what `note` is told."""
+    return _within("choices", {})
 
 
 @contextmanager
-def choices() -> Iterator[dict[str, str]]:
-    """Within the context, collects what launches ran as: table and shape -> configuration, and what `note` is told."""
-    before, _STATE.choices = _STATE.choices, {}
+def _within(attribute: str, value: Any) -> Iterator[Any]:
+    before = getattr(_STATE, attribute)
+    setattr(_STATE, attribute, value)
     try:
-        yield _STATE.choices
+        yield value
     finally:
-        _STATE.choices = before
+        setattr(_STATE, attribute, before)
 
 
 def note(what: str, found: str) -> None:
@@ -202,11 +192,6 @@ def collecting() -> bool:
 def describe(config: Config) -> str:
     """Returns ``BLOCK=128 num_warps=4 num_stages=2``, the key of a trial in a cache file."""
     return " ".join(f"{name}={value}" for name, value in config.arguments().items())
-
-
-def described(entry: Mapping[str, Any]) -> str:
-    """Does the same for a configuration as cache files store it."""
-    return describe(Config(**entry))
 
 
 def stored(config: Config) -> dict[str, Any]:
@@ -242,16 +227,23 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
 def _requested(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
     """Records a request and returns the default, so that later requests do not depend on measurements."""
     assert _STATE.requests is not None
-    request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, dict(_STATE.forced))
+    request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, _STATE.forced)
     if request.key not in {known.key for known in _STATE.requests}:
         _STATE.requests.append(request)
     return _STATE.forced.get(op, configs[0])
 
 
-def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> dict[str, Any] | None:
-    """Returns the stored fastest configuration, or None."""
-    if device < 0 or triton is None:
+def _measured(op: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any] | None:
+    """Returns the stored fastest configuration on the current GPU, or None; looks it up once."""
+    if triton is None or not torch.cuda.is_initialized():
         return None
+    key = (op, bucket(shape), dtype, torch.cuda.current_device())
+    if key not in _STATE.measured:
+        _STATE.measured[key] = _look_up(*key)
+    return _STATE.measured[key]
+
+
+def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> dict[str, Any] | None:
     if device not in _STATE.entries:
         _STATE.entries[device] = _load(device)
     return _STATE.entries[device].get(entry_key(op, shape, dtype))

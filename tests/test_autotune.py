@@ -1,6 +1,8 @@
 """Measured configurations: which one a launch gets, what a file may hold, and how they are found."""
 
+import importlib
 import json
+import pkgutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import permtriton
+from permtriton import kernels
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, OutputError
@@ -17,7 +20,7 @@ from permtriton.kernels.autotune import config_for, entry_key, stored
 from permtriton.kernels.launch import Config, triton
 from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
-from permtriton.kernels.tools.cases import KERNELS
+from permtriton.kernels.tools.cases import KERNELS, permute
 from permtriton.kernels.tools.timing import Timing
 
 from . import folders
@@ -293,7 +296,7 @@ class TestCommand:
         assert message in shown.output
 
     def test_dry_run_lists_what_would_be_tried(self, monkeypatch):
-        monkeypatch.setattr(tuning, "tables", lambda: {"permute": TABLE, "permute_backward": TABLE[:1]})
+        monkeypatch.setattr(permute, "CONFIGS", TABLE)
         report = json.loads(self.run("--shape", "64x128", "--tokens", "1,16", "--dry-run", "--json").stdout)["cases"]
         assert report["permute 16x128 in blocks bfloat16"] == {
             "permute": [
@@ -341,7 +344,11 @@ def test_every_table_is_tried_in_some_case():
         for dtype in (torch.float32, torch.bfloat16)
         for case in tuning.cases_for([(64, 128)], [1, 16], dtype, torch.device("cpu"))
     ]
-    assert {name for case in todo for name in tuning.tables_of(case)} == set(tuning.tables())
+    files = [
+        importlib.import_module(file.name) for file in pkgutil.iter_modules(kernels.__path__, "permtriton.kernels.")
+    ]
+    tables = {id(configs) for file in files for name, configs in vars(file).items() if name.endswith("CONFIGS")}
+    assert {id(configs) for case in todo for configs in case.tables.values()} == tables
 
 
 def test_a_choice_between_kernels_is_tuned_after_them():

@@ -34,8 +34,8 @@ from benchmarks.gpu.bench import DEAD, Bench, Settings, commit, finished, save
 from benchmarks.gpu.table import AHEAD_SECONDS, CALL_SECONDS, CALLS, ROWS, read
 from benchmarks.gpu.tune import tune
 from permtriton.kernels import cusparselt
+from permtriton.kernels.autotune import forcing
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools.tuning import forcing
 
 LEAST, ENOUGH = 25, 0.7  # seconds that a row needs to begin, and share of those that it is expected to take
 PROCESSES = 4  # of a row at most, each of which goes on behind what left the one before without a GPU

@@ -101,7 +101,7 @@ def _after_norm_case(tokens: int, rows: int, channels: int, dtype: torch.dtype, 
         make=lambda seed: (*norm.make(seed), *sparse.make(seed)[1:]),
         run=lambda *inputs: sparse.run(norm.run(*inputs[:4]), *inputs[4:]),
         reference=lambda *inputs: sparse.reference(norm.reference(*inputs[:4]).to(dtype), *inputs[4:]),
-        limit=norm.limit + sparse.limit, bytes=norm.bytes + sparse.bytes, tables=(*norm.tables, *sparse.tables),
+        limit=norm.limit + sparse.limit, bytes=norm.bytes + sparse.bytes, tables={**norm.tables, **sparse.tables},
     )  # fmt: skip
 
 

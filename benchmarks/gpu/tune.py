@@ -9,6 +9,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.kernels import BLOCKS_7B
 from benchmarks.gpu.table import FEW, LAYER_8B, MORE
 from permtriton.kernels import autotune
+from permtriton.kernels.launch import Config
 from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.cases.assignment import assignment_case
@@ -37,7 +38,7 @@ def tune(bench: Bench) -> None:
     found = f"{len(entries)} choices measured, {len(better)} of them faster than the default"
     bench.find("tuning", found + "; the time was up before the last one" * (not ended))
     for key, entry in better.items():
-        said = f"{entry['gain']:.2f} times the default's speed, {autotune.described(entry['config'])}"
+        said = f"{entry['gain']:.2f} times the default's speed, {autotune.describe(Config(**entry['config']))}"
         bench.find(f"tuned: {key}", said, trials=entry["trials"])
 
 
@@ -59,5 +60,5 @@ def run_every_configuration(case: Case) -> None:
     """Runs a case in each configuration that tuning will try, so that all of them are compiled."""
     for request in tuning.requests_of(case):
         for config in request.configs:
-            with suppress(Exception), torch.no_grad(), tuning.forcing({**request.forced, request.op: config}):
+            with suppress(Exception), torch.no_grad(), autotune.forcing({**request.forced, request.op: config}):
                 case.run(*case.make(0))

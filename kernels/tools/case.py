@@ -5,14 +5,15 @@ chosen by the call whose time is reported.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from permtriton.kernels.launch import Config
 from permtriton.util.sparsity import NMPattern
 
 BLOCK = 64
@@ -35,7 +36,7 @@ class Case:
         limit: Largest error allowed.
         bytes: Fewest bytes that the call can move: each input read once and each output written once.
         flops: Operations that the call must do; 0 if memory decides the time.
-        tables: Names of the configuration tables that the call reads on a GPU; by default the one named like ``op``.
+        tables: The configuration tables that the call reads on a GPU, by name.
     """
 
     op: str
@@ -48,7 +49,7 @@ class Case:
     limit: float
     bytes: int
     flops: int = 0
-    tables: tuple[str, ...] = ()
+    tables: Mapping[str, Sequence[Config]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -4,19 +4,16 @@ Launchers report which table they read for a call (`permtriton.kernels.autotune.
 how a kernel is launched. Every trial is written to the cache file as it ends: an interrupted run continues from there.
 """
 
-import importlib
 import math
-import pkgutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from permtriton import kernels
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune
 from permtriton.kernels.autotune import Request
@@ -82,25 +79,6 @@ def cases_for(
     return list({case.name: case for case in made}.values())
 
 
-def tables() -> dict[str, tuple[Config, ...]]:
-    """Returns every table of configurations, by name: ``nm_mask``, ``nm_mask_backward``."""
-    all_tables = {}
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            ours = isinstance(value, tuple) and value and all(isinstance(config, Config) for config in value)
-            if ours and name.endswith("CONFIGS"):
-                part = name.removesuffix("CONFIGS").rstrip("_").lower()
-                kernel = module.name.rpartition(".")[2].removesuffix("_triton")
-                all_tables["_".join(filter(None, (kernel, part)))] = value
-    return all_tables
-
-
-def tables_of(case: Case) -> dict[str, tuple[Config, ...]]:
-    """Returns the tables that a case reads on a GPU, by name; does not run it."""
-    all_tables = tables()
-    return {name: all_tables[name] for name in case.tables or (case.op.replace(" ", "_"),) if name in all_tables}
-
-
 def tune(
     todo: Sequence[Case],
     device: torch.device,
@@ -133,7 +111,7 @@ def tune(
             # What a library chose by itself has no trials.
             entry = entries[request.key] = {"case": case.name, "trials": {}, **known.get(request.key, {})}
             later = {other.op: other.configs[0] for other in requests[number + 1 :]}
-            with forcing({**later, **request.forced}):  # else a route chosen earlier might bypass this kernel
+            with autotune.forcing({**later, **request.forced}):  # else a route chosen earlier might bypass this kernel
                 for trial in _trials(case, request, entry, device):
                     if on_trial is not None:
                         on_trial(trial)
@@ -147,15 +125,6 @@ def tune(
             for file in files:
                 autotune.write_entries(file, machine, {request.key: entry})
     return entries
-
-
-@contextmanager
-def forcing(configs: Mapping[str, Config]) -> Iterator[None]:
-    """Within the context, makes launches use these configurations, by table."""
-    with ExitStack() as stack:
-        for op, config in configs.items():
-            stack.enter_context(autotune.forced(op, config))
-        yield
 
 
 def requests_of(case: Case) -> list[Request]:

@@ -50,7 +50,7 @@ def test_every_case_is_right_on_a_gpu_that_is_not_the_current_one():
 def test_every_case_reads_the_tables_that_it_names(device):
     found = {}
     for case in tuning.cases_for([(256, 512)], [1, 16, 77], torch.bfloat16, device):
-        several = {name for name, configs in tuning.tables_of(case).items() if len(configs) > 1}
+        several = {name for name, configs in case.tables.items() if len(configs) > 1}
         read = {request.op for request in tuning.requests_of(case)} - {"cusparselt"}  # its table is searched
         if (read ^ several) - {"sparse_linear_route"}:  # which is read only if there is a choice
             found[case.name] = read, several
@@ -64,7 +64,7 @@ def test_every_configuration_is_right(kernel, device):
     for case in tuning.cases_for([(256, 512)], [16], torch.bfloat16, device, kernel):
         for request in tuning.requests_of(case):
             for config in request.configs:
-                with tuning.forcing({**request.forced, request.op: config}):
+                with autotune.forcing({**request.forced, request.op: config}):
                     try:
                         problem = case.check()
                     except Exception as error:

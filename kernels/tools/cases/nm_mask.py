@@ -42,7 +42,10 @@ def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype, device
     moved = 2 * out_features * in_features * dtype.itemsize
     make = _mask_inputs(out_features, in_features, dtype, device)
     # A score that another rounding ties with its neighbour may choose otherwise; a handful in 45 million do.
-    return Case("nm_mask", f"{out_features}x{in_features}", dtype, make, run, reference, relative_error, 1e-3, moved)
+    return Case(
+        "nm_mask", f"{out_features}x{in_features}", dtype, make, run, reference, relative_error, 1e-3, moved,
+        tables={"nm_mask": forward.CONFIGS},
+    )  # fmt: skip
 
 
 def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -59,7 +62,7 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
     return Case(
         "nm_mask backward", f"{out_features}x{in_features}", dtype,
         _mask_inputs(out_features, in_features, dtype, device), run, reference, relative_error, 2e-2, moved,
-        flops=2 * 2 * out_features * in_features * BLOCK,
+        flops=2 * 2 * out_features * in_features * BLOCK, tables={"nm_mask_backward": backward.CONFIGS},
     )  # fmt: skip
 
 

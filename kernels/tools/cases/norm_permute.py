@@ -55,7 +55,7 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
     moved = 2 * rows * channels * dtype.itemsize
     return Case(
         f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, run, reference, relative_error, rounding(dtype),
-        moved, tables=("norm_permute",),
+        moved, tables={"norm_permute": CONFIGS},
     )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: 
     moved = 4 * rows * channels * dtype.itemsize
     return Case(
         "norm_permute of a sum", f"{rows}x{channels}", dtype, make, run, reference, _largest_error, rounding(dtype),
-        moved, tables=("norm_permute",),
+        moved, tables={"norm_permute": CONFIGS},
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, dev
     moved = 5 * rows * channels * dtype.itemsize
     return Case(
         "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, _largest_error,
-        rounding(dtype), moved, tables=("norm_permute", "norm_permute_backward"),
+        rounding(dtype), moved, tables={"norm_permute": CONFIGS, "norm_permute_backward": BACKWARD_CONFIGS},
     )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device:
     weights = out_features * in_features
     moved = weights * dtype.itemsize * 3 // 2 + weights // 8
     shape = f"{out_features}x{in_features}"
-    return Case("packing", shape, dtype, make, unpack, unpack_reference, unequal, 0, moved)
+    tables = {"packing": CONFIGS}
+    return Case("packing", shape, dtype, make, unpack, unpack_reference, unequal, 0, moved, tables=tables)
 
 
 def builds() -> Iterator[Build]:

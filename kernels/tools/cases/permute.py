@@ -34,7 +34,8 @@ def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.dev
 
     where = "in blocks" if in_blocks else "global"
     moved = 2 * rows * channels * dtype.itemsize
-    return Case("permute", f"{rows}x{channels} {where}", dtype, make, permute, permute_reference, unequal, 0, moved)
+    shape, tables = f"{rows}x{channels} {where}", {"permute": CONFIGS}
+    return Case("permute", shape, dtype, make, permute, permute_reference, unequal, 0, moved, tables=tables)
 
 
 def builds() -> Iterator[Build]:

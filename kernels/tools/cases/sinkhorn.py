@@ -41,7 +41,10 @@ def sinkhorn_case(blocks: int, size: int, device: torch.device) -> Case:
         return sinkhorn_reference(logits.double(), tau, rounds)[0]
 
     shape, moved = f"{blocks}x{size}x{size}", 2 * blocks * size * size * 4
-    return Case("sinkhorn", shape, torch.float32, make, sinkhorn, reference, relative_error, 1e-4, moved)
+    return Case(
+        "sinkhorn", shape, torch.float32, make, sinkhorn, reference, relative_error, 1e-4, moved,
+        tables={"sinkhorn": CONFIGS},
+    )  # fmt: skip
 
 
 def sinkhorn_backward_case(blocks: int, size: int, device: torch.device) -> Case:
@@ -59,8 +62,9 @@ def sinkhorn_backward_case(blocks: int, size: int, device: torch.device) -> Case
 
     shape, moved = f"{blocks}x{size}x{size}", (3 * size + 2 * ROUNDS) * blocks * size * 4
     return Case(
-        "sinkhorn backward", shape, torch.float32, make, sinkhorn_backward, reference, relative_error, 1e-3, moved
-    )
+        "sinkhorn backward", shape, torch.float32, make, sinkhorn_backward, reference, relative_error, 1e-3, moved,
+        tables={"sinkhorn_backward": BACKWARD_CONFIGS},
+    )  # fmt: skip
 
 
 def builds() -> Iterator[Build]:

@@ -9,9 +9,10 @@ from torch import Tensor
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
+from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.kernels.permute import permute_reference
-from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.kernels.sparse_linear import ROUTE_CONFIGS, sparse_linear
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
@@ -54,15 +55,19 @@ def sparse_linear_case(
     )  # fmt: skip
 
 
-def _tables(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> tuple[str, ...]:
-    packed = "sparse_linear_vector" if tokens == 1 else "sparse_linear"
-    possible = {
-        "sparse_linear_mma": mma.takes(tokens, out_features, in_features, dtype, PATTERN),
-        packed: kernels.takes(tokens, dtype, in_features, PATTERN),
-        "cusparselt": cusparselt.takes(dtype, out_features, in_features),
-        "sparse_linear_route": True,
-    }
-    return tuple(name for name, there in possible.items() if there)
+def _tables(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, tuple[Config, ...]]:
+    tables = {}
+    if mma.takes(tokens, out_features, in_features, dtype, PATTERN):
+        tables["sparse_linear_mma"] = mma.CONFIGS
+    if kernels.takes(tokens, dtype, in_features, PATTERN):
+        tables |= [_triton_table(tokens)]
+    if cusparselt.takes(dtype, out_features, in_features):
+        tables["cusparselt"] = cusparselt.CONFIGS
+    return {**tables, "sparse_linear_route": ROUTE_CONFIGS}
+
+
+def _triton_table(tokens: int) -> tuple[str, tuple[Config, ...]]:
+    return ("sparse_linear_vector", kernels.VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", kernels.CONFIGS)
 
 
 def builds() -> Iterator[Build]:
@@ -78,7 +83,5 @@ def builds() -> Iterator[Build]:
 
     for dtype in (torch.bfloat16, torch.float32):
         for tokens in (1, 16) if dtype == torch.float32 else (1, 16, 64):
-            name, configs = (
-                ("sparse_linear_vector", kernels.VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", kernels.CONFIGS)
-            )
-            yield from builds_of(f"{name_of(dtype)} {tokens} tokens", partial(product_of, tokens, dtype), name, configs)
+            call = partial(product_of, tokens, dtype)
+            yield from builds_of(f"{name_of(dtype)} {tokens} tokens", call, *_triton_table(tokens))

@@ -48,7 +48,7 @@ def swap_gains_case(out_features: int, in_features: int, device: torch.device) -
     flops = 6 * positions * in_features * out_features
     return Case(
         "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains, reference,
-        relative_error, 1e-4, moved, flops,
+        relative_error, 1e-4, moved, flops, {"swap_gains": CONFIGS},
     )  # fmt: skip
 
 
