@@ -15,6 +15,9 @@ except ImportError:  # macOS has none: the references run everywhere
     triton = tl = None
 
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that most kernels compute
+
+
 def jit(function: Callable[..., Any]) -> Any:
     """Returns the function as Triton compiles it; itself, never called, where there is no Triton."""
     return triton.jit(function) if triton is not None else function

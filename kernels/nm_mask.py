@@ -34,7 +34,6 @@ again, from the cache.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -42,13 +41,12 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
-from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
+from permtriton.kernels.launch import DTYPES, Config, Kernel, jit, tl, triton
+from permtriton.kernels.nm_mask_backward_triton import FLOOR, nm_mask_backward_triton
 from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_SLOTS = 4  # larger groups do not hold each slot as a tensor: ranks are counted in a loop, rows read twice
 WIDE_TILE = 4096  # weights per program, for those larger groups
 
@@ -141,9 +139,6 @@ def nm_mask_backward_reference(
         product = torch.bmm(agreement.view(shape), soft.view(shape).mT)
         products.append(product.baddbmm_(scores.view(shape), grad_scores.view(shape).mT).reshape(-1))
     return torch.cat(products)
-
-
-FLOOR = 0.1  # of a block's mean score: groups below it are not sharpened further, or dead channels would dominate
 
 
 def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
@@ -313,7 +308,7 @@ def _wide_config(group: int) -> Config:
 nm_mask_backward = operator(
     "nm_mask_backward",
     lambda grad, weight, importance, index, blocks, *_: importance.scale.new_empty(sum(size**2 for size in blocks)),
-    launcher=partial(nm_mask_backward_triton, floor=FLOOR),
+    launcher=nm_mask_backward_triton,
     supports=lambda grad, weight, importance, *_: supports(weight, importance.scale),
 )(nm_mask_backward_reference)
 

@@ -42,6 +42,7 @@ from permtriton.kernels.launch import Config, Kernel, builtin, jit, tl, triton
 
 # Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
+FLOOR = 0.1  # of a block's mean score: groups below it are not sharpened further, or dead channels would dominate
 LEAST_ROWS = 512  # of W per split
 ROWS_STEP = 64  # the rows of a split are a multiple of it: the largest TILE_O
 ALIGN = 16  # the largest tiles need rows, strides and block sizes that are multiples of it
@@ -268,13 +269,8 @@ def nm_mask_backward_triton(
     blocks: Sequence[int],
     group: int,
     group_scale: bool,
-    floor: float,
 ) -> Tensor:
-    """Computes `nm_mask_backward_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``.
-
-    Args:
-        floor: Lower bound of a group's mean, as a fraction of its block's mean: FLOOR of the reference.
-    """
+    """Computes `nm_mask_backward_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
     total, rows = sum(size * size for size in blocks), weight.shape[0]
     if not total or not rows:
         return torch.zeros(total, dtype=torch.float32, device=weight.device)
@@ -284,7 +280,7 @@ def nm_mask_backward_triton(
     )
     runs = [(size, len(list(run)), *_launch(config, size, group, aligned, weight)) for size, run in groupby(blocks)]
     options = {
-        "POWER": factors.power, "STATISTICS": factors.row is not None, "GROUP_SCALE": group_scale, "FLOOR": floor,
+        "POWER": factors.power, "STATISTICS": factors.row is not None, "GROUP_SCALE": group_scale, "FLOOR": FLOOR,
         "EXACT": weight.dtype == torch.float32 or not group_scale, "LONG": max(map(_extent, (grad, weight))) >= 2**31,
         "INTERPRETED": triton.knobs.runtime.interpret,
     }  # fmt: skip

@@ -45,16 +45,21 @@ from torch.nn.functional import layer_norm
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import DTYPES, Config, Kernel, jit, tl, triton
 from permtriton.kernels.operator import operator
-from permtriton.kernels.permute import check_shapes, gather_rows, permute, permute_reference, programs_for, warps_for
+from permtriton.kernels.permute import (
+    check_shapes,
+    gather_rows,
+    load_index,
+    permute,
+    permute_reference,
+    programs_for,
+    warps_for,
+)
 from permtriton.util.permutation import inverse
 
-KINDS = ("rms", "rms_float", "layer")
+KINDS = ("rms", "rms_float", "layer")  # KIND of a kernel is the place in it
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-RMS, RMS_FLOAT, LAYER = 0, 1, 2
-CODES = {"rms": RMS, "rms_float": RMS_FLOAT, "layer": LAYER}
 LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
 LONGEST_BACKWARD = 4096  # padded channels; longer rows are read in tiles
 LONG_TILE = 2048
@@ -124,8 +129,8 @@ def norm_backward_reference(
     offset: float,
     kind: str,
     precision: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of x, weight and bias; ``grad`` is in the order of ``x``.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of x, contiguous, weight and bias, empty without one; ``grad`` is in the order of ``x``.
 
     With ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``: ``dx = r (g - h mean(g h))``.
     """
@@ -134,14 +139,14 @@ def norm_backward_reference(
         _, mean, rstd = torch.native_layer_norm(x, weight.shape, scale, bias, eps)
         arguments = (grad.contiguous(), x, weight.shape, mean, rstd, scale, bias, [True, True, bias is not None])
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(*arguments)
-        return grad_x, grad_weight, None if bias is None else grad_bias
+        return grad_x.contiguous(), grad_weight, weight.new_empty(0) if bias is None else grad_bias
     hidden, grad = x.to(precision), grad.to(precision)
     root = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
     hidden = hidden * root
     grad_weight = (grad * hidden).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
     grad = grad * _shifted(weight.to(precision), offset)
     grad_x = root * (grad - hidden * (grad * hidden).mean(-1, keepdim=True))
-    return grad_x.to(x.dtype), grad_weight, None
+    return grad_x.to(x.dtype).contiguous(), grad_weight, weight.new_empty(0)
 
 
 def _shifted(weight: Tensor, offset: float) -> Tensor:
@@ -191,12 +196,6 @@ def _statistics(row_ptr, C, eps, TILE: tl.constexpr, KIND: tl.constexpr):
 
 
 @jit
-def _source(index_ptr, channel, inside, C):
-    source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
-    return tl.where((source >= 0) & (source < C), source, 0)
-
-
-@jit
 def _added(value, residual_ptr, total_ptr, inside, ADD: tl.constexpr):
     """Returns a row plus another one, if there is one, and stores it: rounded, as torch does."""
     if ADD:
@@ -215,7 +214,7 @@ def _norm_permute_fwd_kernel(
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
     if HOLD:
-        source = _source(index_ptr, channel, inside, C)
+        source = load_index(index_ptr, channel, inside, C)
         scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
         if BIAS:
             shift = tl.load(bias_ptr + channel, mask=inside, other=0.0)
@@ -239,7 +238,7 @@ def _norm_permute_fwd_kernel(
                 shift = tl.load(bias_ptr + channel, mask=inside, other=0.0)
             result += shift.to(tl.float32)
         if not HOLD:
-            source = _source(index_ptr, channel, inside, C)
+            source = load_index(index_ptr, channel, inside, C)
         result = tl.gather(result.to(y_ptr.dtype.element_ty), source, 0)
         tl.store(y_ptr + row * C + channel, result, mask=inside)
 
@@ -255,7 +254,7 @@ def _norm_long_fwd_kernel(
         for start in range(0, C, TILE):
             channel = start + tl.arange(0, TILE)
             inside = channel < C
-            source = _source(index_ptr, channel, inside, C)
+            source = load_index(index_ptr, channel, inside, C)
             value = tl.load(x_ptr + row * row_stride + source, mask=inside, other=0.0)
             result = (value.to(tl.float32) - mean) * root
             if KIND == 0:
@@ -356,14 +355,12 @@ def norm_permute_triton(
     eps: float,
     offset: float,
     kind: str,
-    config: Config | None = None,
     added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Computes `norm_reference` of inputs that `takes` accepts.
 
     Args:
         x, weight, bias, index, eps, offset, kind: as `norm_permute` takes them.
-        config: replaces the tuned one.
         added: (what is added to ``x`` first, the sum, which is written), in the dtype and shape of ``x``.
     """
     hidden, dtype = _rows(x), weight.dtype if kind == "rms" else x.dtype
@@ -373,7 +370,7 @@ def norm_permute_triton(
     block = triton.next_power_of_2(channels)
     shifts = weight if bias is None else bias
     arguments = (hidden, weight, shifts, index, y, rows, channels, hidden.stride(0), eps, offset)
-    shared = {"KIND": CODES[kind], "BIAS": bias is not None}
+    shared = {"KIND": KINDS.index(kind), "BIAS": bias is not None}
     aligned = channels % 16 == 0 and hidden.stride(0) % 16 == 0
     residual, total = (hidden, y) if added is None else (_rows(added[0]), added[1])
     if block > (LONGEST if aligned else LONGEST // 2):
@@ -382,7 +379,7 @@ def norm_permute_triton(
         grid = (programs_for(x, rows, LONG_PROGRAMS),)
         _norm_long_fwd_kernel[grid](*arguments, TILE=LONG_TILE, num_warps=8, **shared)
         return y
-    config = config or config_for("norm_permute", CONFIGS, (rows, channels), x.dtype)
+    config = config_for("norm_permute", CONFIGS, (rows, channels), x.dtype)
     warps = warps_for(config, block if block <= 4096 else 2 * block)
     resident = 16 if kind == "layer" else 24 if x.dtype == torch.float32 else 32  # warps, at 92, 78 or 64 registers
     grid = (programs_for(x, rows, triton.cdiv(resident, warps)),)
@@ -410,9 +407,8 @@ def norm_permute_backward_triton(
     eps: float,
     offset: float,
     kind: str,
-    config: Config | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of x, weight and bias of inputs that `takes` accepts; ``grad`` is in the output's order."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes `norm_permute_backward` of inputs that `takes` accepts."""
     hidden, outer, back = _rows(x), _rows(grad), inverse(index.long()).int()
     rows, channels = hidden.shape
     block, weight = triton.next_power_of_2(channels), weight.contiguous()
@@ -421,10 +417,10 @@ def norm_permute_backward_triton(
     weight_sums = make((programs, channels), dtype=torch.float32, device=x.device)
     bias_sums = weight_sums if bias is None else make((programs, channels), dtype=torch.float32, device=x.device)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shared = {"KIND": CODES[kind], "BIAS": bias is not None}
+    shared = {"KIND": KINDS.index(kind), "BIAS": bias is not None}
     results = (grad_x, weight_sums, bias_sums, rows, channels)
     if block <= LONGEST_BACKWARD:
-        config = config or config_for("norm_permute_backward", BACKWARD_CONFIGS, (rows, channels), x.dtype)
+        config = config_for("norm_permute_backward", BACKWARD_CONFIGS, (rows, channels), x.dtype)
         _norm_permute_bwd_kernel[(programs,)](
             outer, hidden, weight, back, *results, outer.stride(0), hidden.stride(0), eps, offset,
             BLOCK_C=block, num_warps=warps_for(config, block), **shared,
@@ -434,7 +430,7 @@ def norm_permute_backward_triton(
             gather_rows(outer, back), hidden, weight, *results, hidden.stride(0), eps, offset,
             TILE=LONG_TILE, num_warps=8, **shared,
         )  # fmt: skip
-    grad_bias = None if bias is None else bias_sums.sum(0).to(bias.dtype)
+    grad_bias = weight.new_empty(0) if bias is None else bias_sums.sum(0).to(bias.dtype)
     return grad_x, weight_sums.sum(0).to(weight.dtype), grad_bias
 
 
@@ -461,29 +457,19 @@ def _check(
         raise ModelError(f"norm_permute: an input of {x.dtype}: expected a floating-point dtype")
 
 
-def _backward_on_gpu(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _three(*norm_permute_backward_triton(*arguments))
-
-
-def _three(grad_x: Tensor, grad_weight: Tensor, grad_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return grad_x.contiguous(), grad_weight, grad_weight.new_empty(0) if grad_bias is None else grad_bias
-
-
 @operator(
     "norm_permute_backward",
-    lambda grad, x, weight, bias, *_: _three(
-        torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight),
-        None if bias is None else torch.empty_like(bias),
+    lambda grad, x, weight, bias, *_: (
+        x.new_empty(x.shape), torch.empty_like(weight), weight.new_empty(0) if bias is None else torch.empty_like(bias)
     ),
-    launcher=_backward_on_gpu,
+    launcher=norm_permute_backward_triton,
     supports=lambda grad, x, weight, bias, *_: takes(x, weight, bias),
 )  # fmt: skip
 def norm_permute_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, weight and bias, of which that of a bias that is None is empty."""
-    ordered = permute(grad, inverse(index.long()))
-    return _three(*norm_backward_reference(ordered, x, weight, bias, eps, offset, kind))
+    """Returns `norm_backward_reference` of a ``grad`` in the order of the output."""
+    return norm_backward_reference(permute(grad, inverse(index.long())), x, weight, bias, eps, offset, kind)
 
 
 def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor | None]:

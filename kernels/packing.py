@@ -28,6 +28,7 @@ from torch.nn.functional import pad
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
+from permtriton.kernels.launch import DTYPES as TRITON_DTYPES
 from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
 from permtriton.kernels.operator import operator
 from permtriton.util.sparsity import NMPattern
@@ -36,7 +37,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHUNK = 1 << 20  # weights whose positions are unpacked at once: 64-bit temporaries take a few MiB each
 Faults = Iterator[tuple[str, Tensor, int]]  # what is wrong; where, bool, rows first; the channels per column
 
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PATTERN = NMPattern(2, 4)  # the only one that the kernels read
 WORD = 16  # channels whose positions fill 16 bits
 
@@ -240,12 +240,7 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
 
 
 def unpack_reference(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
-    """Returns the dense weight ``[O, in_features]``, in chunks of rows. The content of ``positions`` is trusted.
-
-    Raises:
-        ModelError: shapes or dtypes that do not fit.
-    """
-    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
+    """Returns the dense weight ``[O, in_features]``, in chunks of rows. The content of ``positions`` is trusted."""
     weight_OC = values.new_zeros(values.shape[0], in_features)
     starts = _starts(in_features, pattern, values.device)
     for rows in _row_chunks(values.shape[0], in_features):
@@ -320,14 +315,10 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor
     return weight
 
 
-def _unpack_on_gpu(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
-    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
-    return unpack_triton(values, positions, in_features)
-
-
 unpack = operator(
     "unpack",
     lambda values, positions, in_features, pattern: values.new_empty(values.shape[0], in_features),
-    launcher=_unpack_on_gpu,
+    check=lambda values, positions, *shape: check_packed_shapes(values, positions, values.shape[0], *shape),
+    launcher=lambda values, positions, in_features, pattern: unpack_triton(values, positions, in_features),
     supports=lambda values, positions, in_features, pattern: supports(values.dtype, in_features, pattern),
 )(unpack_reference)

@@ -85,6 +85,13 @@ def check_shapes(op: str, x: Tensor, index: Tensor, dim: int = -1) -> None:
 
 
 @jit
+def load_index(index_ptr, channel, inside, C):
+    """The entries of an index as int32; 0 for those that are no channel."""
+    source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
+    return tl.where((source >= 0) & (source < C), source, 0)
+
+
+@jit
 def _words(
     x_ptr, first, rows, inside, row_stride, BITS: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr
 ):  # fmt: skip
@@ -108,8 +115,7 @@ def _permute_fwd_kernel(
     channel = at % BLOCK_C
     row_in_tile = at // BLOCK_C
     inside = channel < C
-    source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
-    source = tl.where((source >= 0) & (source < C), source, 0) + row_in_tile * BLOCK_C
+    source = load_index(index_ptr, channel, inside, C) + row_in_tile * BLOCK_C
     x_ptr += channel.to(tl.int64) * channel_stride
     start = tl.program_id(0).to(tl.int64) * (ROWS * PACK)
     step = tl.num_programs(0) * (ROWS * PACK)
@@ -147,13 +153,12 @@ def programs_for(x: Tensor, tiles: int, per_processor: int) -> int:
     return min(tiles, 2 if processors is None else processors * per_processor)
 
 
-def gather_rows(x: Tensor, index: Tensor, config: Config | None = None) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Returns ``x[:, index]``, contiguous.
 
     Args:
         x: ``[rows, C]``, not empty, any strides, values of 8, 16, 32 or 64 bits.
         index: ``[C]``, any integer dtype.
-        config: Used instead of the tuned one.
     """
     (rows, channels), size = x.shape, x.element_size()
     y = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
@@ -164,7 +169,7 @@ def gather_rows(x: Tensor, index: Tensor, config: Config | None = None) -> Tenso
         tiles = (programs_for(x, rows, DIRECT_PROGRAMS), triton.cdiv(channels, DIRECT_TILE))
         _permute_direct_kernel[tiles](*arguments, BLOCK_C=DIRECT_TILE, num_warps=4)
         return y
-    config = config or config_for("permute", CONFIGS, (rows, channels), x.dtype)
+    config = config_for("permute", CONFIGS, (rows, channels), x.dtype)
     tile = max(config.constants["TILE"], block)
     pack_bits = config.constants["PACK_BITS"] if rows >= PACKED_ROWS and aligned else 8
     shared = {"ROWS": tile // block, "PACK": max(pack_bits // (8 * size), 1)}

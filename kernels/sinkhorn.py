@@ -41,13 +41,12 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import DTYPES, Config, Kernel, jit, tl, triton
 from permtriton.kernels.operator import operator
 
 # Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
 # stays short of a sum of 1.
 TINY = 1e-30
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 128  # a larger block does not fit into the registers of one program
 TUNED_BLOCK = 64
 LARGEST_FLOAT = torch.finfo(torch.float32).max

@@ -237,6 +237,6 @@ class TestDefaultLaunchesOfNmMask:
         weight = torch.zeros(size, rows, dtype=dtype).t()
         factors, index = ImportanceFactors(1, torch.ones(size)), torch.arange(size)
         with launch.recorded() as launches:
-            nm_mask_backward_triton.nm_mask_backward_triton(weight, weight, factors, index, [size], group, True, 0.1)
+            nm_mask_backward_triton.nm_mask_backward_triton(weight, weight, factors, index, [size], group, True)
         assert (launches[0].constants["ALIGN"] > 1) == (rows % 16 == 0 and size % 16 == 0)
         assert tile_of(launches[0]) in default_tiles(launches[0])

@@ -14,7 +14,7 @@ from permtriton.kernels import sparse_linear_triton
 from permtriton.kernels.assignment import launched
 from permtriton.kernels.cuda.runtime import CudaLaunch
 from permtriton.kernels.launch import Launch, triton
-from permtriton.kernels.nm_mask import FLOOR, nm_mask_triton
+from permtriton.kernels.nm_mask import nm_mask_triton
 from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permute_triton
 from permtriton.kernels.packing import unpack_triton
@@ -71,7 +71,7 @@ def _of_masks() -> Iterator[Floor]:
         return nm_mask_triton(weight, factors, index, sizes, PATTERN)
 
     def backward(weight: Tensor, factors: Any, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
-        return nm_mask_backward_triton(grad, weight, factors, index, sizes, PATTERN.group, True, FLOOR)
+        return nm_mask_backward_triton(grad, weight, factors, index, sizes, PATTERN.group, True)
 
     def loops(launch: Launch) -> tuple[float, ...]:  # once per tile of rows; blocks larger than a tile have a loop more
         rows = launch.numbers["rows"] * launch.constants["ALIGN"]

@@ -133,7 +133,7 @@ def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layou
     channels = sum(sizes)
     grad, weight = (laid_out(torch.randn(rows, channels), layout) for _ in range(2))
     factors, index = factors_of(form, rows, channels), block_index(sizes)
-    found = backward.nm_mask_backward_triton(grad, weight, factors, index, sizes, group, group_scale, file.FLOOR)
+    found = backward.nm_mask_backward_triton(grad, weight, factors, index, sizes, group, group_scale)
     doubles = in_float64(factors)
     expected = file.nm_mask_backward_reference(
         grad.double(), weight.double(), doubles, index, sizes, group, group_scale
@@ -153,11 +153,11 @@ def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch
     monkeypatch.setattr(backward, "LEAST_ROWS", 100)
     grad, weight = (laid_out(torch.randn(rows, sum(sizes)).to(dtype), "input-major") for _ in range(2))
     arguments = (factors_of("row and column", rows, sum(sizes)), block_index(sizes), sizes, 4, True)
-    found = backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
+    found = backward.nm_mask_backward_triton(grad, weight, *arguments)
     expected = file.nm_mask_backward_reference(grad, weight, *arguments)
     tolerance = TOLERANCE if dtype == torch.float32 else SHORT_TOLERANCE
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
-    assert torch.equal(found, backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR))
+    assert torch.equal(found, backward.nm_mask_backward_triton(grad, weight, *arguments))
 
 
 def angle(found: Tensor, expected: Tensor) -> float:
@@ -187,7 +187,7 @@ def test_short_products_keep_the_direction_of_the_gradient(hard, group_scale):
     exact = file.nm_mask_backward_reference(grad.double(), weight.double(), in_float64(arguments[0]), *arguments[1:])
     grad, weight = (laid_out(values.bfloat16(), "input-major") for values in (grad, weight))
     rounded = file.nm_mask_backward_reference(grad.double(), weight.double(), in_float64(arguments[0]), *arguments[1:])
-    found = backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
+    found = backward.nm_mask_backward_triton(grad, weight, *arguments)
     assert angle(found, rounded) < 1.25 * angle(rounded, exact)
     if hard in ("nothing", "gradients all of one sign"):
         assert angle(found, rounded) < 2e-5
@@ -198,7 +198,7 @@ def test_backward_in_every_configuration(number, monkeypatch):
     monkeypatch.setattr(backward, "config_for", lambda op, configs, shape, dtype: configs[number])
     grad, weight = (laid_out(torch.randn(144, 64), "input-major") for _ in range(2))
     arguments = (factors_of("power 1", 144, 64), block_index([64]), [64], 4, True)
-    found = backward.nm_mask_backward_triton(grad, weight, *arguments, file.FLOOR)
+    found = backward.nm_mask_backward_triton(grad, weight, *arguments)
     expected = file.nm_mask_backward_reference(grad, weight, *arguments)
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
 
@@ -210,7 +210,7 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     scale = torch.ones(8)
     (weight if dead == "weights" else scale).zero_()
     arguments = (weight, ImportanceFactors(1, scale), block_index([8]), [8], 4, group_scale)
-    found = backward.nm_mask_backward_triton(grad, *arguments, file.FLOOR)
+    found = backward.nm_mask_backward_triton(grad, *arguments)
     torch.testing.assert_close(found, file.nm_mask_backward_reference(grad, *arguments), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -218,7 +218,7 @@ def test_no_rows():
     weight, factors = torch.randn(0, 8), ImportanceFactors(1, torch.ones(8))
     assert file.nm_mask_triton(weight, factors, torch.arange(8), [8], TWO_FOUR).shape == (0, 8)
     arguments = (weight, weight, factors, torch.arange(8), [8], 4, True)
-    assert torch.equal(backward.nm_mask_backward_triton(*arguments, file.FLOOR), torch.zeros(64))
+    assert torch.equal(backward.nm_mask_backward_triton(*arguments), torch.zeros(64))
 
 
 def test_what_the_kernels_do_not_take():

@@ -11,7 +11,6 @@ from permtriton.kernels import nm_mask as forward
 from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import (
-    FLOOR,
     nm_mask,
     nm_mask_backward,
     nm_mask_backward_reference,
@@ -106,7 +105,7 @@ def builds() -> Iterator[Build]:
             weight = torch.empty(2 * rows, 3 * channels, dtype=dtype)[::2, ::3]
         statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(channels))
         factors, index = ImportanceFactors(1, torch.empty(channels), *statistics), torch.empty(channels).long()
-        return backward.nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, group_scale, FLOOR)
+        return backward.nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, group_scale)
 
     shapes = [(size, 4, "aligned") for size in (64, 16, 32, 128)] + [(size, 16, "aligned") for size in (64, 128)]
     shapes += [(size, 4, "masked") for size in (16, 32, 64)] + [(size, 4, "any length") for size in (64, 128)]

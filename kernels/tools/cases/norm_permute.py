@@ -9,9 +9,9 @@ from torch import Tensor
 
 from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
-    CODES,
     CONFIGS,
     HELD,
+    KINDS,
     LONGEST,
     LONGEST_BACKWARD,
     add_norm_permute,
@@ -127,7 +127,7 @@ def builds() -> Iterator[Build]:
         yield from builds_of(f"of a sum {name_of(dtype)} x 4096", partial(add, dtype, 4096), "norm_permute", CONFIGS)
     forward, backward = partial(run, norm_permute_triton, 1), partial(run, norm_permute_backward_triton, 2)
     short, long = (128, 4096, HELD), (4096, LONGEST)
-    for kind, dtype in (*product(CODES, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
+    for kind, dtype in (*product(KINDS, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
         for block in short if dtype == torch.bfloat16 else long:
             about, of = f"{kind} {name_of(dtype)} x {block}", (kind, dtype, block)
             yield from builds_of(about, partial(forward, *of), "norm_permute", CONFIGS, aligned=block == LONGEST)
