@@ -168,11 +168,17 @@ def _normalized(row, inside, C, eps, KIND: tl.constexpr):
 
 
 @jit
-def _rounded(result, value, weight_ptr):
-    """Returns float32 values as the narrower dtype of input and weight holds them."""
-    if weight_ptr.dtype.element_ty.primitive_bitwidth < value.dtype.primitive_bitwidth:
-        return result.to(weight_ptr.dtype.element_ty).to(tl.float32)
-    return result.to(value.dtype).to(tl.float32)
+def _scaled(hidden, scale, offset, X_DTYPE: tl.constexpr, KIND: tl.constexpr):
+    """Returns float32 (offset + weight) h, rounded where the modules round; h to the narrower dtype of x and weight."""
+    if KIND == 0:
+        if scale.dtype.primitive_bitwidth < X_DTYPE.primitive_bitwidth:
+            hidden = hidden.to(scale.dtype).to(tl.float32)
+        else:
+            hidden = hidden.to(X_DTYPE).to(tl.float32)
+    factor = scale.to(tl.float32) + offset
+    if KIND != 1:
+        factor = factor.to(scale.dtype).to(tl.float32)
+    return hidden * factor
 
 
 @jit
@@ -225,14 +231,9 @@ def _norm_permute_fwd_kernel(
             value, residual_ptr + row * residual_stride + channel, total_ptr + row * C + channel, inside, ADD
         )
         result, _ = _normalized(value.to(tl.float32), inside, C, eps, KIND)
-        if KIND == 0:
-            result = _rounded(result, value, weight_ptr)
         if not HOLD:
             scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
-        factor = scale.to(tl.float32) + offset
-        if KIND != 1:
-            factor = factor.to(scale.dtype).to(tl.float32)  # rounded, as the modules do
-        result = result * factor
+        result = _scaled(result, scale, offset, value.dtype, KIND)
         if BIAS:
             if not HOLD:
                 shift = tl.load(bias_ptr + channel, mask=inside, other=0.0)
@@ -257,13 +258,8 @@ def _norm_long_fwd_kernel(
             source = load_index(index_ptr, channel, inside, C)
             value = tl.load(x_ptr + row * row_stride + source, mask=inside, other=0.0)
             result = (value.to(tl.float32) - mean) * root
-            if KIND == 0:
-                result = _rounded(result, value, weight_ptr)
             scale = tl.load(weight_ptr + source, mask=inside, other=0.0)
-            factor = scale.to(tl.float32) + offset
-            if KIND != 1:
-                factor = factor.to(scale.dtype).to(tl.float32)
-            result = result * factor
+            result = _scaled(result, scale, offset, value.dtype, KIND)
             if BIAS:
                 result += tl.load(bias_ptr + source, mask=inside, other=0.0).to(tl.float32)
             tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=inside)
@@ -472,10 +468,9 @@ def norm_permute_backward(
     return norm_backward_reference(permute(grad, inverse(index.long())), x, weight, bias, eps, offset, kind)
 
 
-def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor | None]:
-    bias = inputs[2]
+def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor]:
     grad_x, grad_weight, grad_bias = norm_permute_backward(grad, *inputs)
-    return {"x": grad_x, "weight": grad_weight, "bias": None if bias is None else grad_bias}
+    return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
 
 
 @operator(

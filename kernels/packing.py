@@ -202,12 +202,12 @@ def check_packed_shapes(
         )
 
 
-def _fake_packed(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
+def _empty_packed(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
     values_shape, positions_shape = packed_shapes(weight.shape[0], weight.shape[1], pattern)
     return weight.new_empty(values_shape), weight.new_empty(positions_shape, dtype=torch.uint8)
 
 
-@operator("pack", _fake_packed)
+@operator("pack", _empty_packed)
 def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
     """Returns (values, positions) of an N:M weight; `unpack` restores it bit for bit.
 
@@ -225,15 +225,13 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
             + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         )
     out_features, in_features = weight_OC.shape
-    values_shape, positions_shape = packed_shapes(out_features, in_features, pattern)
-    values = weight_OC.new_empty(values_shape)
-    positions = torch.empty(positions_shape, dtype=torch.uint8, device=weight_OC.device)
+    values, positions = _empty_packed(weight_OC, pattern)
     _refuse(lambda rows: _faults_of_weight(weight_OC[rows], pattern), list(_row_chunks(out_features, in_features)))
     for rows in _row_chunks(out_features, in_features):
         weight = weight_OC[rows].contiguous()  # masked weights come transposed, whose groups are slow to sum
         chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept)
-        kept = weight.shape[0] * values_shape[1]
-        places = torch.nonzero_static(chosen.flatten(), size=kept).view(-1, values_shape[1])
+        kept = weight.shape[0] * values.shape[1]
+        places = torch.nonzero_static(chosen.flatten(), size=kept).view(-1, values.shape[1])
         values[rows] = weight.reshape(-1)[places]
         positions[rows] = pack_positions(places % pattern.group, pattern.group)
     return values, positions
