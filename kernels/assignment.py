@@ -273,8 +273,9 @@ def launched(score: Tensor, prices: Tensor | None) -> Tensor:
     config = config_for("assignment", CONFIGS, (blocks, size), score.dtype)
     warm = prices is not None
     _assignment_kernel[(blocks,)](
-        score.detach().contiguous(), prices if warm else index, index, **_shape(size, warm), **config.arguments()
-    )
+        score.detach().contiguous(), prices if warm else index, index,
+        SIZE=size, PADDED=max(triton.next_power_of_2(size), 32), WARM=warm, **config.arguments(),
+    )  # fmt: skip
     return index
 
 
@@ -288,10 +289,6 @@ def refusal(score: Tensor) -> ModelError:
 def supports(score: Tensor) -> bool:
     """Whether the kernel supports the scores: blocks of up to 256, in float16 to float64."""
     return score.dtype in DTYPES and score.shape[-1] <= LARGEST
-
-
-def _shape(size: int, warm: bool) -> dict[str, int]:
-    return {"SIZE": size, "PADDED": max(triton.next_power_of_2(size), 32), "WARM": warm}
 
 
 def _fake(score: Tensor) -> Tensor:

@@ -68,9 +68,7 @@ def compress(weight_OC: Tensor) -> Tensor:
     return torch._cslt_compress(weight_OC.contiguous()).view(-1)
 
 
-def product(
-    x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int, config: Config | None = None
-) -> Tensor:
+def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """Returns ``x W^T + bias`` for a compressed weight: ``[T, out_features]``, contiguous.
 
     Args:
@@ -78,14 +76,12 @@ def product(
         compressed: The weight, from `compress`.
         bias: ``[out_features]`` or None.
         out_features: O.
-        config: Algorithm and split of the sum; None for those that were found for the shape.
     """
     _used_on(x_TC)
     tokens = x_TC.shape[0]
     padded, weight = _padded(x_TC), compressed.view(out_features, -1)
     bias = None if bias is None else bias.contiguous()  # it is read from its first element on
-    config = config or _chosen(x_TC, compressed, bias, out_features)
-    chosen = config.constants
+    chosen = _chosen(x_TC, compressed, bias, out_features).constants
     y = torch._cslt_sparse_mm(
         weight, padded.t(), bias=bias, transpose_result=True, alg_id=chosen["ALGORITHM"], split_k=chosen["SPLIT_K"],
         split_k_mode=chosen["SPLIT_K_MODE"],

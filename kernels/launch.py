@@ -45,7 +45,7 @@ class Config:
         num_stages: Software pipeline depth of the kernel's loops.
     """
 
-    constants: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict, hash=False)
     num_warps: int = 4
     num_stages: int = 2
 

@@ -68,21 +68,22 @@ def routed(
 ) -> Tensor:
     """Computes the product on a GPU by the fastest measured route, or else by the default one, see above."""
     tokens, out_features = x.numel() // max(in_features, 1), values.shape[0]
+    shape = (tokens, out_features, in_features, x.dtype)
     arguments = (x, values, positions, bias, index, in_features, pattern)
     possible: dict[int, Callable[[], Tensor]] = {}
-    if mma.runs_on(x.device) and mma.supports(x, values, in_features, pattern):
+    if mma.runs_on(x.device) and mma.takes(*shape, pattern):
         possible[MMA] = partial(mma.sparse_linear_mma, *arguments)
-    if kernels.supports(x, values, in_features, pattern):
+    if kernels.takes(*shape, pattern):
         possible[PACKED] = partial(kernels.sparse_linear_triton, *arguments)
     if compressed is not None and tokens and pattern == PATTERN and cusparselt.serves(x.device):
         possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
     possible[DENSE] = partial(sparse_linear_reference, *arguments)
-    route = _route(tokens, out_features, in_features, x.dtype, list(possible))
+    route = _route(*shape, list(possible))
     if route == MMA:  # the kernel may turn out not to be right here
-        variant = mma.chosen(tokens, out_features, in_features, x.dtype, x.device)
+        variant = mma.chosen(*shape, x.device)
         if variant is None:
             del possible[MMA]
-            route = _route(tokens, out_features, in_features, x.dtype, list(possible))
+            route = _route(*shape, list(possible))
         else:
             possible[MMA] = partial(mma.sparse_linear_mma, *arguments, variant)
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])

@@ -83,13 +83,8 @@ def limits_of(device: torch.device) -> GpuLimits:
     )  # fmt: skip
 
 
-def supports(x: Tensor, values: Tensor, in_features: int, pattern: NMPattern) -> bool:
-    """Whether the kernel supports the product: see `takes`."""
-    return takes(x.numel() // max(in_features, 1), values.shape[0], in_features, values.dtype, pattern)
-
-
 def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern) -> bool:
-    """Whether it supports a shape: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more."""
+    """Whether it supports a product: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more."""
     fits = in_features > 0 and in_features % CHANNELS == 0 and out_features >= MIN_ROWS
     return 0 < tokens <= MAX_TOKENS and fits and dtype in DTYPES and pattern == PATTERN
 
@@ -162,6 +157,7 @@ class Variant:
         )  # fmt: skip
 
 
+@functools.cache
 def variant_of(
     config: Config, tokens: int, out_features: int, in_features: int, dtype: torch.dtype, gpu: GpuLimits
 ) -> Variant:
@@ -171,19 +167,7 @@ def variant_of(
     is halved until at least three stages fit where BLOCKS blocks share a multiprocessor; and the channels are split
     over a cluster as far as all blocks still run at once and every team has a chunk.
     """
-    return _variant_of(tuple(config.arguments().items()), tokens, out_features, in_features, dtype, gpu)
-
-
-@functools.cache
-def _variant_of(
-    options: tuple[tuple[str, int], ...],
-    tokens: int,
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-    gpu: GpuLimits,
-) -> Variant:
-    given = dict(options)
+    given = config.arguments()
     room, blocks, row_warps = min(max(1 << (tokens - 1).bit_length(), 8), ROOM), given["BLOCKS"], given["ROW_WARPS"]
     early = bool(given["EARLY"]) and gpu.has_clusters  # both came with sm_90
     variant = Variant(dtype, given["ROWS"], room, given["CHUNK"], 2, given["num_warps"], row_warps, 1, early)
@@ -251,7 +235,7 @@ def sparse_linear_mma(
     pattern: NMPattern,
     variant: Variant | None = None,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` of inputs that `supports` accepts, by a variant, by default the `chosen` one.
+    """Computes `sparse_linear_reference` of inputs that `takes` accepts, by a variant, by default the `chosen` one.
 
     Brings ``x`` into the order of ``index`` first; copies what is not contiguous or not aligned to 16 bytes.
     """

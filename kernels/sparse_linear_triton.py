@@ -25,8 +25,7 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
-from permtriton.kernels.packing import WORD, dense_tile, load_pairs
-from permtriton.kernels.packing import supports as supports_weight
+from permtriton.kernels.packing import WORD, dense_tile, load_pairs, supports
 from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
 
@@ -227,16 +226,10 @@ def _sparse_linear_reduce_kernel(
     tl.store(y_ptr + place, result.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-def supports(x: Tensor, values: Tensor, in_features: int, pattern: NMPattern) -> bool:
-    """Whether the kernels support the product: see `takes`; an empty weight is left to the reference."""
-    tokens = x.numel() // max(in_features, 1)
-    return values.numel() > 0 and takes(tokens, values.dtype, in_features, pattern)
-
-
-def takes(tokens: int, dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
-    """Whether the kernels support a shape: 2:4, 1 to 64 tokens (float32: 16), a multiple of 16 channels."""
+def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern) -> bool:
+    """Whether they support a product: 2:4, 1 to 64 tokens (float32: 16), a multiple of 16 channels, not empty."""
     most = MAX_FLOAT32_TOKENS if dtype == torch.float32 else MAX_TOKENS
-    return 0 < tokens <= most and supports_weight(dtype, in_features, pattern)
+    return 0 < tokens <= most and out_features * in_features > 0 and supports(dtype, in_features, pattern)
 
 
 def sparse_linear_triton(
@@ -248,7 +241,7 @@ def sparse_linear_triton(
     in_features: int,
     pattern: NMPattern,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` of inputs that `supports` accepts, summing in another order.
+    """Computes `sparse_linear_reference` of inputs that `takes` accepts, summing in another order.
 
     Copies ``x``, ``values`` and ``positions`` first if they are not contiguous.
     """

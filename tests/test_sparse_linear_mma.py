@@ -295,9 +295,7 @@ def test_the_default_variant(gpu, shape, expected):
     ],
 )
 def test_what_the_kernel_takes(tokens, rows, channels, dtype, fits):
-    packed = pack(torch.zeros(rows, channels, dtype=dtype), TWO_FOUR)
-    x = torch.zeros(tokens, channels, dtype=dtype)
-    assert mma.supports(x, packed[0], channels, TWO_FOUR) is fits
+    assert mma.takes(tokens, rows, channels, dtype, TWO_FOUR) is fits
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")

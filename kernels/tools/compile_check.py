@@ -128,30 +128,27 @@ def compile_all(builds: Sequence[Build], targets: Sequence[Target] = TARGETS) ->
 
 def compile_one(build: Build, target: Target, multiples: bool = True) -> Compiled:
     """Compiles one build; a failure is part of the result."""
-    about: dict[str, Any] = {
-        "name": build.name, "target": target.name, "multiples": multiples, "default": build.default,
-    }  # fmt: skip
-    launch = build.launch
     started = time.perf_counter()
+    found: dict[str, Any]
     try:
-        binary = binary_of(launch, target, multiples)
-        used = cuda_usage(binary.asm["cubin"]) if target.backend == "cuda" else _amd_usage(binary.asm["amdgcn"])
+        used = _usage(build.launch, target, multiples)
+        found = {**used, "problem": _problem(build.default, target, used)}
     except Exception as error:  # Triton and its assemblers raise many kinds
-        seconds = time.perf_counter() - started
-        problem = "does not compile" if target.required else None
-        return Compiled(**about, seconds=seconds, error=_reason(error), problem=problem)
+        found = {"error": _reason(error), "problem": "does not compile" if target.required else None}
+    seconds = time.perf_counter() - started
+    return Compiled(build.name, target.name, multiples, build.default, **found, seconds=seconds)
+
+
+def _usage(launch: Launch, target: Target, multiples: bool) -> dict[str, int]:
+    binary = binary_of(launch, target, multiples)
+    used = cuda_usage(binary.asm["cubin"]) if target.backend == "cuda" else _amd_usage(binary.asm["amdgcn"])
     shared = int(binary.metadata.shared)
     used["shared_bytes"] = max(used.get("shared_bytes", 0), shared)
     used["tensor_columns"] = getattr(binary.metadata, "tmem_size", None) or 0
     if target.backend == "cuda":
         warps = launch.options.get("num_warps", 4)
         used["resident"] = resident(target, warps, used["registers"], shared, used["tensor_columns"])
-    return Compiled(
-        **about,
-        **dict[str, Any](used),
-        seconds=time.perf_counter() - started,
-        problem=_problem(build.default, target, used),
-    )
+    return used
 
 
 def binary_of(launch: Launch, target: Target, multiples: bool = True) -> Any:

@@ -59,7 +59,7 @@ def _tables(tokens: int, out_features: int, in_features: int, dtype: torch.dtype
     tables = {}
     if mma.takes(tokens, out_features, in_features, dtype, PATTERN):
         tables["sparse_linear_mma"] = mma.CONFIGS
-    if kernels.takes(tokens, dtype, in_features, PATTERN):
+    if kernels.takes(tokens, out_features, in_features, dtype, PATTERN):
         tables |= [_triton_table(tokens)]
     if cusparselt.takes(dtype, out_features, in_features):
         tables["cusparselt"] = cusparselt.CONFIGS
