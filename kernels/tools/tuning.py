@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,13 @@ def _asked(case: Case) -> dict[str, Request]:
 
 
 def _trials(case: Case, request: Request, entry: dict[str, Any], device: torch.device) -> Iterator[Trial]:
+    trials, default = entry["trials"], request.configs[0]
     for config in request.configs:
         name = autotune.describe(config)
-        known = name in entry["trials"]
+        known = name in trials
         if not known:
-            entry["trials"][name] = _try(case, request, config, device)
-        default = config == request.configs[0]
-        yield Trial(case.name, request.key, name, default, entry["trials"][name], known)
+            trials[name] = _try(case, request, config, device)
+        yield Trial(case.name, request.key, name, config == default, trials[name], known)
 
 
 def _try(case: Case, request: Request, config: Config, device: torch.device) -> dict[str, Any]:
@@ -172,13 +173,8 @@ def _try(case: Case, request: Request, config: Config, device: torch.device) -> 
 
 
 def _calls(case: Case, device: torch.device) -> list[Callable[[], object]]:
-    inputs = [case.make(seed) for seed in range(sets_of_inputs(device, case.bytes))]
-
-    def run(number: int) -> object:
-        with torch.no_grad():
-            return case.run(*inputs[number])
-
-    return [lambda number=number: run(number) for number in range(len(inputs))]  # type: ignore[misc]
+    seeds = range(sets_of_inputs(device, case.bytes))
+    return [torch.no_grad()(partial(case.run, *case.make(seed))) for seed in seeds]
 
 
 def _winner(configs: Sequence[Config], trials: Mapping[str, Any]) -> Config:
