@@ -83,7 +83,8 @@ def joined(device: str) -> Iterator[None]:
 def _store(hosts: bool = False) -> "Store":
     """Returns a connection of its own to ``torchrun``'s store, which the first rank may have to host.
 
-    With ``--max-restarts`` the store outlives the ranks, so that each start has keys of its own in it.
+    With ``--max-restarts`` the store outlives the ranks, so that each start has keys of its own in it. On several
+    machines, which may count their starts differently, ranks then do not find each other, and end.
     """
     from torch.distributed import PrefixStore, TCPStore
 

@@ -142,7 +142,7 @@ def _special(provenance: Provenance, model: nn.Module) -> dict[str, str]:
         if not _holds(_module_at(model, module_name(call.node)), model.get_parameter(call.parameter)):
             reasons[call.parameter] = "its weight is read by another module than itself, which need not call it"
         elif call.node in routers:
-            reasons.setdefault(call.parameter, "a router: its outputs are ranked, to choose experts")
+            reasons.setdefault(call.parameter, "its outputs are ranked: a router, not a layer")
     return reasons
 
 

@@ -38,7 +38,9 @@ def report(
     output = output or Path(f"{real_path(folders[0]).name}-report.html")
     check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
     comparison_report = read_comparison(comparison) if comparison else None
-    write_file(output, html(page_of(read_folders(folders), comparison_report)).encode("utf-8", "replace"))
+    page = html(page_of(read_folders(folders), comparison_report))
+    check_file(output, overwrite=overwrite)  # again: another may have been written meanwhile
+    write_file(output, page.encode("utf-8", "replace"))
     return real_path(output)
 
 

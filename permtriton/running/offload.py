@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import torch
@@ -134,8 +133,15 @@ class OffloadFolder(Store):
             if parameter is not None:
                 self._move(parameter)
 
-        with mock.patch.dict(os.environ, {ASYNC_LOAD: "1"}), register_module_parameter_registration_hook(moved):
-            yield
+        before = os.environ.get(ASYNC_LOAD)
+        os.environ[ASYNC_LOAD] = "1"
+        try:
+            with register_module_parameter_registration_hook(moved):
+                yield
+        finally:
+            del os.environ[ASYNC_LOAD]
+            if before is not None:
+                os.environ[ASYNC_LOAD] = before
 
     def free(self) -> int:
         """Returns the free bytes of the disk."""
