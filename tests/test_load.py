@@ -243,6 +243,16 @@ def test_a_tokenizer_that_is_missing_is_none(folder):
     assert load_tokenizer(Source(str(folder))) is None
 
 
+@pytest.mark.parametrize("name", ["bert", "gemma2", "gpt2", "qwen2", "t5"])
+def test_a_tokenizer_of_no_words_is_none(name, tmp_path):
+    """Transformers makes one of special tokens up for a folder without files of a tokenizer."""
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    assert load_tokenizer(Source(str(tmp_path))) is None
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="special tokens only"):
+        load_tokenizer(Source(str(tmp_path)))
+
+
 FANCY = '{"model": {"type": "Fancy"}}'
 
 

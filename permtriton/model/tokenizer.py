@@ -122,10 +122,18 @@ def _steps_of(normalizer: Any) -> Iterator[dict[str, Any]]:
 
 
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses absurd ids and additions: saving lists all ids below the largest one, and the process would die of it."""
+    """Refuses absurd ids and additions: saving lists all ids below the largest one, and the process would die of it.
+
+    It also refuses a vocabulary of special tokens only, which transformers makes up where no file holds one.
+    """
     vocabulary: dict[str, int] = {}
     with suppress(NotImplementedError):  # a tokenizer with code of its own
         vocabulary = tokenizer.get_vocab()
+    if vocabulary and {*vocabulary} <= {*tokenizer.all_special_tokens, "\u2581"}:  # SentencePiece's space
+        raise ModelError(
+            f"{source.name}: its tokenizer has special tokens only, expected words or parts of words: the file of its "
+            "vocabulary is missing or damaged"
+        )
     token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
     if largest >= MOST_TOKENS:
         raise ModelError(
