@@ -106,3 +106,13 @@ def test_a_tokenizer_that_fails_names_the_text(tokenizer):
 def test_a_processor_reads_text_by_its_tokenizer(tokenizer):
     found = token_ids(SENTENCE, image_and_text_processor(), "a.txt")
     assert torch.equal(found, token_ids(SENTENCE, tokenizer, "a.txt"))
+
+
+def test_a_tokenizer_that_cuts_and_pads_reads_the_whole_text_and_stays_as_it_is(tokenizer):
+    """So that it is saved as it was loaded."""
+    cutting = trained_tokenizer()
+    cutting.backend_tokenizer.enable_truncation(max_length=8)
+    cutting.backend_tokenizer.enable_padding(length=8)
+    before = cutting.backend_tokenizer.to_str()
+    assert torch.equal(token_ids(SENTENCE, cutting, "a.txt"), token_ids(SENTENCE, tokenizer, "a.txt"))
+    assert cutting.backend_tokenizer.to_str() == before

@@ -1,6 +1,7 @@
 """Documents as token ids, however long a text is and whatever its tokenizer does."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,8 @@ def token_ids(
     """
     if (tokenizer := tokenizer_of(tokenizer)) is None:
         raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
-    with reading(f"{source} cannot be tokenized by the model's tokenizer", CalibrationError), without_panics():
+    problem = f"{source} cannot be tokenized by the model's tokenizer"
+    with reading(problem, CalibrationError), without_panics(), _unchanged(tokenizer):
         parts = list(pieces(text))
         if len(parts) > 1:
             before, after = _special_tokens(tokenizer)
@@ -124,6 +126,18 @@ def token_ids(
         if not ended or end is None or not last or last[-1] == end or behind:
             return ids
         return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
+
+
+@contextmanager
+def _unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Keeps what a tokenizer's file says on truncation and padding: a call that asks for neither deletes it."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
+    yield
+    if truncation is not None:
+        backend.enable_truncation(**truncation)
+    if padding is not None:
+        backend.enable_padding(**padding)
 
 
 def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:
