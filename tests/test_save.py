@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import AutoModelForCausalLM, AutoProcessor
 
 import permtriton
@@ -20,6 +21,7 @@ from permtriton.checkpoint.output import check_output
 from permtriton.checkpoint.pruned import pruned_parameters
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
+from permtriton.model.rehearsal import check_made_by_config
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 from . import folders, off_path, zoo
@@ -402,12 +404,51 @@ def complex_norm(model):
     return model
 
 
+def parametrized(model):
+    register_parametrization(model.model.layers[0].mlp.up_proj, "weight", torch.nn.Identity())
+    return model
+
+
+def compiled_inside(model):
+    model.model.layers[0].mlp = torch.compile(model.model.layers[0].mlp)
+    return model
+
+
+def adapted(model):
+    model.add_adapter(pytest.importorskip("peft").LoraConfig(target_modules=["up_proj"]))
+    return model
+
+
+def tied(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def biased(model):
+    up = model.model.layers[0].mlp.up_proj
+    up.bias = torch.nn.Parameter(torch.ones(up.out_features))
+    return model
+
+
+def shorter(model):
+    model.model.layers = model.model.layers[:1]
+    return model
+
+
+UP = "model.layers.0.mlp.up_proj"
+MISSING = "is missing or tied, expected"
 UNSAVABLE = {
     "shared": (shared, {}, ModelError, "does not declare, cannot be saved .give each a copy."),
     "values": (sharing_values, {}, ModelError, "does not declare, cannot be saved .give each a copy."),
     "config": (divided, {}, ModelError, "with this config.json, it cannot be saved again"),
     "tokenizer": (lambda model: model, {"tokenizer": "x"}, ConfigError, "tokenizer is a str: expected a tokenizer"),
     "complex": (complex_norm, {}, ModelError, "model.norm.weight is torch.complex64, expected floating-point"),
+    "parametrized": (parametrized, {}, ModelError, rf"{UP}.weight {MISSING} .24, 16.*remove parametrizations"),
+    "compiled inside": (compiled_inside, {}, ModelError, f"layers.0.mlp.gate_proj.weight {MISSING}.*compile no module"),
+    "adapted": (adapted, {}, ModelError, f"{UP}.weight {MISSING}.*merge adapters"),
+    "tied": (tied, {}, ModelError, f"lm_head.weight {MISSING}.*change the config"),
+    "biased": (biased, {}, ModelError, f"{UP}.bias is .24., expected none"),
+    "shorter": (shorter, {}, ModelError, f"model.layers.1.self_attn.q_proj.weight {MISSING}"),
     "meta": (lambda model: model.to("meta"), {}, ModelError, r"has no values \(it is on the meta device\)"),
 }
 
@@ -423,6 +464,14 @@ def test_what_could_not_be_saved_is_refused_before_any_work(place, name):
     assert "\n" not in str(caught.value)
     assert list(place.iterdir()) == []
     assert [event for event in events if event.stage] == []
+
+
+def test_what_a_user_adds_beside_the_class_is_no_hindrance():
+    """Neither are weights that are not tied though the config ties them: both are loaded again as they are."""
+    model = zoo.tiny_llama(tie_word_embeddings=True)
+    model.of_the_user = torch.nn.Linear(2, 2)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    check_made_by_config(model)
 
 
 def test_a_config_that_cannot_be_saved_again_is_refused_before_any_work(place):

@@ -34,7 +34,7 @@ from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline
 from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
-from permtriton.model.rehearsal import rehearse_saving
+from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.recipe import compile_command, with_suggested_text
@@ -273,6 +273,7 @@ class Job:
             check_not_compiled(model)
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
+                check_made_by_config(model)
         windows, text = held_out_windows(source.name if source else "", self.asked.eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")

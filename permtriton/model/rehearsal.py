@@ -3,11 +3,13 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, OutputError, reading
+from permtriton.model.sizes import build_empty
 from permtriton.util.output_files import disk_error
 
 
@@ -43,6 +45,29 @@ def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
         for problem, save in parts.items():
             with reading(f"{name}: {problem}", ModelError), _temporary_files():
                 save(folder)
+
+
+def check_made_by_config(model: PreTrainedModel) -> None:
+    """Refuses a model in memory whose class makes other parameters of its config: saved, it would load as another one.
+
+    A module that was added is saved though no class reads it; weights that were untied are loaded as they are.
+
+    Raises:
+        ModelError: a parameter is missing, tied, replaced, of another shape, or a bias that the class leaves out.
+    """
+    name = f"this {type(model).__name__}"
+    made = build_empty(type(model), deepcopy(model.config), None, name)  # it writes to the config
+    expected: dict[str, list[int] | None] = {each: list(weight.shape) for each, weight in made.named_parameters()}
+    for prefix, module in made.named_modules():
+        expected |= {f"{prefix}.{each}": None for each, weight in module._parameters.items() if weight is None}
+    found = {each: list(weight.shape) for each, weight in model.named_parameters()}
+    for each, shape in expected.items():
+        if found.get(each) != shape:
+            raise ModelError(
+                f"{name} differs from what its class makes of its config, so that it could not be loaded again: {each} "
+                f"is {found.get(each, 'missing or tied')}, expected {shape or 'none'}: change the config, or undo what "
+                "changed the model (merge adapters, remove parametrizations, compile no module inside)"
+            )
 
 
 @contextmanager
