@@ -435,6 +435,12 @@ def shorter(model):
     return model
 
 
+def of_inference_mode(model):
+    with torch.inference_mode():
+        model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.clone(), requires_grad=False)
+    return model
+
+
 UP = "model.layers.0.mlp.up_proj"
 MISSING = "is missing or tied, expected"
 UNSAVABLE = {
@@ -449,6 +455,7 @@ UNSAVABLE = {
     "tied": (tied, {}, ModelError, f"lm_head.weight {MISSING}.*change the config"),
     "biased": (biased, {}, ModelError, f"{UP}.bias is .24., expected none"),
     "shorter": (shorter, {}, ModelError, f"model.layers.1.self_attn.q_proj.weight {MISSING}"),
+    "inference": (of_inference_mode, {}, ModelError, "norm.weight was made inside torch.inference_mode.*outside"),
     "meta": (lambda model: model.to("meta"), {}, ModelError, r"has no values \(it is on the meta device\)"),
 }
 

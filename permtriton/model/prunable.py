@@ -3,6 +3,7 @@
 import os
 from itertools import pairwise
 
+import torch
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
@@ -19,7 +20,7 @@ def check_original(model: PreTrainedModel) -> None:
 
     Raises:
         ModelError: a module permutes channels or is packed, weights are on several devices, there is no last hidden
-            state, two parameters share memory, or a weight is not finite or in GGUF's blocks.
+            state, two parameters share memory, or a weight is not finite, in GGUF's blocks or of inference mode.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
@@ -42,6 +43,12 @@ def check_original(model: PreTrainedModel) -> None:
             f"this {type(model).__name__} is divided between {' and '.join(devices)}: load it without device_map, or "
             "give the folder in place of the model"
         )
+    if not torch.is_inference_mode_enabled():
+        for name, parameter in model.named_parameters():
+            if parameter.is_inference():
+                raise ModelError(
+                    f"{name} was made inside torch.inference_mode, so that it cannot be changed: load the model outside"
+                )
     check_towers(model)
     _check_memory(model)
     check_weights(model)
