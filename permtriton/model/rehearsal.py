@@ -6,10 +6,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, OutputError, reading
-from permtriton.model.sizes import build_empty
 from permtriton.util.output_files import disk_error
 
 
@@ -53,10 +53,11 @@ def check_made_by_config(model: PreTrainedModel) -> None:
     A module that was added is saved though no class reads it; weights that were untied are loaded as they are.
 
     Raises:
-        ModelError: a parameter is missing, tied, replaced, of another shape, or a bias that the class leaves out.
+        ModelError: the class cannot be made, or a parameter is missing, tied, replaced, of another shape, or a bias that the class leaves out.
     """
     name = f"this {type(model).__name__}"
-    made = build_empty(type(model), deepcopy(model.config), None, name)  # it writes to the config
+    with reading(f"{name} cannot be made again of its config", ModelError), torch.device("meta"):
+        made = type(model)._from_config(deepcopy(model.config))  # it writes to the config
     expected: dict[str, list[int] | None] = {each: list(weight.shape) for each, weight in made.named_parameters()}
     for prefix, module in made.named_modules():
         expected |= {f"{prefix}.{each}": None for each, weight in module._parameters.items() if weight is None}
