@@ -53,7 +53,8 @@ def check_made_by_config(model: PreTrainedModel) -> None:
     A module that was added is saved though no class reads it; weights that were untied are loaded as they are.
 
     Raises:
-        ModelError: the class cannot be made, or a parameter is missing, tied, replaced, of another shape, or a bias that the class leaves out.
+        ModelError: the class cannot be made, or a parameter is missing, tied, replaced, of another shape, or a bias
+            that the class leaves out.
     """
     name = f"this {type(model).__name__}"
     with reading(f"{name} cannot be made again of its config", ModelError), torch.device("meta"):
