@@ -62,6 +62,16 @@ def quantize(name: str, file: str = "model.safetensors") -> Callable[[Path], Non
     return lambda folder: edit_tensors(folder, to_int8, file)
 
 
+def scale(name: str, suffix: str = "_scale") -> Callable[[Path], None]:
+    """Stores a weight in 8 bits, with the scale that it was divided by."""
+
+    def to_float8(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = (tensors[name] * 100).to(torch.float8_e4m3fn)
+        tensors[f"{name}{suffix}"] = torch.tensor(0.01)
+
+    return lambda folder: edit_tensors(folder, to_float8)
+
+
 def name_weights(name: str) -> Callable[[Path], object]:
     """Lets config.json name its file of weights, as transformers allows."""
 
@@ -119,6 +129,11 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "integers beside shards": (
         lambda f: (as_shard(f), quantize(LAST_UP)(f)), [LAST_UP, "I8", "scales", "dequantized"]
     ),
+    "a scale": (scale(LAST_UP), [f"{LAST_UP}_scale", "dequantized"]),
+    "a scale of a block": (scale(LAST_UP, "_scale_inv"), [f"{LAST_UP}_scale_inv", "dequantized"]),
+    "unknown quantization": (
+        lambda f: configure(f, quantization_config={"quant_method": "modelopt"}), ["'modelopt'", "dequantized"]
+    ),
     "weights that the config names": (name_weights("other.safetensors"), ["transformers_weights", "other.safetensors"]),
     "a pickle that the config names": (name_weights("adapter_model.bin"), ["transformers_weights", "adapter_model"]),
 }  # fmt: skip
@@ -135,7 +150,9 @@ def test_damaged_folders(folder, case):
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize("case", ["no config", "unknown class", "class of another kind", "size is a word"])
+@pytest.mark.parametrize(
+    "case", ["no config", "unknown class", "class of another kind", "size is a word", "unknown quantization"]
+)
 def test_damaged_folders_that_only_inspect_reads(folder, case):
     damage, words = DAMAGED[case]
     damage(folder)
@@ -216,11 +233,12 @@ def test_integers_that_are_no_weights_are_loaded(folder):
     load_model(Source(str(folder)))
 
 
-def test_integers_among_experts_that_are_stored_one_by_one_are_refused(tmp_path):
+@pytest.mark.parametrize(("store", "words"), [(quantize, " is I8"), (scale, "_scale")])
+def test_quantized_experts_that_are_stored_one_by_one_are_refused(tmp_path, store, words):
     zoo.build("qwen2_moe").save_pretrained(tmp_path / "moe")
     name = "model.layers.0.mlp.experts.1.up_proj.weight"
-    quantize(name)(tmp_path / "moe")
-    with pytest.raises(ModelError, match=f"{name} is I8"):
+    store(name)(tmp_path / "moe")
+    with pytest.raises(ModelError, match=f"{name}{words}"):
         load_model(Source(str(tmp_path / "moe")))
 
 

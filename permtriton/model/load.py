@@ -1,7 +1,7 @@
 """Loads models from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
+from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, reading, shown
@@ -68,7 +69,8 @@ def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFold
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
-            missing weights, weights that are integers or not finite, or a compiled model that is not accepted.
+            missing weights, weights that are integers, not finite or without their scales, a quantization that
+            transformers does not know, or a compiled model that is not accepted.
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
@@ -80,7 +82,7 @@ def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFold
     config = config_of(source, stored)
     if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
         raise compiled_already(source)
-    _check_named_weights(source, config)
+    _check_config(source, config)
     model_class = _model_class(source, config)
     if not source.trust_remote_code:  # code of the model's own may not build without memory
         build_empty(model_class, config, stored, source.name)
@@ -113,10 +115,12 @@ def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFold
             + (f" and {len(missing) - 1} more" if missing[1:] else "")
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
+    stored = _fetched(source) if stored is None else stored
+    _check_unused(model, stored, info["unexpected_keys"], source.name)
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
     if source.gguf is None and getattr(config, "quantization_config", None) is None:
-        _check_floating(model, _fetched(source) if stored is None else stored)
+        _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
         model.name_or_path = source.name  # not the folder that the file is in
@@ -176,12 +180,23 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     with suppress(ModelError):  # no weights, or not all of them: the config is enough
         stored = _stored(source)
     config = config_of(source, stored)
+    _check_config(source, config)
     model_class = _model_class(source, config)
     if _is_compiled(config):
         if not allow_compiled:
             raise compiled_already(source)
         del config.quantization_config
     return build_empty(model_class, config, stored, source.name)
+
+
+def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused: Iterable[str], name: str) -> None:
+    """Refuses a checkpoint with scales that transformers did not multiply the weights beside them by."""
+    weights = {*stored, *model.state_dict()}
+    if scales := sorted(each for each in unused if each.rpartition("_scale")[0] in weights):
+        raise ModelError(
+            f"{name}: transformers does not use {scales[0]}, the scale of quantized weights, which mean nothing "
+            "without it: give a dequantized model"
+        )
 
 
 def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
@@ -222,13 +237,25 @@ def _fetched(source: Source) -> dict[str, StoredTensor]:
     return {}
 
 
-def _check_named_weights(source: Source, config: Any) -> None:
-    """Refuses a config that names the file of weights: transformers would read it, even if it is a pickle."""
+def _check_config(source: Source, config: Any) -> None:
+    """Refuses a config that names the file of weights, which transformers would read even if it is a pickle.
+
+    And one that names a quantization which transformers does not know: it would take the codes for the weights.
+    """
     if (named := getattr(config, "transformers_weights", None)) is not None:
         raise ModelError(
             f"{source.name}: config.json names the weights {shown(named)} (transformers_weights), but permtriton reads "
             f"{WEIGHTS_FILE}, or the files that {INDEX_FILE} names, only: give them these names and remove the entry"
         )
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict):
+        with reading(f"{source.name}: the quantization_config of its config.json cannot be used", ModelError):
+            known = AutoHfQuantizer.supports_quant_method(quantization)
+        if not known:
+            raise ModelError(
+                f"{source.name}: transformers {transformers.__version__} does not know the quantization of config.json "
+                f"({shown(quantization['quant_method'])}): give a dequantized model"
+            )
 
 
 def config_of(source: Source, stored: Mapping[str, StoredTensor] | None = None) -> Any:
