@@ -128,6 +128,21 @@ def test_bad_models(desk, tmp_path, case):
     desk.refuses(desk.compile(model=model), *words)
 
 
+@pytest.mark.parametrize("command", ["compile", "evaluate"])
+def test_tensors_that_the_class_does_not_use_are_named(desk, tmp_path, command):
+    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
+    further = [f"model.layers.{layer}.eh_proj.weight{end}" for layer in (2, 3) for end in ("", "_scale")]
+    names = [*further, "score.bias", "score.weight"]
+    edit_tensors(model, lambda tensors: tensors.update({name: torch.ones(2) for name in names}))
+    options = (
+        desk.compile(model=model) if command == "compile" else [command, str(model), "--eval-data", str(desk.text)]
+    )
+    done = RUNNER.invoke(app, options)
+    assert done.exit_code == 0, done.stderr
+    listed = "model.layers.2-3.eh_proj.weight, model.layers.2-3.eh_proj.weight_scale, score.bias, score.weight"
+    assert f"tensors that LlamaForCausalLM does not use are left out: {listed}\n" in done.stderr
+
+
 @pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
 @pytest.mark.parametrize("more", [(), ("--recipe", "mask"), (*LEARN, "--learn-epochs", "1")])
 @pytest.mark.slow(but=["more0-magnitude", "more1-obs", "more2-ria"])

@@ -72,6 +72,11 @@ def scale(name: str, suffix: str = "_scale") -> Callable[[Path], None]:
     return lambda folder: edit_tensors(folder, to_float8)
 
 
+def add(*names: str) -> Callable[[Path], None]:
+    """Stores tensors with names of which the class has no parameter."""
+    return lambda folder: edit_tensors(folder, lambda tensors: tensors.update({name: torch.ones(2) for name in names}))
+
+
 def name_weights(name: str) -> Callable[[Path], object]:
     """Lets config.json name its file of weights, as transformers allows."""
 
@@ -133,6 +138,12 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a scale of a block": (scale(LAST_UP, "_scale_inv"), [f"{LAST_UP}_scale_inv", "dequantized"]),
     "unknown quantization": (
         lambda f: configure(f, quantization_config={"quant_method": "modelopt"}), ["'modelopt'", "dequantized"]
+    ),
+    "a bias that the config does not name": (
+        add("model.layers.0.self_attn.q_proj.bias"), ["layers.0.self_attn.q_proj.bias", "LlamaForCausalLM", "config"]
+    ),
+    "a bias of the model inside": (
+        lambda f: (configure(f, architectures=["LlamaModel"]), add("model.norm.bias")(f)), ["norm.bias", "LlamaModel"]
     ),
     "weights that the config names": (name_weights("other.safetensors"), ["transformers_weights", "other.safetensors"]),
     "a pickle that the config names": (name_weights("adapter_model.bin"), ["transformers_weights", "adapter_model"]),

@@ -145,7 +145,7 @@ class Request:
         with self._claimed(progress):
             loaded = tasks.load(progress)
             progress.say(f"loading {self.source.described}")
-            model, tokenizer = load.load_original(self.source)
+            model, tokenizer = load.load_original(self.source, progress=progress)
             windows, text = held_out_windows(self.source.name, asked.eval_data, tokenizer, model, asked.window)
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")

@@ -264,7 +264,7 @@ class Job:
         if source is not None:
             progress.say(f"loading {source.described}")
             if fetched:
-                model, beside = load.load_original(source, offload=offload, saved=True)
+                model, beside = load.load_original(source, offload=offload, saved=True, progress=progress)
             else:
                 model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside

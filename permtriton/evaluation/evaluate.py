@@ -83,7 +83,7 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
-        measured = load.load_model(source)
+        measured = load.load_model(source, progress=shown)
         # What lies beside a GGUF file is not its record.
         record = None if source.gguf is not None else find_record(source.location, source.hub)
         _say_pattern(source, measured, record, shown)
@@ -150,7 +150,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
             "free: measure on a CPU, or the perplexity alone (without `against=`)"
         )
     shown.say(f"loading {against.described}")
-    dense, dense_tokenizer = load.load_original(against)
+    dense, dense_tokenizer = load.load_original(against, progress=shown)
     tokenizers = map(tokenizer_of, (tokenizer, dense_tokenizer))
     vocabularies = [each.get_vocab() for each in tokenizers if hasattr(each, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:

@@ -1,7 +1,7 @@
 """Loads models from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.models.auto import modeling_auto
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from permtriton.errors import ConfigError, ModelError, reading, shown
+from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.kernels import autotune
 from permtriton.model.headers import (
     CONFIG_FILE,
@@ -35,18 +35,20 @@ from permtriton.model.source import Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
 from permtriton.running.offload import NO_GPU, OffloadFolder
 from permtriton.util.extras import require
+from permtriton.util.progress import Progress
 
 PICKLED = ("*.bin", "*.pt", "*.pth")
 ADAPTER = "adapter_config.json"
 
 
 def load_original(
-    source: Source, *, saved: bool = False, offload: OffloadFolder | None = None
+    source: Source, *, saved: bool = False, offload: OffloadFolder | None = None, progress: Progress | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
         saved: whether the model will be saved, so that what could not be saved is refused now.
+        progress: what says which tensors of the checkpoint are left out.
 
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
@@ -54,23 +56,29 @@ def load_original(
         OutputError: the folder for temporary files cannot be written, or as `load_model`.
         ConfigError: as `load_model`.
     """
-    model = load_model(source, allow_compiled=False, offload=offload)
+    model = load_model(source, allow_compiled=False, offload=offload, progress=progress)
     tokenizer = load_processor(source, model)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
     return model, tokenizer
 
 
-def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFolder | None = None) -> PreTrainedModel:
+def load_model(
+    source: Source,
+    allow_compiled: bool = True,
+    offload: OffloadFolder | None = None,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
         allow_compiled: whether to accept a model that permtriton compiled.
+        progress: as `load_original` takes it.
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
             missing weights, weights that are integers, not finite or without their scales, a quantization that
-            transformers does not know, or a compiled model that is not accepted.
+            transformers does not know, biases that the class does not use, or a compiled model that is not accepted.
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
@@ -116,7 +124,10 @@ def load_model(source: Source, allow_compiled: bool = True, offload: OffloadFold
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
     stored = _fetched(source) if stored is None else stored
-    _check_unused(model, stored, info["unexpected_keys"], source.name)
+    unused = set(info["unexpected_keys"])
+    _check_unused(model, stored, unused, source.name)
+    if unused and progress is not None:
+        progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(sorted(unused))}")
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
     if source.gguf is None and getattr(config, "quantization_config", None) is None:
@@ -189,14 +200,25 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     return build_empty(model_class, config, stored, source.name)
 
 
-def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused: Iterable[str], name: str) -> None:
-    """Refuses a checkpoint with scales that transformers did not multiply the weights beside them by."""
-    weights = {*stored, *model.state_dict()}
-    if scales := sorted(each for each in unused if each.rpartition("_scale")[0] in weights):
-        raise ModelError(
-            f"{name}: transformers does not use {scales[0]}, the scale of quantized weights, which mean nothing "
-            "without it: give a dequantized model"
-        )
+def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused: set[str], name: str) -> None:
+    """Refuses scales and biases that have no place in the model where the weight beside them has one.
+
+    Without them the model computes something else. Heads, further layers and masks may be left out.
+    """
+    inner = f"{model.base_model_prefix}."
+    used = {each.removeprefix(inner) for each in (stored.keys() - unused) | model.state_dict().keys()}
+    for tensor in sorted(unused):
+        own = tensor.removeprefix(inner)
+        if own.rpartition("_scale")[0] in used:
+            raise ModelError(
+                f"{name}: transformers does not use {tensor}, the scale of quantized weights, which mean nothing "
+                "without it: give a dequantized model"
+            )
+        if own.endswith(".bias") and own.removesuffix("bias") + "weight" in used:
+            raise ModelError(
+                f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
+                "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
+            )
 
 
 def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
