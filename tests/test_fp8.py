@@ -1,6 +1,7 @@
 """Format fp8: zeros are zeros still, the rest is as it was, and other programs load it without permtriton."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,8 @@ from permtriton.checkpoint.export import export
 from permtriton.checkpoint.fp8 import dequantize, quantize
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, VerificationError
+from permtriton.model.load import load_original
+from permtriton.model.source import Source
 
 from . import folders, zoo
 from .desk import RUNNER
@@ -221,6 +224,17 @@ def test_it_is_measured_and_reported_but_not_compiled_or_trained(source, written
     model = AutoModelForCausalLM.from_pretrained(written)
     with pytest.raises(permtriton.PermTritonError, match="8 bits"):
         permtriton.keep_pattern(model)
+
+
+def test_what_another_tool_quantized_is_dequantized_and_compiled(written, tmp_path):
+    """The folder lacks the record, which alone says who wrote it."""
+    other = shutil.copytree(written, tmp_path / "other", ignore=shutil.ignore_patterns("permtriton.json"))
+    stored = load_file(other / WEIGHTS)
+    weight = load_original(Source(str(other)))[0].get_parameter(LAST_UP)
+    assert torch.equal(weight, dequantize(stored[LAST_UP], stored[f"{LAST_UP}_scale"]))
+    permtriton.compile(other, recipe="mask", data=zoo.token_ids(), output=tmp_path / "out")
+    assert load_file(tmp_path / "out" / WEIGHTS)[LAST_UP].dtype == torch.bfloat16
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_no_other_library_draws_bars_between_ours(source, tmp_path):

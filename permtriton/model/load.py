@@ -72,7 +72,8 @@ def load_model(
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
-        allow_compiled: whether to accept a model that permtriton compiled.
+        allow_compiled: whether to accept a model that permtriton compiled; where not, weights that another tool
+            quantized are dequantized if transformers can.
         progress: as `load_original` takes it.
 
     Raises:
@@ -107,7 +108,7 @@ def load_model(
             ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
             **_placement(source, config, device),
             **source.loading,
-            **_dequantizing(source),
+            **_dequantizing(source, None if allow_compiled else config),
         )
     if differing := sorted(info["mismatched_keys"]):
         name, stored_shape, shape = differing[0]
@@ -386,7 +387,14 @@ def _refuse_pickles(source: Source) -> None:
     raise ModelError(f"{source.name} holds {content}: permtriton reads .safetensors only; convert the checkpoint first")
 
 
-def _dequantizing(source: Source) -> dict[str, Any]:
-    """Returns what makes transformers dequantize a GGUF file; versions without this class always do."""
+def _dequantizing(source: Source, pruned: Any) -> dict[str, Any]:
+    """Returns what makes transformers dequantize weights; without a class for GGUF files, older versions do it anyway.
+
+    Args:
+        pruned: config of a model to prune, whose weights shall be ordinary ones, too; None for any other.
+    """
+    if source.gguf is None and isinstance(getattr(pruned, "quantization_config", None), dict):
+        pruned.quantization_config["dequantize"] = True
+        return {"config": pruned}
     kind = getattr(transformers, "GgufConfig", None)
     return {} if source.gguf is None or kind is None else {"quantization_config": kind(dequantize=True)}
