@@ -162,6 +162,11 @@ def test_groups_and_wildcards(tmp_path, model, tokenizer):
     assert results["all"].scores["acc"].value == pytest.approx(mean)
     assert results["foxes_few"].shots == 1
     assert {name: each.group for name, each in results.items()} == {"all": None, "foxes": "all", "foxes_few": "all"}
+    for name, members in {"plain": ["foxes", "foxes_few"], "outer": ["plain", "all"]}.items():
+        (tmp_path / "tasks" / f"{name}.yaml").write_text(json.dumps({"group": name, "task": members}))
+        found = {each.name: each.scores for each in Tasks([name], folder=tmp_path / "tasks").run(model, tokenizer)}
+        assert {"foxes", "foxes_few"} <= set(found) <= set(results), "groups without a score of their own are left out"
+        assert found == {each: results[each].scores for each in found}
     found = Tasks(["foxes*"], folder=tmp_path / "tasks").run(model, tokenizer)
     assert {each.name: each.scores for each in found} == {n: r.scores for n, r in results.items() if n != "all"}
     assert not any(each.group for each in found)

@@ -1,5 +1,6 @@
 """Output files: what a command must not replace, or cannot write, is refused before any work."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from permtriton.cli.main import app
 from permtriton.comparison import request
 from permtriton.comparison.tables import check_table, write_table
 from permtriton.errors import OutputError
-from permtriton.util.output_files import check_file
+from permtriton.util.output_files import check_file, to_json
 
 from .desk import RUNNER, Desk
 from .world import nothing_loads
@@ -201,3 +202,9 @@ def test_a_folder_above_the_output_counts_too(desk, no_work, monkeypatch):
     (desk.folder / "o\udcff").mkdir()
     monkeypatch.chdir(desk.folder / "o\udcff")
     desk.refuses(desk.compile("--output", "new"), "o\\udcff/new is not UTF-8")
+
+
+def test_numbers_in_brackets_are_text_in_a_text():
+    report = {"model": "m [ 1 ]", "sites": {"index": [1, -2]}, "pattern": [r"re:.*layers\.[ 0, 1 ]"]}
+    assert json.loads(to_json(report)) == report
+    assert '"index": [1, -2]' in to_json(report)

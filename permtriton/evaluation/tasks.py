@@ -153,6 +153,7 @@ class Tasks:
                 groups.get(name),
             )
             for name, values in results["results"].items()
+            if "sample_len" in values  # a group without a score of its own has none
         )
 
 

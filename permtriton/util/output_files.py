@@ -17,7 +17,7 @@ LONGEST = 200  # bytes of a name; file systems take 255, and working files add u
 def to_json(report: Any) -> str:
     """Returns ``report`` as indented JSON with each list of integers on one line."""
     text = json.dumps(report, indent=1)
-    return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda match: "[" + " ".join(match[1].split()) + "]", text)
+    return re.sub(r"\[\n\s*(-?\d+(?:,\n\s*-?\d+)*)\n\s*\]", lambda match: "[" + " ".join(match[1].split()) + "]", text)
 
 
 def path_of(what: str, name: str | Path) -> Path:
