@@ -178,7 +178,7 @@ def disk_needs(
 
 
 def _bytes_per_weight(config: CompileConfig, facts: Facts, save_format: str | None) -> float:
-    """Returns what a format stores of a weight of those that may be pruned; a scale per row of 8 bits counts nothing."""
+    """Returns what a format stores of a weight that may be pruned; a scale per row of 8 bits counts nothing."""
     if save_format == Format.PACKED:
         packed = facts.kept * (facts.element + position_bits(config.sparsity.group) / 8)
         return packed + config.dense_share * (facts.element - packed)
