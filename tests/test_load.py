@@ -285,6 +285,15 @@ def test_a_tokenizer_of_no_words_is_none(name, tmp_path):
 FANCY = '{"model": {"type": "Fancy"}}'
 
 
+def test_a_model_of_sentencepiece_names_its_package(folder, monkeypatch):
+    """Transformers asks for tiktoken, which cannot read it."""
+    drop_tokenizer(folder)
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
+    with pytest.raises(ModelError, match=r"tokenizer\.model is a model of SentencePiece.*pip install sentencepiece"):
+        load_tokenizer(Source(str(folder)))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [("tokenizer.json", "{}"), ("tokenizer.json", "{"), ("tokenizer.json", FANCY), ("tokenizer.model", "text")],

@@ -60,6 +60,17 @@ def test_a_model_without_a_language_model_head_makes_no_logits():
     assert found.stages["evaluation"]["logits"] == 0
 
 
+def test_a_short_text_makes_few_logits(model, plan):
+    """What is measured at once are the windows that there are; to read less of another text would not lower that."""
+    found = needs(model, plan, sequence_length=8)
+    assert found.stages["evaluation"]["logits"] == 3 * 8 * model.config.vocab_size * 3 * 4
+    large = replace(found, stages={"evaluation": {"logits": 2**50, "activations": 1}})
+    said = memory.refusal(large, memory.Devices.of(CPU))
+    assert "for logits (evaluation)" in said
+    assert "`eval_data=none`" in said
+    assert "sequence_length" not in said
+
+
 def test_estimate_is_positive_and_holds_the_model(model, plan):
     estimate = needs(model, plan)
     counts = [count for uses in estimate.stages.values() for count in uses.values()]

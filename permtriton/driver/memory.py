@@ -264,7 +264,7 @@ def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
     if config.uses_importance and inverts_hessians(config.importance):
         stages["hessians"] = facts.layer_by_layer()
     if (held_out := start.held_out) is not None:
-        at_once = windows_at_once(held_out.longest) * held_out.tokens
+        at_once = min(windows_at_once(held_out.longest), len(held_out)) * held_out.tokens
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
     if config.writes:
@@ -317,11 +317,13 @@ def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = ()) -> str:
     uses = needs.stages[stage]
     largest = max(uses, key=lambda use: uses[use])
     each = f"each {devices.kind} device" if devices.count > 1 else devices.kind
+    lower = "`sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed)"
+    if (stage, largest) == ("evaluation", "logits"):
+        lower = "what is measured (`eval_data=` with a shorter text, or `eval_data=none`)"
     return (
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
-        "free: lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed), or "
-        f"choose {', '.join(['`dtype=bfloat16`', *choices])}, or use a larger machine"
+        f"free: lower {lower}, or choose {', '.join(['`dtype=bfloat16`', *choices])}, or use a larger machine"
     )
 
 

@@ -5,6 +5,8 @@ import unicodedata
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import transformers
@@ -18,6 +20,7 @@ from permtriton.model.source import Source
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
 
@@ -68,9 +71,26 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
         if source.folder is None and _is_connection_lost(error):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
+        if (lacks := _without_sentencepiece(source)) is not None:
+            raise ModelError(
+                f"{lacks} is a model of SentencePiece, which is read by packages that are not installed: pip install "
+                "sentencepiece protobuf, or save the tokenizer as tokenizer.json"
+            ) from error
         if any(map(source.find, TOKENIZERS)) or (source.gguf and source.gguf.has_tokenizer):
             raise
         return None
+
+
+def _without_sentencepiece(source: Source) -> Path | None:
+    """Returns the model of SentencePiece that is the only tokenizer, where its package is missing; None elsewhere.
+
+    Transformers names the package of tiktoken, which cannot read it.
+    """
+    path = next(filter(None, map(source.find, SENTENCEPIECE)), None)
+    if path is None or source.find(TOKENIZER_FILE) or find_spec("sentencepiece"):
+        return None
+    with path.open("rb") as file:
+        return path if file.read(1) == b"\n" else None  # as its models begin; those of tiktoken are lines of text
 
 
 def _check_growth(source: Source) -> None:
