@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import permtriton
+from benchmarks.architectures import tiny
 from permtriton.checkpoint.card import name_repository
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
@@ -236,10 +237,20 @@ def test_encoders_load_by_their_architecture(tmp_path):
     assert type(load_model(Source(str(tmp_path / "bert")))) is BertModel
 
 
+def test_the_text_part_names_a_quantization_too(tmp_path):
+    tiny.build("LlavaForConditionalGeneration").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["quantization_config"] = {"quant_method": "modelopt"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="does not know the quantization"):
+        load_model(Source(str(tmp_path)))
+
+
 def test_integers_that_are_no_weights_are_loaded(folder):
-    """Old checkpoints hold positions and causal masks."""
+    """Old checkpoints hold positions and causal masks, and biases that are all 0 change nothing."""
     positions = torch.arange(9).unsqueeze(0)
     more = {"model.embeddings.position_ids": positions, "model.layers.0.attn.bias": torch.ones(1, 9).bool()}
+    more["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)
     edit_tensors(folder, lambda tensors: tensors.update(more))
     load_model(Source(str(folder)))
 
@@ -277,9 +288,11 @@ def test_a_tokenizer_of_no_words_is_none(name, tmp_path):
     """Transformers makes one of special tokens up for a folder without files of a tokenizer."""
     AutoConfig.for_model(name).save_pretrained(tmp_path)
     assert load_tokenizer(Source(str(tmp_path))) is None
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ModelError, match="special tokens only"):
-        load_tokenizer(Source(str(tmp_path)))
+    tool = {"content": "<tool_call>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+    for entries in ({}, {"added_tokens_decoder": {"7": {**tool, "special": False}}}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
+        with pytest.raises(ModelError, match="special tokens only"):
+            load_tokenizer(Source(str(tmp_path)))
 
 
 FANCY = '{"model": {"type": "Fancy"}}'

@@ -133,11 +133,13 @@ def _unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Keeps what a tokenizer's file says on truncation and padding: a call that asks for neither deletes it."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
-    yield
-    if truncation is not None:
-        backend.enable_truncation(**truncation)
-    if padding is not None:
-        backend.enable_padding(**padding)
+    try:
+        yield
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+        if padding is not None:
+            backend.enable_padding(**padding)
 
 
 def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -57,6 +58,8 @@ def load_original(
         ConfigError: as `load_model`.
     """
     model = load_model(source, allow_compiled=False, offload=offload, progress=progress)
+    if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
+        vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
@@ -131,7 +134,7 @@ def load_model(
         progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(sorted(unused))}")
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
-    if source.gguf is None and getattr(config, "quantization_config", None) is None:
+    if source.gguf is None and _quantization(config) is None:
         _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
@@ -215,11 +218,18 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
                 f"{name}: transformers does not use {tensor}, the scale of quantized weights, which mean nothing "
                 "without it: give a dequantized model"
             )
-        if own.endswith(".bias") and own.removesuffix("bias") + "weight" in used:
+        if own.endswith(".bias") and own.removesuffix("bias") + "weight" in used and _is_not_zero(stored, tensor):
             raise ModelError(
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
             )
+
+
+def _is_not_zero(stored: Mapping[str, StoredTensor], name: str) -> bool:
+    if name not in stored:
+        return True
+    with safe_open(stored[name].file, framework="pt") as file:
+        return bool((file.get_tensor(name) != 0).any())
 
 
 def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
@@ -270,7 +280,7 @@ def _check_config(source: Source, config: Any) -> None:
             f"{source.name}: config.json names the weights {shown(named)} (transformers_weights), but permtriton reads "
             f"{WEIGHTS_FILE}, or the files that {INDEX_FILE} names, only: give them these names and remove the entry"
         )
-    quantization = getattr(config, "quantization_config", None)
+    quantization = _quantization(config)
     if isinstance(quantization, dict):
         with reading(f"{source.name}: the quantization_config of its config.json cannot be used", ModelError):
             known = AutoHfQuantizer.supports_quant_method(quantization)
@@ -387,14 +397,20 @@ def _refuse_pickles(source: Source) -> None:
     raise ModelError(f"{source.name} holds {content}: permtriton reads .safetensors only; convert the checkpoint first")
 
 
+def _quantization(config: Any) -> Any:
+    """Returns what a config, or the text part of it, says of how weights are quantized; None if it says nothing."""
+    parts = (config, config.get_text_config(decoder=True))
+    return next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None)
+
+
 def _dequantizing(source: Source, pruned: Any) -> dict[str, Any]:
     """Returns what makes transformers dequantize weights; without a class for GGUF files, older versions do it anyway.
 
     Args:
         pruned: config of a model to prune, whose weights shall be ordinary ones, too; None for any other.
     """
-    if source.gguf is None and isinstance(getattr(pruned, "quantization_config", None), dict):
-        pruned.quantization_config["dequantize"] = True
+    if pruned is not None and source.gguf is None and isinstance(quantization := _quantization(pruned), dict):
+        quantization["dequantize"] = True
         return {"config": pruned}
     kind = getattr(transformers, "GgufConfig", None)
     return {} if source.gguf is None or kind is None else {"quantization_config": kind(dequantize=True)}

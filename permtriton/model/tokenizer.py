@@ -89,8 +89,10 @@ def _without_sentencepiece(source: Source) -> Path | None:
     path = next(filter(None, map(source.find, SENTENCEPIECE)), None)
     if path is None or source.find(TOKENIZER_FILE) or find_spec("sentencepiece"):
         return None
-    with path.open("rb") as file:
-        return path if file.read(1) == b"\n" else None  # as its models begin; those of tiktoken are lines of text
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(1) == b"\n":  # as their models begin; those of tiktoken are lines of text
+            return path
+    return None
 
 
 def _check_growth(source: Source) -> None:
@@ -149,7 +151,8 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
     vocabulary: dict[str, int] = {}
     with suppress(NotImplementedError):  # a tokenizer with code of its own
         vocabulary = tokenizer.get_vocab()
-    if vocabulary and {*vocabulary} <= {*tokenizer.all_special_tokens, "\u2581"}:  # SentencePiece's space
+    added = getattr(tokenizer, "added_tokens_encoder", {})
+    if vocabulary and {*vocabulary} <= {*tokenizer.all_special_tokens, *added, "\u2581"}:  # SentencePiece's space
         raise ModelError(
             f"{source.name}: its tokenizer has special tokens only, expected words or parts of words: the file of its "
             "vocabulary is missing or damaged"
