@@ -7,12 +7,12 @@ import torch
 from torch import fx, nn
 from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
 
-from permtriton import NMPattern, find_plan
-from permtriton.errors import ModelError
+from permtriton import NMPattern, compile, find_plan
+from permtriton.errors import ModelError, VerificationError
 from permtriton.passes.trace import OTHER_VALUES, Traced, export_program, trace, unlifted
 from permtriton.passes.trace_inputs import TRACE_TOKENS
 
-from . import zoo
+from . import off_path, zoo
 
 ARCHITECTURES = ("llama", "llama_tied", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "gpt2", "bert_mlm")
 
@@ -204,3 +204,12 @@ def test_a_model_that_draws_random_numbers_is_refused():
     model.model.norm.forward = lambda x: x + torch.rand_like(x)
     with pytest.raises(ModelError, match=r"draws random numbers when it runs \(aten.rand_like"):
         trace(model)
+
+
+def test_a_model_that_is_traced_as_something_else_is_refused_before_it_changes():
+    """The attention of PaliGemma is masked in one way when it is traced, and in another when it runs."""
+    model = off_path.build("paligemma")
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(VerificationError, match=r"traces of this PaliGemma\w+: outputs differ by"):
+        compile(model, data=zoo.token_ids(2, 12).clamp(max=off_path.IMAGE_TOKEN - 1), recipe="heuristic,mask")
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())

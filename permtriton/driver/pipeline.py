@@ -13,17 +13,15 @@ from permtriton.driver.prepare import Given, check_way, placed, planned, prepare
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage
+from permtriton.driver.traced import check_graph
 from permtriton.errors import VerificationError
 from permtriton.methods.measure.importance import magnitudes
-from permtriton.model.checks import check_pruned, check_same_outputs, model_outputs
+from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes, run_passes
 from permtriton.passes.plan import Plan
-from permtriton.passes.verify_graph import count_operators
-from permtriton.passes.verify_graph import run as run_graph
 from permtriton.running import ranks
-from permtriton.running.store import MEMORY
 from permtriton.util.asking import asking
 
 
@@ -39,8 +37,7 @@ def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
     Raises:
         PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
-    store = given.offload or MEMORY
-    with store.working(model.eval(), given.device), unstacked_experts(model), shared_linears(model):
+    with given.store.working(model.eval(), given.device), unstacked_experts(model), shared_linears(model):
         run = prepare(model, given)
         run_steps(run)
         comparison, evaluation = prove(run), measured(run)
@@ -119,27 +116,17 @@ def prove(run: Run) -> str:
         check_pruned(model, run.plan)
         # The model is N:M: masks by magnitude keep all of it.
         passes = pruning_passes(run.plan, magnitudes(model, run.plan), exact=True)
-        if why_not := _not_comparable(run):
+        if run.not_compared:
             run.run_passes(passes, run.batches)
-            return why_not
+            return run.not_compared
         before = run.graph
         run.run_passes(passes)
-        expected = run_graph(run.graph, run.batches[0], wide=False).float().cpu()
         try:
-            check_same_outputs(expected, lambda: model_outputs(model, run.batches[0]), model, "after pruning")
+            check_graph(run.graph, model, run.batches[0], "after pruning")
         except VerificationError:
             run_passes(before, passes, run.batches)  # whose error, if there is one, names the pass that is wrong
             raise
     return "same outputs"
-
-
-def _not_comparable(run: Run) -> str:
-    """Returns why the graph need not give the outputs of the model; empty where it must."""
-    if run.other_values:
-        return "not compared: the graph takes all rows where the model selects some by their values"
-    if run.model.dtype.itemsize < 4 and any("topk" in operator for operator in count_operators(run.graph)):
-        return f"not compared: in {run.model.dtype} rounding sends tokens to other experts"
-    return ""
 
 
 def measured(run: Run) -> Evaluation:

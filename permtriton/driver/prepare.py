@@ -21,6 +21,7 @@ from permtriton.driver.memory import GENERATION, IN_PLACE, Devices, Needs, descr
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
+from permtriton.driver.traced import check_graph, traced_batches, why_not_compared
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
@@ -30,7 +31,7 @@ from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest
 from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
 from permtriton.model.prunable import check_original
-from permtriton.model.reference import Reference
+from permtriton.model.reference import TOKENS, Reference
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from, suggested_text
 from permtriton.running import ranks
@@ -38,7 +39,7 @@ from permtriton.running.offload import OffloadFolder
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
-from permtriton.running.store import MEMORY, HostMemory
+from permtriton.running.store import MEMORY, HostMemory, Store
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.progress import NoProgress, Progress
 
@@ -91,9 +92,14 @@ class Given:
         if self.offload is not None:
             check_offload(self.config)
 
+    @property
+    def store(self) -> Store:
+        """Where large tensors are."""
+        return self.offload or MEMORY
+
     def workspace(self) -> Workspace:
         """Returns what the compilation works with."""
-        return Workspace(self.progress or NoProgress(), self.resume_path, self.offload or MEMORY)
+        return Workspace(self.progress or NoProgress(), self.resume_path, self.store)
 
 
 def prepare(model: PreTrainedModel, given: Given) -> Run:
@@ -124,6 +130,8 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         if saved := describe_low_memory(needs, config):
             progress.say(f"to save memory: {saved}")
 
+    with workspace.timed("trace"):
+        _check_traced(start)
     samples, generated = _with_text(start, workspace, placement)
     reference = Reference(model, samples, start.plan.unseen)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
@@ -232,6 +240,18 @@ def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Plann
 def held_out_samples(model: PreTrainedModel, windows: Inputs | None) -> Samples | None:
     """Returns held-out samples with the number of tokens that the model makes of each; None without any."""
     return None if windows is None else with_tokens(model, check_inputs(model, windows))
+
+
+def _check_traced(start: Planned) -> None:
+    """Compares the graph with the model, before hours are spent on a class that is traced as something else.
+
+    Raises:
+        VerificationError: the graph gives other outputs than the model.
+    """
+    model, graph = start.model, start.graph
+    if not why_not_compared(graph, model):
+        batch = traced_batches(graph, model, start.samples.start(1, TOKENS))[0]
+        check_graph(graph, model, batch, f"the graph that torch.export traces of this {type(model).__name__}")
 
 
 def without_dense_share(run: Run) -> Run:

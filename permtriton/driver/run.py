@@ -1,6 +1,5 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Outcome, Step
+from permtriton.driver.traced import traced_batches, why_not_compared
 from permtriton.driver.workspace import State, Workspace
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
@@ -28,7 +28,6 @@ from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
-from permtriton.passes.trace import OTHER_VALUES
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
@@ -60,7 +59,7 @@ class Run:
         needs: estimated memory.
         placement: where the model runs.
         rows: linear -> how much the loss feels each of its rows in the present order; None where it is not known.
-        other_values: whether the graph computes other values than the model, which selects some by their values.
+        not_compared: why the graph need not give the outputs of the model; empty where it must.
         batches: single samples of the traced shapes, on which passes are verified.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
@@ -88,8 +87,8 @@ class Run:
     rows: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.other_values = OTHER_VALUES in self.graph.meta
-        self.batches = _batches(self.model, self.graph, self.reference.samples)
+        self.not_compared = why_not_compared(self.graph, self.model)
+        self.batches = traced_batches(self.graph, self.model, self.reference.samples)
         self.indices = self.unmoved()
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
@@ -305,16 +304,3 @@ def corners(model: PreTrainedModel, plan: Plan) -> dict[str, list[list[float]]]:
         name: [[float(f"{value:.3g}") for value in row] for row in corner]
         for name, corner in zip(names, rows, strict=True)
     }
-
-
-def _batches(model: PreTrainedModel, graph: fx.GraphModule, given: Samples) -> list[Samples]:
-    """Returns single samples of the traced shapes, on which passes are verified."""
-    taken = {}
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            rows = given.inputs[str(node.target)]
-            if given.is_text:
-                tokens = node.meta["val"].shape[1]
-                rows = rows.repeat(1, math.ceil(tokens / rows.shape[1]))[:, :tokens]  # which may be fewer than traced
-            taken[str(node.target)] = rows
-    return list(Samples(taken).to(model.device, model.dtype).split(1))

@@ -20,12 +20,13 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @contextmanager
 def as_torch_starts() -> Iterator[None]:
-    """Inside the context, new tensors are float32 and on the CPU unless said otherwise, whatever the caller has set."""
+    """Whatever the caller has set, new tensors are float32 and on the CPU unless said otherwise, and have gradients."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         # A device that is set, even the CPU, takes time at every call of torch.
-        with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        with device, torch.inference_mode(False):
             yield
     finally:
         torch.set_default_dtype(dtype)

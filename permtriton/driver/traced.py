@@ -1,0 +1,43 @@
+"""The traced graph beside its model: both are run on the same samples, and must give the same outputs."""
+
+import math
+
+from torch import fx
+from transformers import PreTrainedModel
+
+from permtriton.data.samples import Samples
+from permtriton.model.checks import check_same_outputs, model_outputs
+from permtriton.passes.trace import OTHER_VALUES
+from permtriton.passes.verify_graph import count_operators, run
+
+
+def why_not_compared(graph: fx.GraphModule, model: PreTrainedModel) -> str:
+    """Returns why a graph need not give the outputs of its model; empty where it must."""
+    if OTHER_VALUES in graph.meta:
+        return "not compared: the graph takes all rows where the model selects some by their values"
+    if model.dtype.itemsize < 4 and any("topk" in operator for operator in count_operators(graph)):
+        return f"not compared: in {model.dtype} rounding sends tokens to other experts"
+    return ""
+
+
+def traced_batches(graph: fx.GraphModule, model: PreTrainedModel, given: Samples) -> list[Samples]:
+    """Returns single samples of the traced shapes, on which a graph and its passes are verified."""
+    taken = {}
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            rows = given.inputs[str(node.target)]
+            if given.is_text:
+                tokens = node.meta["val"].shape[1]
+                rows = rows.repeat(1, math.ceil(tokens / rows.shape[1]))[:, :tokens]  # which may be fewer than traced
+            taken[str(node.target)] = rows
+    return list(Samples(taken).to(model.device, model.dtype).split(1))
+
+
+def check_graph(graph: fx.GraphModule, model: PreTrainedModel, batch: Samples, stage: str) -> None:
+    """Checks that a graph gives the outputs of the model as it is now on a sample of the traced shapes.
+
+    Raises:
+        VerificationError: it does not.
+    """
+    expected = run(graph, batch, wide=False).float().cpu()
+    check_same_outputs(expected, lambda: model_outputs(model, batch), model, stage)
