@@ -27,6 +27,7 @@ from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
+from .lm_tasks import CHOICE, QUESTIONS, datasets_cache, write_task  # noqa: F401 (a fixture)
 from .pretend_gpu import PretendGpu
 from .sentences import SENTENCE, trained_tokenizer
 from .world import nothing_runs
@@ -358,6 +359,15 @@ def test_the_dense_model_is_read_again_or_given(here, monkeypatch):
     assert alone.text == "list in memory"
     again = AutoModelForCausalLM.from_pretrained("my-model")
     assert in_memory.evaluate("my-heldout.txt", against=again).kl == pytest.approx(found.kl)
+
+
+def test_a_compiled_model_runs_tasks_alone(here):
+    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    write_task(here / "tasks", "foxes", CHOICE, QUESTIONS)
+    found = compiled_model.evaluate("none", tasks=["foxes"], tasks_dir="tasks", limit=2)
+    assert (found.perplexity, [task.samples for task in found.tasks]) == (None, [2])
+    with pytest.raises(ConfigError, match="with `eval_data=none` there is none: name one"):
+        compiled_model.evaluate("none", against="my-model", tasks=["foxes"], tasks_dir="tasks")
 
 
 def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):

@@ -213,7 +213,8 @@ def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch
     report = json.loads(result.stdout)
     assert (report["text"], report["perplexity"], len(report["tasks"])) == (None, None, 2)
     desk.refuses(["evaluate", str(desk.model)], "wikitext2 cannot be fetched")
-    desk.refuses(["evaluate", str(desk.model), "--eval-data", "wikitext2", *map(str, options[4:])], "cannot be fetched")
+    for asked in (["--eval-data", "wikitext2"], ["--against", str(desk.model)]):
+        desk.refuses(["evaluate", str(desk.model), *asked, *map(str, options[4:])], "cannot be fetched: no network")
 
 
 def test_encoders_get_a_cosine(desk):

@@ -56,7 +56,8 @@ class CompiledModel(Pruned):
 
         Args:
             eval_data: held-out text or samples, as `permtriton.evaluate` takes them.
-            against: True for the dense model that was compiled, False for none, or a model, folder or hub name.
+            against: True for the dense model that was compiled, where there is a text to compare on; False for none;
+                or a model, folder or hub name.
             options: further arguments of `permtriton.evaluate`: text_column, split, tasks, limit, tasks_dir, batch_size
                 and progress.
 
@@ -68,7 +69,8 @@ class CompiledModel(Pruned):
             perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
         """
         if isinstance(against, bool):
-            against = self.source if against else None
+            off = isinstance(eval_data, str) and eval_data == "none"
+            against = self.source if against and not off else None
         order = self.plan.hidden_order(self.indices)
         return evaluate(self.model, eval_data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
 

@@ -99,7 +99,7 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         dense = _loaded_beside(measured, tokenizer, dense, shown)
     windows, text = held_out_windows(name, eval_data, tokenizer, measured, asked.window)
     if windows is None and eval_data is None:
-        if chosen is None:
+        if chosen is None or dense is not None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
     return measure_model(
