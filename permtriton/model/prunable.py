@@ -3,7 +3,6 @@
 import os
 from itertools import pairwise
 
-import torch
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
