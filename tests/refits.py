@@ -42,12 +42,15 @@ class Problem:
             weight.copy_(self.dense[name])
         return self
 
-    def refit(self, progress=None, low_memory=False, **options):
-        arguments = (self.dense, self.samples, 4, Refit(**options), progress or NoProgress())
+    def refit(self, progress=None, state=None, low_memory=False, **options):
+        arguments = (self.dense, self.samples, 4, Refit(**options), progress or NoProgress(), state)
         return refit(self.model, self.plan, *arguments, low_memory=low_memory)
 
+    def update(self, progress=None, state=None) -> None:
+        update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, progress or NoProgress(), state)
+
     def sparsegpt(self) -> float:
-        update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, NoProgress())
+        self.update()
         error = self.error()
         self.reset()
         return error

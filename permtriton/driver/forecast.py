@@ -161,8 +161,7 @@ def disk_needs(
 ) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
-    A state counts twice, because a new one is written beside the old. A folder with fewer bytes per weight is made
-    from a dense one, and for a moment both are there.
+    A folder with fewer bytes per weight is made from a dense one, and for a moment both are there.
 
     Args:
         resume_path, save_format: as `make_forecast` takes them.
@@ -174,7 +173,7 @@ def disk_needs(
         rewritten = dense - int(facts.pruned * (facts.element - stored))
         sizes = {"the output": rewritten, "the dense folder that it is made from": dense}
     there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
-    return sizes | ({"states of interrupted runs": max(2 * states - there, 0)} if states else {})
+    return sizes | ({"states of interrupted runs": max(states - there, 0)} if states else {})
 
 
 def _bytes_per_weight(config: CompileConfig, facts: Facts, save_format: str | None) -> float:

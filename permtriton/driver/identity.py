@@ -1,5 +1,6 @@
 """Which run is it? What decides a result, and whether the states of an interrupted run belong to it."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,17 @@ from permtriton.util.machine import device_name, versions
 
 # What is lowered where memory ran out, and then continues the same run.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
+LATER = re.compile(r"_[1-9]\d*$")  # ends the name of the state of a layer after the first, of which nothing is said
 WRITING = "generated"  # the state of the text that the dense model writes
 
 
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
     names = dict.fromkeys((WRITING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
-    return sorted(path for name in names if (path := state_path(resume_path, name)).is_file())
+    stems = "|".join(re.escape(state_path(resume_path, name).stem) for name in names)
+    known = re.compile(rf"({stems})(_\d+)?{re.escape(resume_path.suffix)}")  # with a number, of a layer
+    beside = resume_path.parent.iterdir() if resume_path.parent.is_dir() else ()
+    return sorted(path for path in beside if known.fullmatch(path.name) and path.is_file())
 
 
 def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
@@ -58,7 +63,8 @@ def identify(
     beside = partial(states_beside, workspace.resume_path, config.steps)
     machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})
     for path in ranks.on_first(beside):
-        workspace.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
+        if not LATER.search(path.stem):
+            workspace.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
     here = workspace.inputs["machine"]
     for machine in sorted(machines - {None, here}, key=str):
         workspace.progress.say(

@@ -23,7 +23,7 @@ from permtriton.data.in_memory import calibration_of, name_of
 from permtriton.data.text import fitted
 from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
-from permtriton.driver.identity import states_beside
+from permtriton.driver.identity import LATER, states_beside
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
@@ -133,7 +133,8 @@ class Job:
         with claimed(self.output, overwrite=self.asked.overwrite, say=progress.say):
             for path in states_beside(resume_path(self.output), self.config.steps) if self.asked.restart else ():
                 path.unlink()
-                progress.say(f"deleted {path.name}, the state of an interrupted run")
+                if not LATER.search(path.stem):
+                    progress.say(f"deleted {path.name}, the state of an interrupted run")
             yield
 
     def run(self, progress: Progress) -> CompiledModel:

@@ -132,6 +132,10 @@ class Facts:
             "activations": self.forward, "hessians": self.hessians, **self.mask(), "inputs of layers": between,
         }  # fmt: skip
 
+    def finished_layers(self) -> int:
+        """Returns the bytes of all pruned weights, packed; a position takes half a byte in groups of up to 16."""
+        return int(self.pruned * self.kept * (self.element + 0.5))
+
     def mask(self) -> dict[str, int]:
         """Returns the bytes of the temporaries of one mask."""
         return {"one layer": self.largest_weight * 6 * FLOAT32}
@@ -270,7 +274,10 @@ class Step(Protocol):
         return 0.0
 
     def state_bytes(self, facts: Facts) -> int:
-        """Returns the size of the state from which it continues after an interruption; 0 if it has none."""
+        """Returns the bytes of the states from which it continues after an interruption; 0 if it has none.
+
+        A state that a new one replaces counts twice, because both are on the disk for a moment.
+        """
         return 0
 
     def batches(self, sequences: int) -> Sequence[int]:

@@ -1,7 +1,8 @@
 """Files that store the state of a long stage, so that an interrupted run continues where it was."""
 
+import glob
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,9 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from permtriton.errors import OutputError
+from permtriton.kernels.packing import pack, packed_shapes, unpack_reference
 from permtriton.running import ranks
 from permtriton.util.durable import replace_file
 from permtriton.util.permutation import is_permutation
+from permtriton.util.sparsity import NMPattern
 from permtriton.util.validation import checked, checked_list
 
 Record = TypeVar("Record")
@@ -175,6 +178,63 @@ class StateFile:
             raise OutputError(
                 f"state {self.path} cannot be read: {error}; make it readable, or delete it to start from scratch"
             ) from error
+
+
+class FinishedLayers(StateFile):
+    """The layers that a step has pruned so far, each in a file of its own, ``.OUTPUT.STEP_NUMBER.safetensors``.
+
+    In one file, all of them would be written again after each.
+    """
+
+    def _layer(self, number: int) -> StateFile:
+        return StateFile(self.path.with_name(f"{self.path.stem}_{number}{self.path.suffix}"), self._inputs)
+
+    def keep(
+        self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern], parts: Sequence[Any] = ()
+    ) -> None:
+        """Writes the pruned weights of a layer, packed.
+
+        Args:
+            number: Number of the layer, from 0.
+            weights: Linear -> its weight, ``[in_features, out_features]``.
+            patterns: Linear -> its pattern.
+            parts: What the step reports of the layer, as JSON values.
+
+        Raises:
+            OutputError: The file cannot be written.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name, weight in weights.items():
+            values, positions = pack(weight.T.contiguous(), patterns[name])
+            tensors |= {f"{name}.values": values, f"{name}.positions": positions}
+        self._layer(number).write(tensors, {"parts": json.dumps(list(parts))})
+
+    def restore(
+        self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern]
+    ) -> list[dict[str, Any]] | None:
+        """Writes what `keep` was given into weights, and returns its ``parts``; None for a layer that is not there.
+
+        Raises:
+            OutputError: The state belongs to another run, is damaged, or cannot be read.
+        """
+        state = self._layer(number)
+        if (stored := state.read()) is None:
+            return None
+        tensors, texts = stored
+        like = {}
+        for name, weight in weights.items():
+            shape, bits = packed_shapes(weight.shape[1], len(weight), patterns[name])
+            like[f"{name}.values"] = torch.empty(shape, dtype=weight.dtype, device="meta")
+            like[f"{name}.positions"] = torch.empty(bits, dtype=torch.uint8, device="meta")
+        state.check_tensors(tensors, like)
+        for name, weight in weights.items():
+            values, positions = tensors[f"{name}.values"], tensors[f"{name}.positions"]
+            weight.copy_(unpack_reference(values, positions, len(weight), patterns[name]).T)
+        return state.value(texts, "parts", list[dict[str, Any]])
+
+    def delete(self) -> None:
+        for path in self.path.parent.glob(f"{glob.escape(self.path.stem)}_*{self.path.suffix}"):
+            path.unlink()
 
 
 def _differences(key: str, stored: Any, present: Any) -> list[str]:

@@ -72,7 +72,7 @@ class Learned(Learning, Step):
         return steps + (self.epochs + 2) * (speed.forward + masks_once * speed.masks)
 
     def state_bytes(self, facts: Facts) -> int:
-        return sum(units * min(self.block_size, units) for units in facts.spaces) * 3 * FLOAT32
+        return 2 * sum(units * min(self.block_size, units) for units in facts.spaces) * 3 * FLOAT32
 
     def batches(self, sequences: int) -> tuple[int, ...]:
         batch = min(self.batch_size, sequences)

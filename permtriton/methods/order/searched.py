@@ -62,7 +62,7 @@ class Searched(Searching, Step):
         return speed.both + (self.rounds + 1) * (speed.both + trials)
 
     def state_bytes(self, facts: Facts) -> int:
-        return sum(facts.spaces) * 8
+        return 2 * sum(facts.spaces) * 8
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.measure.postconditions import check_no_worse

@@ -74,9 +74,14 @@ class Refit(Refitting, Step):
         per_token = speed.forward / max(facts.positions, 1)
         return (6 if facts.low_memory else 3) * speed.forward + rounds * facts.widest * per_token + share * speed.both
 
+    def state_bytes(self, facts: Facts) -> int:
+        return facts.finished_layers()
+
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.prune.refitting import refit
+        from permtriton.running.state import FinishedLayers
 
+        state = run.state(FinishedLayers, self.name)
         gradients = run.output_gradients(self.metric_tokens) if self.gradients else {}
         with run.running() as model:
             parts = refit(
@@ -87,6 +92,7 @@ class Refit(Refitting, Step):
                 run.batch,
                 self,
                 run.progress,
+                state,
                 run.store,
                 gradients=gradients,
                 low_memory=run.low_memory,

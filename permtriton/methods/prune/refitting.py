@@ -36,11 +36,12 @@ from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inp
 from permtriton.methods.options import FIT_AFTER_EXCHANGE, Refitting
 from permtriton.methods.prune.exchange import exchanged
 from permtriton.methods.prune.obs import Curvature, curvatures, sparsegpt
-from permtriton.methods.prune.weights import CANCELLED_SHARE
+from permtriton.methods.prune.weights import CANCELLED_SHARE, weights_of_sites
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import Within, layer_by_layer
+from permtriton.running.state import FinishedLayers
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
@@ -55,6 +56,7 @@ def refit(
     batch: int,
     options: Refitting,
     progress: Progress,
+    state: FinishedLayers | None = None,
     store: Store = MEMORY,
     *,
     gradients: Mapping[str, Tensor] = MappingProxyType({}),
@@ -65,6 +67,7 @@ def refit(
     Args:
         model: dense model, its channels in their final order; changed in place.
         dense_weights: name of each pruned linear -> its weight now, as the dense model has it, in a tensor of its own.
+        state: files that keep the finished layers, to continue after the last one; None keeps no state.
         gradients: name -> gradients of the dense model's outputs, ``[tokens, out_features]``, for the linears whose
             outputs are weighed by them.
         low_memory: whether the dense model runs a layer once per turn of sites, to keep the inputs of one turn only,
@@ -78,13 +81,15 @@ def refit(
     Raises:
         CalibrationError: an activation is NaN or infinite, or a Hessian cannot be inverted.
         VerificationError: a weight keeps more or fewer values than the pattern says, or is worse than SparseGPT's.
+        OutputError: the state belongs to another run, is damaged, or cannot be written.
     """
     if options.residual_targets and not any(site.residual_reader for site in plan.sites):
         progress.say(
             "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted to "
             "its own outputs alone"
         )
-    share, parts = ranks.own_rows(len(samples)).numel(), []
+    share = ranks.own_rows(len(samples)).numel()
+    parts: list[dict[str, Any]] = []
     turns = [sequential_groups(sites) for sites in plan.layers()]
     dense = _values_within(model, plan, dense_weights)
     count = sum(map(len, turns))
@@ -93,8 +98,17 @@ def refit(
     with progress.stage("refit", (share + 1) * count + share * (count if low_memory else len(turns))) as advance:
         pruned_layers = layer_by_layer(model, plan, samples, batch, changing=True, store=store, keep=keep)
         dense_layers = layer_by_layer(model, plan, samples, batch, changing=False, store=store, within=dense)
-        for groups, layer, reference in zip(turns, pruned_layers, dense_layers, strict=True):
+        for number, (groups, layer, reference) in enumerate(zip(turns, pruned_layers, dense_layers, strict=True)):
             both = max(layer.parts, reference.parts, key=len)
+            weights = weights_of_sites(model, reference.sites)
+            finished = None if state is None else state.restore(number, weights, plan.patterns)
+            if finished is not None:
+                parts += finished
+                for rows in both:
+                    reference.run(rows)
+                advance((share + 1) * len(groups) + share * (len(groups) if low_memory else 1))
+                continue
+            first = len(parts)
             targets: SiteInputs = {}
             for sites in groups:
                 if low_memory or sites is groups[0]:
@@ -112,6 +126,8 @@ def refit(
                 layer.settle(sites)
                 del site_moments, curvature, linears  # before the next turn takes as much
                 advance()
+            if state is not None:
+                state.keep(number, weights, plan.patterns, parts[first:])
     return parts
 
 

@@ -38,9 +38,16 @@ class SparseGPT(Step):
         per_token = speed.forward / max(facts.positions, 1)
         return 2 * speed.forward + 3 * facts.widest * per_token
 
+    def state_bytes(self, facts: Facts) -> int:
+        return facts.finished_layers()
+
     def run(self, run: "Run") -> None:
         from permtriton.methods.prune.weights import update_weights
+        from permtriton.running.state import FinishedLayers
 
+        state = run.state(FinishedLayers, self.name)
         statistics = run.statistics if self.mask == "keep" else None
         with run.running() as model:
-            update_weights(model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, run.store)
+            update_weights(
+                model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, state, run.store
+            )

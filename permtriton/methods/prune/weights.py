@@ -1,6 +1,6 @@
 """Prunes weights in place: by a mask, or by SparseGPT, which also updates what is kept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.prune.obs import Curvature, curvatures, sparsegpt
 from permtriton.model.checks import check_kept, zeros_in_groups
-from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import layer_by_layer
+from permtriton.running.state import FinishedLayers
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
@@ -45,7 +46,7 @@ def mask_weights(model: nn.Module, plan: Plan, importances: Mapping[str, Importa
 
 
 @torch.no_grad()
-def update_weights(
+def update_weights(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     statistics: Mapping[str, Tensor] | None,
@@ -53,6 +54,7 @@ def update_weights(
     batch: int,
     config: CommonConfig,
     progress: Progress,
+    state: FinishedLayers | None = None,
     store: Store = MEMORY,
 ) -> None:
     """Prunes and updates the weights layer by layer with SparseGPT; Hessians come from the model as pruned so far.
@@ -60,19 +62,33 @@ def update_weights(
     Args:
         model: Dense model, its channels in their final order; changed in place.
         statistics: Site name -> statistic, from which the masks follow; None lets SparseGPT choose them.
+        state: Files that keep the finished layers, to continue after the last one; None keeps no state.
 
     Raises:
         CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
+        OutputError: The state belongs to another run, is damaged, or cannot be written.
         VerificationError: A weight keeps more or fewer values than the pattern says.
     """
     share = ranks.own_rows(len(samples)).numel()
     with progress.stage("sparsegpt", (share + 1) * len(plan.layers())) as advance:
-        for layer in layer_by_layer(model, plan, samples, batch, changing=True, store=store):
+        layers = layer_by_layer(model, plan, samples, batch, changing=True, store=store)
+        for number, layer in enumerate(layers):
+            weights = weights_of_sites(model, layer.sites)
+            if state is not None and state.restore(number, weights, plan.patterns) is not None:
+                advance(share + 1)
+                continue
             curvature = curvatures(hessians(model, layer, advance))
             linears = [(name, site.name, curvature) for site in layer.sites for name in site.linears]
             ranks.deal(linears, lambda linear: _update(model, plan.patterns, *linear, statistics, config))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _, _ in linears])
+            if state is not None:
+                state.keep(number, weights, plan.patterns)
             advance()
+
+
+def weights_of_sites(model: nn.Module, sites: Iterable[Site]) -> dict[str, Tensor]:
+    """Returns linear -> its weight, ``[in_features, out_features]``, for all that read the sites."""
+    return {name: weight_in_out(linear_module(model, name)) for site in sites for name in site.linears}
 
 
 def _update(

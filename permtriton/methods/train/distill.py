@@ -49,7 +49,8 @@ class Distill(Training):
         return super().seconds(facts, speed) + steps * (2 * passes + 1 + beside / facts.model) * speed.copy
 
     def state_bytes(self, facts: Facts) -> int:
-        return 2 * int(facts.pruned * facts.kept) * facts.element + self.optimizer_bytes(facts.pruned, facts)
+        kept = int(facts.pruned * facts.kept) * facts.element
+        return 2 * (2 * kept + self.optimizer_bytes(facts.pruned, facts))
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.train.distillation import distill

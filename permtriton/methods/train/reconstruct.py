@@ -33,7 +33,7 @@ class Reconstruct(LayerTraining):
         }
 
     def state_bytes(self, facts: Facts) -> int:
-        return int(facts.pruned * facts.kept) * facts.element
+        return 2 * int(facts.pruned * facts.kept) * facts.element
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.train.reconstruction import reconstruct

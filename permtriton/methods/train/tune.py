@@ -59,7 +59,7 @@ class Tune(Tuning, TrainingStep):
         )
 
     def state_bytes(self, facts: Facts) -> int:
-        return facts.vectors * (facts.element + 3 * FLOAT32)
+        return 2 * facts.vectors * (facts.element + 3 * FLOAT32)
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.train.tuning import tune

@@ -1,0 +1,97 @@
+"""Steps that prune layer by layer continue after the last finished layer, to the same bits."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from permtriton import config_from
+from permtriton.driver.identity import states_beside
+from permtriton.driver.pipeline import compile_model
+from permtriton.errors import OutputError
+from permtriton.running.state import FinishedLayers
+
+from . import zoo
+from .expert_stacks import unstacked
+from .refits import Problem
+from .two_ranks import Interrupting
+from .updating import Recording, equal, interrupt, tiny_model
+
+MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies a run
+LAYERS = 3
+MODELS = {
+    "llama": lambda: Problem(tiny_model(layers=LAYERS), ids=zoo.tiny_ids(8, 16)),
+    "half precision": lambda: Problem(tiny_model(layers=LAYERS).bfloat16(), ids=zoo.tiny_ids(8, 16)),
+    "transposed weights": lambda: Problem(zoo.build("gpt2", n_layer=LAYERS), ids=zoo.token_ids(8, 16)),
+    "experts": lambda: Problem(*unstacked("mixtral"), ids=zoo.token_ids(8, 16)),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / ".out.refit.safetensors"
+
+
+def pruned(problem: Problem, step: str, progress=None, state=None) -> tuple[dict[str, torch.Tensor], list]:
+    """The weights that a step gives, and what it reports without times."""
+    parts = problem.reset().refit(progress, state) if step == "refit" else problem.reset().update(progress, state)
+    weights = {name: weight.detach().clone() for name, weight in problem.weights.items()}
+    return weights, [{**part, "seconds": 0} for part in parts or []]
+
+
+@pytest.mark.parametrize("step", ["refit", "sparsegpt"])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_continues_to_the_same_end(path, name, step):
+    problem, whole = MODELS[name](), Recording()
+    expected, parts = pruned(problem, step, whole)
+    last = len(whole.steps) - 1  # in the last layer
+    with pytest.raises(KeyboardInterrupt):
+        pruned(problem, step, Recording(last, interrupt), FinishedLayers(path, MINE))
+    layers = len(problem.plan.layers())
+    assert [file.name for file in sorted(path.parent.iterdir())] == [
+        f".out.refit_{number}.safetensors" for number in range(layers - 1)
+    ]
+    again = Recording()
+    weights, found = pruned(problem, step, again, FinishedLayers(path, MINE))
+    assert equal(weights, expected)
+    assert found == parts
+    assert sum(again.steps) == again.total == sum(whole.steps)
+    assert len(again.steps) == len(whole.steps) // layers + layers - 1, "one layer was pruned, the others were read"
+
+
+@pytest.mark.parametrize("step", ["refit", "sparsegpt"])
+def test_a_state_of_another_run_or_a_damaged_one_is_refused(path, step):
+    problem = MODELS["llama"]()
+    pruned(problem, step, state=FinishedLayers(path, ANOTHER))
+    with pytest.raises(OutputError, match=r"refit_0.safetensors belongs to another run: the model is another one"):
+        pruned(problem, step, state=FinishedLayers(path, MINE))
+    first = path.with_name(".out.refit_0.safetensors")
+    tensors = load_file(first)
+    name = min(tensors)
+    save_file({**tensors, name: tensors[name][:1]}, first, {"inputs": '{"weights": "mine"}', "parts": "[]"})
+    with pytest.raises(OutputError, match=f"is damaged: {name}"):
+        pruned(problem, step, state=FinishedLayers(path, MINE))
+
+
+@pytest.mark.parametrize("recipe", ["refit,tune", "heuristic,sparsegpt,tune"])
+def test_a_recipe_continues_after_its_pruned_layers(tmp_path, recipe):
+    config = config_from({"tune_steps": 4, "refit_iterations": 2, "refit_exchanges": 1}, recipe)
+    path, ids = tmp_path / ".out.safetensors", zoo.tiny_ids(8, 16)
+    whole = compile_model(tiny_model(), None, config, ids=ids)
+    with pytest.raises(KeyboardInterrupt):
+        compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=Interrupting("tune", 1))
+    step = "refit" if "refit" in recipe else "sparsegpt"
+    assert [found.name for found in states_beside(path, ())] == [
+        f".out.{step}_{number}.safetensors" for number in range(2)
+    ]
+    progress = Recording()
+    continued = compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=progress)
+    assert (
+        progress.lines.count(
+            f"found .out.{step}_0.safetensors: its step will continue where the interrupted run stopped"
+        )
+        == 1
+    )
+    assert not any("_1.safetensors" in line for line in progress.lines)
+    assert equal(dict(whole.model.named_parameters()), dict(continued.model.named_parameters()))
+    continued.save_pretrained(tmp_path / "out")
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
