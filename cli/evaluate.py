@@ -12,6 +12,7 @@ from permtriton.cli.console import out, print_json, saved, show
 from permtriton.cli.processor import suit_processor
 from permtriton.comparison.summary import Cell, cell
 from permtriton.comparison.tables import Result, check_table, write_table
+from permtriton.errors import OutputError
 from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.evaluate import evaluate_as
 from permtriton.evaluation.fidelity import DISTANCES
@@ -31,7 +32,8 @@ def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: b
         asked: what its protocol says included.
 
     Raises:
-        PermTritonError: as `permtriton.evaluate`, or an output that cannot be written.
+        PermTritonError: as `permtriton.evaluate`, or an output that cannot be written; the results are then
+            printed all the same.
     """
     tasks = asked.wanted_tasks
     if output is not None:
@@ -52,12 +54,13 @@ def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: b
     }
     rows = list(_rows(measured))
     if output is not None:
-        write_table(output, HEADERS, rows, report)
+        try:
+            write_table(output, HEADERS, rows, report)
+        except OutputError as error:
+            _print(report, rows, json=json)
+            raise OutputError(f"{error}; the result is printed above") from error
     with saved(*filter(None, [output])):
-        if json:
-            print_json(report)
-        else:
-            _print(report, rows)
+        _print(report, rows, json=json)
 
 
 def _without_token(words: Sequence[str]) -> list[str]:
@@ -81,7 +84,10 @@ def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
             yield f"{task.name}, {metric} ({task.samples} samples)", score.value, score.stderr, None
 
 
-def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]]) -> None:
+def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]], *, json: bool) -> None:
+    if json:
+        print_json(report)
+        return
     title = report["model"] + (f", on {report['text']}: {report['protocol']}" if report["text"] else "")
     shown = [number for number in range(len(HEADERS)) if number < 2 or any(row[number] is not None for row in rows)]
     cells = ([cell(row[number]) for number in shown] for row in rows)

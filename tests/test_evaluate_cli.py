@@ -1,7 +1,9 @@
 """`permtriton evaluate`: folders in every format, the same numbers in every output, and refusals in one line."""
 
 import csv
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -23,7 +25,7 @@ from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
-from .desk import RUNNER
+from .desk import RUNNER, check_refusal
 from .folders import edit_json
 from .lm_tasks import datasets_cache, write_tasks  # noqa: F401 (a fixture)
 from .world import nothing_loads
@@ -178,6 +180,24 @@ def test_every_output_has_the_same_numbers(desk, compiled, options, tmp_path):
             assert part in table
     assert "tokens per second" in table
     assert sorted(path.name for path in tmp_path.glob("*result*")) == ["result.csv", "result.json", "result.md"]
+
+
+@pytest.mark.parametrize(
+    ("more", "shown"), [((), "perplexity"), (("--json",), '"perplexity": ')], ids=["table", "json"]
+)
+def test_a_result_that_cannot_be_written_is_printed(desk, monkeypatch, more, shown):
+    """It may have taken hours."""
+
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    arguments = ["evaluate", str(desk.model), "--eval-data", str(desk.text), "--output", str(desk.folder / "r.json")]
+    result = RUNNER.invoke(app, [*arguments, *more])
+    words = ("r.json cannot be written: No space left on device", "the result is printed above")
+    check_refusal(result.exit_code, result.stderr, words)
+    assert shown in result.stdout
+    assert [path.name for path in desk.folder.iterdir()] == ["out"]
 
 
 def test_the_demo_has_a_text_of_its_own(monkeypatch, tmp_path):
