@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -167,6 +168,15 @@ def test_what_is_no_file_is_never_replaced(tmp_path):
     for path, words in ((Path("/dev/null"), "is no plain file"), (tmp_path / "folder", "is a folder")):
         with pytest.raises(OutputError, match=words):
             check_file(path, overwrite=True)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "compare", "report", "inspect"])
+def test_a_mount_point_is_no_output_file(desk, no_work, monkeypatch, command):
+    """A container may mount a single file, which the system lists and `os.path.ismount` misses."""
+    file = desk.write(f"mounted{SUFFIXES[command]}", "earlier")
+    mounted = SimpleNamespace(mountpoint=str(file))
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: [mounted])
+    desk.refuses([*commands(desk, file)[command], "--overwrite"], "is a mount point", "choose another name")
 
 
 # -- names ---------------------------------------------------------------------------------------------------------

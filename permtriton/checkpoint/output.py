@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from permtriton.errors import OutputError
 from permtriton.model.headers import REPORT_FILE
 from permtriton.util.durable import RANDOM_END, sync, sync_names
-from permtriton.util.output_files import check_name, check_parent, disk_error, real_path
+from permtriton.util.output_files import check_name, check_parent, disk_error, is_mount_point, real_path
 
 Say = Callable[[str], None]
 
@@ -45,8 +44,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     """
     path = real_path(output)
     check_name(path)
-    # os.path.ismount misses folders that are bound to others
-    if os.path.ismount(path) or str(path) in (each.mountpoint for each in psutil.disk_partitions(all=True)):
+    if is_mount_point(path):
         raise OutputError(f"output {output} is a mount point, which no new folder can replace: give a folder inside it")
     with suppress(FileNotFoundError):  # the present folder was deleted
         if path.is_dir() and Path.cwd().is_relative_to(path):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from permtriton.errors import ConfigError, OutputError, PermTritonError, shown
 from permtriton.util.durable import replace_file
 
@@ -77,8 +79,8 @@ def check_file(
             HTML page in such a folder. What is no path, such as a name on the hub, is passed over.
 
     Raises:
-        OutputError: as `check_name`, or it may not be replaced, or is no plain file, or its folder does not exist or
-            cannot be written.
+        OutputError: as `check_name`, or it may not be replaced, or is no plain file or a mount point, or its folder
+            does not exist or cannot be written.
     """
     check_name(output)
     if output.is_dir():
@@ -86,6 +88,8 @@ def check_file(
     if output.exists():
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
+        if is_mount_point(real_path(output)):
+            raise OutputError(f"output {output} is a mount point, which no new file can replace: choose another name")
         for read in map(Path, filter(os.path.exists, reads)):  # which takes names that are too long
             within = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
             inside = within and output.suffix != ".html" and not ours(output)
@@ -96,6 +100,12 @@ def check_file(
         if not overwrite and not ours(output):
             raise OutputError(f"output {output} exists: choose another file, or replace it with `overwrite=True`")
     check_parent(output)
+
+
+def is_mount_point(path: Path) -> bool:
+    """Returns whether a resolved path is a mount point, whose name no rename can give to something else."""
+    # os.path.ismount misses what is bound to another place of the same file system
+    return os.path.ismount(path) or str(path) in (each.mountpoint for each in psutil.disk_partitions(all=True))
 
 
 def check_parent(output: Path) -> None:
