@@ -10,6 +10,7 @@ import pytest
 from permtriton.cli import evaluate
 from permtriton.cli.main import app
 from permtriton.comparison import request
+from permtriton.comparison.asked import AskedComparison
 from permtriton.comparison.tables import check_table, write_table
 from permtriton.errors import OutputError
 from permtriton.util.output_files import check_file, to_json
@@ -168,6 +169,18 @@ def test_what_is_no_file_is_never_replaced(tmp_path):
     for path, words in ((Path("/dev/null"), "is no plain file"), (tmp_path / "folder", "is a folder")):
         with pytest.raises(OutputError, match=words):
             check_file(path, overwrite=True)
+
+
+def test_a_link_stays_one(desk):
+    """What it leads to was checked, and is what is written; the folder of the link may take no file."""
+    (desk.folder / "data").mkdir()
+    link = desk.folder / "t.json"
+    link.symlink_to("data/t.json")
+    write_table(link, COMPARED, [COMPARED], {"new": 1})
+    assert link.is_symlink()
+    assert json.loads((desk.folder / "data" / "t.json").read_text()) == {"new": 1}
+    asked = AskedComparison(output=link)
+    assert request.Request.of("demo", asked, {}).place == desk.folder / "data" / ".t.json.rows.json"
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare", "report", "inspect"])

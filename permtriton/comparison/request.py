@@ -110,7 +110,7 @@ class Request:
     @property
     def place(self) -> Path:
         """File that keeps finished results: beside the first output, else in the present folder."""
-        first = self.asked.outputs[0] if self.asked.outputs else Path(self._stem)
+        first = real_path(self.asked.outputs[0]) if self.asked.outputs else Path(self._stem)
         return first.with_name(f".{first.name}.rows.json")
 
     @property

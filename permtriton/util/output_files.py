@@ -141,10 +141,12 @@ def disk_error(error: Exception) -> OSError | None:
 def write_file(output: Path, content: bytes) -> None:
     """Writes a file as `permtriton.util.durable.replace_file` does: an earlier one stays until the new one is whole.
 
+    A link stays one: the file that it leads to is replaced.
+
     Raises:
         OutputError: it cannot be written.
     """
     try:
-        replace_file(output, lambda temporary: temporary.write_bytes(content))
+        replace_file(real_path(output), lambda temporary: temporary.write_bytes(content))
     except OSError as error:
         raise OutputError(f"output {output} cannot be written: {error.strerror or error}") from error
