@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -78,9 +79,16 @@ class _Ended(KeyboardInterrupt):
     """A signal to end, such as a batch system sends before it kills, or a terminal that closes."""
 
 
+def _signal_of(interruption: KeyboardInterrupt) -> int:
+    return interruption.args[0] if isinstance(interruption, _Ended) else signal.SIGINT
+
+
 @contextmanager
 def _ending_as_interrupted() -> Iterator[None]:
-    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless the caller has them ignored."""
+    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless the caller has them ignored.
+
+    One that arrives inside a finalizer (``__del__``), where Python drops every exception, is sent again.
+    """
     mine = [each for name in ("SIGTERM", "SIGHUP") if (each := getattr(signal, name, None)) is not None]
     mine = [each for each in mine if signal.getsignal(each) is signal.SIG_DFL]
 
@@ -89,11 +97,23 @@ def _ending_as_interrupted() -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the cleaning up
         raise _Ended(number)
 
-    for each in mine:
-        signal.signal(each, end)
+    def take() -> None:
+        for each in mine:
+            signal.signal(each, end)
+
+    def dropped(what: Any) -> None:
+        if not isinstance(what.exc_value, KeyboardInterrupt):
+            report(what)
+            return
+        take()
+        threading.Timer(0.1, os.kill, (os.getpid(), _signal_of(what.exc_value))).start()  # once the finalizer has ended
+
+    report, sys.unraisablehook = sys.unraisablehook, dropped
+    take()
     try:
         yield
     finally:
+        sys.unraisablehook = report
         for each in mine:
             signal.signal(each, signal.SIG_DFL)
 
@@ -133,7 +153,7 @@ def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = la
     except KeyboardInterrupt as error:
         after = getattr(error, "__notes__", [AGAIN] if continues() else [])
         line = "; ".join(["interrupted: no half-written output is left", *after])
-        fail(line, 128 + (error.args[0] if isinstance(error, _Ended) else signal.SIGINT))
+        fail(line, 128 + _signal_of(error))
 
 
 def _what_ran_out(error: Exception, to_lower: Callable[[], str]) -> str:
