@@ -198,6 +198,14 @@ def test_without_an_output_nothing_stays_behind(desk, interrupted):
         assert word in result.stdout
 
 
+def test_what_only_saves_memory_does_not_decide_what_is_kept(desk):
+    """It is what a command advises where memory ran out in its second row."""
+    compare(desk, "--methods", "wanda + reconstruct", "--output", "t.json")
+    more = ("--methods", "wanda + reconstruct,magnitude", "--micro-batch-size", 2, "--activation-checkpointing")
+    assert "2 of 3 results" in compare(desk, *more, "--output", "t.json").stderr
+    assert read_comparison(desk.folder / "t.json")["rows"][2]["config"]["micro_batch_size"] == 2
+
+
 def test_kept_results_of_another_comparison(desk):
     arguments = ("--methods", "magnitude", "--output", "t.md")
     compare(desk, *arguments)

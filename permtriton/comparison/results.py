@@ -62,7 +62,8 @@ class Key:
         setting: setting of the ablation; empty without one.
         seed: seed of the calibration draw and of learning; 0 for dense.
         calibration: hash of the calibration sequences, of all that the row's steps read; empty for dense.
-        options: value of every option of the row but the seed, as JSON; empty for dense.
+        options: value of every option of the row, but for the seed and those that only save memory, as JSON; empty for
+            dense.
     """
 
     method: str

@@ -17,7 +17,7 @@ from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
-from permtriton.driver.identity import run_identity, text_hash
+from permtriton.driver.identity import ROUNDING_ONLY, run_identity, text_hash
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
@@ -182,7 +182,8 @@ def _drawn_by(config: CompileConfig, seed: int) -> tuple[CalibrationConfig, int,
 def _key(row: Row, seed: int, draws: Draws) -> Key:
     drawn = draws[_drawn_by(row.config, seed)]
     calibration = "" if drawn is None else text_hash(row.config, drawn)
-    return Key(row.method, row.pattern, row.setting, seed, calibration, json.dumps(row.options))
+    options = {name: value for name, value in row.options.items() if name not in ROUNDING_ONLY}
+    return Key(row.method, row.pattern, row.setting, seed, calibration, json.dumps(options))
 
 
 def _compiled(benchmark: Benchmark, config: CompileConfig, samples: Samples | None, progress: Progress) -> Measured:
