@@ -21,7 +21,7 @@ import torch
 
 from permtriton.errors import OutputError
 from permtriton.kernels.launch import Config, triton
-from permtriton.util.durable import replace_file
+from permtriton.util.durable import locked_folder, replace_file
 
 VERSION = 1
 BESIDE_MODEL = "permtriton-autotune.json"
@@ -208,17 +208,18 @@ def read_entries(path: Path, machine: str) -> dict[str, Any]:
 
 
 def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
-    """Adds entries to a cache file. The file is replaced atomically: no reader sees half of it.
+    """Adds entries to a cache file, to which other processes may add theirs; no reader sees half of it.
 
     Raises:
         OutputError: the file cannot be written.
     """
-    machines = _read(path)
-    machines.setdefault(machine, {}).update(entries)
-    text = json.dumps({"version": VERSION, "machines": machines}, indent=1, sort_keys=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        with locked_folder(path.parent):
+            machines = _read(path)
+            machines.setdefault(machine, {}).update(entries)
+            text = json.dumps({"version": VERSION, "machines": machines}, indent=1, sort_keys=True)
+            replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise OutputError(f"{path}: cannot write measured configurations: {error.strerror}") from error
     _STATE.forget()

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pkgutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,6 +165,13 @@ class TestFile:
             "a 1 int8": 64,
             "b 1 int8": 128,
         }
+
+    def test_writers_at_once_lose_no_entry(self):
+        """Threads stand for processes: each opens the folder for itself, and so has a lock of its own."""
+        keys = [f"a {number} int8" for number in range(8)]
+        with ThreadPoolExecutor(len(keys)) as pool:
+            list(pool.map(lambda key: keep("one", TABLE[0], key), keys))
+        assert sorted(autotune.read_entries(autotune.cache_file(), "one")) == keys
 
     @pytest.mark.parametrize(
         "text",

@@ -39,17 +39,28 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder inside the ``with`` block, after whoever does; goes on without where there are none.
+
+    Raises:
+        OSError: The folder cannot be opened.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks, where `_remove_leftovers` removes nothing either
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
     """Yields a folder for a half-written file, locked meanwhile: this tells it from those of killed processes."""
     folder = Path(tempfile.mkdtemp(".tmp", f".{path.name.removeprefix('.')}.", path.parent))
     try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            with suppress(OSError):  # a file system without locks, where nothing is removed either
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with locked_folder(folder):
             yield folder
-        finally:
-            os.close(descriptor)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
