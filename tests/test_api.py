@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import permtriton
 from permtriton import api
-from permtriton.checkpoint import publishing
+from permtriton.checkpoint import publishing, save
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, OutputError
 from permtriton.model.source import Source
@@ -55,8 +55,10 @@ class Hub:
     def repo_info(self, repo_id: str) -> SimpleNamespace:
         return SimpleNamespace(private=repo_id != "me/public")
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> str:
-        shutil.copytree(folder_path, self.root / repo_id)
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: str) -> str:
+        for old in (self.root / repo_id).glob(delete_patterns):
+            old.unlink()
+        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
         return f"https://hub/{repo_id}/commit: {commit_message}"
 
 
@@ -447,6 +449,20 @@ def test_publishing(here, monkeypatch):
     monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
     with pytest.raises(OutputError, match="it cannot be written on the hub: 401 Client Error"):
         compiled_model.push_to_hub("it")
+
+
+def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
+    """Transformers would load them in place of shards, and vLLM the shards that their index names; others stay."""
+    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    published = here / "hub" / "me" / "it"
+    for size in ("5GB", "20KB", "5GB"):
+        monkeypatch.setattr(save, "SHARD_SIZE", size)
+        compiled_model.push_to_hub("me/it")
+        (published / "model.png").touch()
+        record = json.loads((published / "permtriton.json").read_text())
+        assert {path.name for path in published.glob("*.safetensors")} == record["files"].keys()
+        assert (published / "model.safetensors.index.json").exists() == (len(record["files"]) > 1) == (size == "20KB")
+        assert (published / "model.png").exists()
 
 
 def test_a_relative_model_stays_where_it_was_read(here, tmp_path, monkeypatch):

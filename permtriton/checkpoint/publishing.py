@@ -7,6 +7,8 @@ from huggingface_hub import HfApi
 from permtriton.checkpoint.card import name_repository
 from permtriton.errors import OutputError, first_line
 
+WEIGHTS = "model*.safetensors*"  # those of an earlier upload would be read in place of these
+
 
 def make_repository(repo: str, token: str | None, private: bool | None = None) -> None:
     """Makes a repository if it is not there, so that a wrong name or token is found before any work.
@@ -30,11 +32,14 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
 
 
 def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
-    """Uploads a folder, whose card then names the repository; returns the address of the commit.
+    """Uploads a folder, whose card then names the repository, and deletes the weights of an earlier upload there.
 
     Args:
         repo: as of `make_repository`, as is ``token``.
         message: message of the commit.
+
+    Returns:
+        The address of the commit.
 
     Raises:
         OutputError: the hub refuses, or cannot be reached.
@@ -42,7 +47,8 @@ def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
     api = HfApi(token=token, library_name="permtriton")
     name_repository(folder, repo)
     try:
-        return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
+        uploaded = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=WEIGHTS)
+        return str(uploaded)
     except Exception as error:
         raise _not_pushed(repo, error) from error
 

@@ -16,7 +16,7 @@ from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
-from permtriton.checkpoint.publishing import make_repository, upload
+from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
 from permtriton.checkpoint.record import Gguf
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import calibration_of, name_of
@@ -198,7 +198,8 @@ class Job:
         if self.asked.push_to_hub is None or self.output is None or ranks.number():
             return None
         progress.say(f"publishing {self.asked.push_to_hub}")
-        left = f"{self.output} is complete: publish it by hf upload {self.asked.push_to_hub} {self.output}"
+        by_hand = f'hf upload {self.asked.push_to_hub} {self.output} --delete "{WEIGHTS}"'
+        left = f"{self.output} is complete: publish it by {by_hand}"
         try:
             return upload(self.output, self.asked.push_to_hub, self.asked.token, compiled.commit_message)
         except OutputError as error:

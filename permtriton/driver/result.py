@@ -124,6 +124,8 @@ class CompiledModel(Pruned):
     ) -> str:
         """Saves the model to a temporary folder, verified as `save_pretrained` does, and uploads it to the hub.
 
+        Weights of an earlier upload are deleted there; other files stay.
+
         Args:
             repo: name of the repository, such as ``me/my-model-2of4``; it is made if it is not there.
             format: as `save_pretrained` takes it.
