@@ -47,10 +47,13 @@ class Hub:
     def __init__(self, token: str | None = None, **_named: object) -> None:
         self.token = token
 
-    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
-        if "/" not in repo_id:
-            raise ValueError(f"401 Client Error.\nno such owner: {repo_id}")
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> SimpleNamespace:
         self.calls.append((repo_id, private, exist_ok, self.token))
+        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
+
+    def auth_check(self, repo_id: str, *, write: bool) -> None:
+        if write and not repo_id.startswith("me/"):
+            raise ValueError("403 Client Error.\nForbidden")
 
     def repo_info(self, repo_id: str) -> SimpleNamespace:
         return SimpleNamespace(private=repo_id != "me/public")
@@ -446,9 +449,11 @@ def test_publishing(here, monkeypatch):
         path.name for path in (here / "hub" / "me" / "it").iterdir()
     }
     assert 'from_pretrained("me/it")' in (here / "hub" / "me" / "it" / "README.md").read_text()
+    compiled_model.push_to_hub("mine", private=True)
+    assert 'from_pretrained("me/mine")' in (here / "hub" / "me" / "mine" / "README.md").read_text()
     monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
-    with pytest.raises(OutputError, match="it cannot be written on the hub: 401 Client Error"):
-        compiled_model.push_to_hub("it")
+    with pytest.raises(OutputError, match="you/it cannot be written on the hub: 403 Client Error"):
+        compiled_model.push_to_hub("you/it")
 
 
 def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
@@ -519,7 +524,7 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     record = json.loads((published / "permtriton.json").read_text())
     assert record["export"]["format"] == "packed"
     assert "--save-format packed" in record["command"]
-    compiled = permtriton.compile("my-model", data=TEXTS, output="kept", push_to_hub="me/by-call", **QUICK)
+    compiled = permtriton.compile("my-model", data=TEXTS, output="kept", push_to_hub="by-call", **QUICK)
     assert (here / "hub" / "me" / "by-call" / "model.safetensors").is_file()
     assert compiled.source is not None
     monkeypatch.setattr(Hub, "upload_folder", interrupted)
@@ -535,9 +540,9 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     assert "verification" in json.loads((here / "full" / "permtriton.json").read_text())
 
     nothing_runs(monkeypatch)
-    assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "it", "--output", "no"]).exit_code == 2
-    with pytest.raises(OutputError, match="it cannot be written on the hub"):
-        permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="it", **QUICK)
+    assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "you/it", "--output", "no"]).exit_code == 2
+    with pytest.raises(OutputError, match="you/it cannot be written on the hub"):
+        permtriton.compile("my-model", data=TEXTS, output="no", push_to_hub="you/it", **QUICK)
     calls = len(Hub.calls)
     assert CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/no", "--output", "out"]).exit_code == 2
     assert CliRunner().invoke(app, ["compile", "no-model", "--push-to-hub", "me/no", "--output", "no"]).exit_code == 2

@@ -10,32 +10,38 @@ from permtriton.errors import OutputError, first_line
 WEIGHTS = "model*.safetensors*"  # those of an earlier upload would be read in place of these
 
 
-def make_repository(repo: str, token: str | None, private: bool | None = None) -> None:
+def make_repository(repo: str, token: str | None, private: bool | None = None) -> str:
     """Makes a repository if it is not there, so that a wrong name or token is found before any work.
 
     Args:
-        repo: its name, such as ``me/my-model-2of4``.
+        repo: its name, such as ``me/my-model-2of4``; without an owner, it is the token's.
         token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
         private: whether a new one is private; None for the default of its owner.
 
+    Returns:
+        Its name, with the owner.
+
     Raises:
-        OutputError: the hub refuses, or cannot be reached.
+        OutputError: the hub refuses, or cannot be reached, or the token may not write there.
     """
     try:
         api = HfApi(token=token, library_name="permtriton")
-        api.create_repo(repo, private=private, exist_ok=True)
+        repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        api.auth_check(repo, write=True)  # one that is there and can be read has passed until here
         public = bool(private) and not api.repo_info(repo).private  # it was there, and was left as it was
     except Exception as error:  # the hub client raises many kinds
         raise _not_pushed(repo, error) from error
     if public:
         raise OutputError(f"{repo} is there already, and is public: name another, or publish without `private=True`")
+    return repo
 
 
 def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
     """Uploads a folder, whose card then names the repository, and deletes the weights of an earlier upload there.
 
     Args:
-        repo: as of `make_repository`, as is ``token``.
+        repo: as `make_repository` returns it.
+        token: as of `make_repository`.
         message: message of the commit.
 
     Returns:

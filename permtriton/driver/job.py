@@ -119,6 +119,14 @@ class Job:
         """Folder to write, beside which the state of long stages is kept; None writes nothing."""
         return None if self.asked.output is None else Path(self.asked.output)
 
+    @cached_property
+    def _repository(self) -> str | None:
+        """The repository on the hub, which is made if it is not there; None where this rank publishes nothing."""
+        asked = self.asked
+        if asked.push_to_hub is None or ranks.number():
+            return None
+        return make_repository(asked.push_to_hub, asked.token, asked.private)
+
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
         """Keeps other processes from the output inside the ``with`` block; of several ranks, the first one does.
@@ -148,8 +156,8 @@ class Job:
         device = resolve_device(asked.device) if source else None
         with nullcontext() if source is None else load.unchanged_weights(source):
             model, given, text = self._loaded(progress, device)
-            if asked.push_to_hub is not None and not ranks.number():
-                make_repository(asked.push_to_hub, asked.token, asked.private)
+            if self._repository is not None:
+                progress.say(f"to be published in {self._repository}")
             given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text))
             compiled = compile_given(model, given)
         # Where the compiled model is, there is room for the dense one.
@@ -195,13 +203,13 @@ class Job:
         Raises:
             OutputError: the hub refuses, or cannot be reached; the folder stays, and the message names it.
         """
-        if self.asked.push_to_hub is None or self.output is None or ranks.number():
+        if self._repository is None or self.output is None:
             return None
-        progress.say(f"publishing {self.asked.push_to_hub}")
-        by_hand = f'hf upload {self.asked.push_to_hub} {self.output} --delete "{WEIGHTS}"'
+        progress.say(f"publishing {self._repository}")
+        by_hand = f'hf upload {self._repository} {self.output} --delete "{WEIGHTS}"'
         left = f"{self.output} is complete: publish it by {by_hand}"
         try:
-            return upload(self.output, self.asked.push_to_hub, self.asked.token, compiled.commit_message)
+            return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
         except OutputError as error:
             raise OutputError(f"{error}. {left}") from error
         except KeyboardInterrupt as interruption:

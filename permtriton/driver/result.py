@@ -127,7 +127,8 @@ class CompiledModel(Pruned):
         Weights of an earlier upload are deleted there; other files stay.
 
         Args:
-            repo: name of the repository, such as ``me/my-model-2of4``; it is made if it is not there.
+            repo: name of the repository, such as ``me/my-model-2of4``; it is made if it is not there. Without an
+                owner, it is the token's.
             format: as `save_pretrained` takes it.
             private: whether a new repository is private; None for the default of its owner.
             token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
@@ -137,7 +138,8 @@ class CompiledModel(Pruned):
             The address of the commit.
 
         Raises:
-            OutputError: the hub refuses the repository or the upload, or cannot be reached.
+            OutputError: the hub refuses the repository or the upload, or cannot be reached; before anything is saved, if the
+                token may not write.
             PermTritonError: as `save_pretrained`.
 
         Example:
@@ -145,7 +147,7 @@ class CompiledModel(Pruned):
             'https://...'
         """
         token = checked_token(token)
-        make_repository(repo, token, private)
+        repo = make_repository(repo, token, private)
         with tempfile.TemporaryDirectory(prefix="permtriton-") as place:
             folder = self.save_pretrained(Path(place, "model"), format=format)
             return upload(folder, repo, token, message or self.commit_message)
