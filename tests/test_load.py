@@ -33,7 +33,7 @@ from permtriton.model import load
 from permtriton.model.load import load_empty_model, load_model
 from permtriton.model.prunable import check_weights
 from permtriton.model.source import Source, resolve_device
-from permtriton.model.tokenizer import load_tokenizer
+from permtriton.model.tokenizer import TOKENIZERS, load_tokenizer
 
 from . import zoo
 from .folders import LAST_UP, configure, edit_json, edit_tensors
@@ -448,6 +448,60 @@ def test_files_of_a_hub_name_that_are_read_beside_the_model_are_saved_with_it(fo
     in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
     permtriton.compile("someone/model", recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out")
     assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
+
+
+def known_to_be_missing(file: str, snapshot: Path) -> None:
+    """Puts a file that the hub does not have where its client keeps that in mind."""
+    marker = snapshot.parents[1] / ".no_exist" / snapshot.name / file
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.touch()
+
+
+def test_files_of_a_hub_name_are_fetched_before_the_work(folder, tmp_path, monkeypatch):
+    """The connection is lost, or something else is published, while the model is compiled."""
+    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    real, said = transformers.utils.hub.hf_hub_download, []
+
+    def download(name: str, file: str, **named: object) -> str:
+        if any("saving" in step.text for step in said):
+            raise RuntimeError("Server disconnected")
+        if file == "modules.json":
+            (snapshot / file).write_text("[]")
+        elif not (snapshot / file).exists():
+            known_to_be_missing(file, snapshot)
+        return real(name, file, **named)
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", download)
+    options = {"recipe": "mask", "data": zoo.tiny_ids(4, 12), "progress": said.append}
+    permtriton.compile("someone/model", output=tmp_path / "out", **options)
+    assert (tmp_path / "out" / "modules.json").read_text() == "[]"
+    assert not any("looked up" in step.text for step in said)
+
+
+def test_a_connection_that_is_dropped_is_one_line(monkeypatch):
+    def dropped(*_arguments: object, **_named: object) -> None:
+        raise RuntimeError("Server disconnected")
+
+    monkeypatch.setattr("permtriton.model.source.cached_file", dropped)
+    with pytest.raises(ModelError, match=r"someone/model: modules.json cannot be fetched.*Server disconnected"):
+        Source("someone/model").find("modules.json")
+
+
+def test_what_the_hub_may_have_is_not_left_out_in_silence(folder, tmp_path, monkeypatch):
+    """Without a network, what is not in the cache may be on the hub, unless its client knows that there is none."""
+    snapshot, said = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch), []
+    known_to_be_missing("preprocessor_config.json", snapshot)
+    options = {"recipe": "mask", "data": zoo.tiny_ids(4, 12), "progress": said.append}
+    permtriton.compile("someone/model", output=tmp_path / "out", **options)
+    (line,) = (step.text for step in said if "could not be looked up on the hub" in step.text)
+    assert "modules.json" in line
+    assert "preprocessor_config.json" not in line.replace("video_preprocessor_config.json", "")
+    drop_tokenizer(snapshot)
+    with pytest.raises(ModelError, match=r"its tokenizer cannot be fetched.*local folder"):
+        load_tokenizer(Source("someone/model"))
+    for file in TOKENIZERS:
+        known_to_be_missing(file, snapshot)
+    assert load_tokenizer(Source("someone/model")) is None
 
 
 def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatch):

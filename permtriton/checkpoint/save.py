@@ -1,6 +1,5 @@
 """Saves checkpoints: writes them to a temporary folder and verifies them tensor by tensor before it takes its place."""
 
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,21 +18,13 @@ from permtriton.checkpoint.shards import describe_files
 from permtriton.checkpoint.verify import verify_checkpoint, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
 from permtriton.model.headers import CONFIG_FILE
-from permtriton.model.source import Source
-from permtriton.model.tokenizer import PROCESSOR_FILES
+from permtriton.model.source import BESIDE, PROCESSOR_FILES, SENTENCE_TRANSFORMERS, Source
 from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import peak_memory
 from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import PrunedWeight
 
 SHARD_SIZE = "5GB"
-LEGACY_TEMPLATE = "chat_template.json"  # of a processor; a tokenizer's is saved with it
-SENTENCE_TRANSFORMERS = (
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "1_Pooling/config.json",
-)
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
@@ -98,8 +89,9 @@ def save_trained(
         raise ModelError("a model in layout fused cannot be saved while it is divided among ranks: use portable")
     names = stored_names(model, pruned, original=not permuted)
     with replacing_folder(output, overwrite=overwrite) as partial:
-        source = Source(model.name_or_path) if os.path.isdir(model.name_or_path) else None
-        _write(model, tokenizer, source, names.original, partial, state)
+        source = Source(model.name_or_path).at_commit(model.config)
+        known = source.folder or source.revision  # else it was a folder that is gone
+        _write(model, tokenizer, source if known else None, names.original, partial, state)
         reloaded = "not run: every tensor was compared bit by bit instead"
         verified: Verification = {
             **verify_tensors(model, partial, pruned, names, permuted, state),
@@ -148,7 +140,7 @@ def _copy_beside(source: Source, partial: Path) -> None:
     What `copy_file` leaves out is left out here, too.
     """
     saved = any((partial / name).exists() for name in PROCESSOR_FILES)
-    for name in (*(() if saved else (*PROCESSOR_FILES, LEGACY_TEMPLATE)), *SENTENCE_TRANSFORMERS):
+    for name in SENTENCE_TRANSFORMERS if saved else BESIDE:
         if path := source.find(name):
             copy_file(path, path.parents[name.count("/")], partial)
 

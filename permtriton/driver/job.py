@@ -156,6 +156,7 @@ class Job:
         device = resolve_device(asked.device) if source else None
         with nullcontext() if source is None else load.unchanged_weights(source):
             model, given, text = self._loaded(progress, device)
+            source = source and source.at_commit(model.config)
             if self._repository is not None:
                 progress.say(f"to be published in {self._repository}")
             given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text))

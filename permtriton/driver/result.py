@@ -138,7 +138,7 @@ class CompiledModel(Pruned):
             The address of the commit.
 
         Raises:
-            OutputError: the hub refuses the repository or the upload, or cannot be reached; before anything is saved, if the
+            OutputError: the hub refuses the repository or the upload, or cannot be reached; before it is saved, if the
                 token may not write.
             PermTritonError: as `save_pretrained`.
 

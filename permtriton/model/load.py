@@ -32,7 +32,7 @@ from permtriton.model.name import DEMO
 from permtriton.model.prunable import check_weights, compiled_already
 from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.sizes import build_empty, check_numbers
-from permtriton.model.source import Source, dtype_of, resolve_device
+from permtriton.model.source import BESIDE, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
 from permtriton.running.offload import NO_GPU, OffloadFolder
 from permtriton.util.extras import require
@@ -48,8 +48,9 @@ def load_original(
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
-        saved: whether the model will be saved, so that what could not be saved is refused now.
-        progress: what says which tensors of the checkpoint are left out.
+        saved: whether the model will be saved, so that what could not be saved is refused now, and what is copied
+            then is fetched.
+        progress: what says which tensors of the checkpoint, and which files of the hub, are left out.
 
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
@@ -63,6 +64,9 @@ def load_original(
     tokenizer = load_processor(source, model)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
+        unknown = source.at_commit(model.config).fetch(BESIDE)
+        if unknown and progress is not None:
+            progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out if the model has such")
     return model, tokenizer
 
 

@@ -1,20 +1,22 @@
 """Where does a model come from: a folder, the hub, a GGUF file, the demo? On which device, and in which dtype?"""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from permtriton import demo
 from permtriton.errors import ConfigError, ModelError, reading, shown
 from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
-from permtriton.model.name import checked_token, location_of
+from permtriton.model.headers import CONFIG_FILE
+from permtriton.model.name import checked_token, is_hub_name, location_of
 
 DTYPES: dict[str, torch.dtype | str] = {
     "auto": "auto",
@@ -22,6 +24,16 @@ DTYPES: dict[str, torch.dtype | str] = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+LEGACY_TEMPLATE = "chat_template.json"  # of a processor; a tokenizer's is saved with it
+SENTENCE_TRANSFORMERS = (
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+)
+BESIDE = (*PROCESSOR_FILES, LEGACY_TEMPLATE, *SENTENCE_TRANSFORMERS)  # what is copied where a model is saved
 
 
 @dataclass(frozen=True)
@@ -119,21 +131,47 @@ class Source:
             return fetched(self.location, file, self.hub)
         return Path(self.location, file) if self.holds(file) else None
 
+    def fetch(self, files: Iterable[str]) -> list[str]:
+        """Fetches files of a hub name into the cache; returns those that the hub may have, but could not be asked for.
+
+        Raises:
+            ModelError: as `fetched`.
+        """
+        missing = [file for file in files if self.folder is None and self.find(file) is None]
+        return [file for file in missing if try_to_load_from_cache(self.location, file, revision=self.revision) is None]
+
+    def at_commit(self, config: Any) -> "Source":
+        """Returns the source, of a hub name at the commit that a model was just read from, if that is in the cache.
+
+        Args:
+            config: config of the model, in which some versions of transformers note the commit.
+        """
+        if self.gguf_file is not None or not is_hub_name(self.name):
+            return self
+        path = try_to_load_from_cache(self.name, CONFIG_FILE, revision=self.revision)
+        cached = Path(path).parent.name if isinstance(path, str) else None
+        return replace(self, revision=getattr(config, "_commit_hash", None) or cached or self.revision)
+
 
 def fetched(location: str, file: str, hub: Mapping[str, str]) -> Path | None:
     """Returns a file of a name on the hub; None where there is none, or it can neither be fetched nor is in the cache.
 
     Args:
         hub: as `Source.hub`.
+
+    Raises:
+        ModelError: the hub refuses the name, or drops the connection.
     """
-    path = cached_file(
-        location,
-        file,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-        **hub,
-    )
+    advice = "check the name, the network, and the token (from hf auth login, or HF_TOKEN)"
+    with reading(f"{location}: {file} cannot be fetched from the hub ({advice})", ModelError):
+        path = cached_file(
+            location,
+            file,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_connection_errors=False,
+            **hub,
+        )
     return Path(str(path)) if path else None
 
 

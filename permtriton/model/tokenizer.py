@@ -15,9 +15,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ModelError, first_line, reading, shown, without_panics
 from permtriton.model.headers import read_json
-from permtriton.model.source import Source
+from permtriton.model.source import PROCESSOR_FILES, Source
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
@@ -68,7 +67,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
             _check_vocabulary(source, tokenizer)
             return tokenizer
     except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
-        if source.folder is None and _is_connection_lost(error):
+        found = any(map(source.find, TOKENIZERS)) or (source.gguf and source.gguf.has_tokenizer)
+        if source.folder is None and (_is_connection_lost(error) or (not found and source.fetch(TOKENIZERS))):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
         if (lacks := _without_sentencepiece(source)) is not None:
@@ -76,7 +76,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
                 f"{lacks} is a model of SentencePiece, which is read by packages that are not installed: pip install "
                 "sentencepiece protobuf, or save the tokenizer as tokenizer.json"
             ) from error
-        if any(map(source.find, TOKENIZERS)) or (source.gguf and source.gguf.has_tokenizer):
+        if found:
             raise
         return None
 
