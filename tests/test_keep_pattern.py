@@ -33,6 +33,7 @@ from .keeping import (
     zeros_of,
 )
 from .sentences import SENTENCE, trained_tokenizer
+from .test_load import in_the_cache
 
 DEMO = ROOT / "permtriton" / "demo"
 TWO_FOUR = NMPattern(2, 4)
@@ -279,11 +280,26 @@ def test_dense_weights_that_are_loaded_later_are_refused():
     kept.remove()
 
 
-def test_a_folder_that_is_gone_has_no_record(tmp_path, monkeypatch):
-    """A relative path from another folder than the one that the model was loaded from."""
+@pytest.mark.parametrize("name", ["runs/exp/a/m", "mine"])
+def test_a_folder_that_is_gone_has_no_record(monkeypatch, name):
+    """A relative path from another folder than the one that the model was loaded from, which the hub does not know."""
+    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *_, **__: pytest.fail("the hub was asked"))
     model = pruned_llama()
-    model.config._name_or_path = model.name_or_path = "runs/exp/a/m"
+    model.config._name_or_path = model.name_or_path = name
     assert permtriton.keep_pattern(model).record is None
+
+
+def test_a_private_model_needs_the_token_of_the_environment(monkeypatch):
+    """The one that it was loaded with is not known."""
+
+    def refused(*_arguments: object, **_named: object) -> None:
+        raise OSError("me/private is not a local folder and is not a valid model identifier\nIf this is")
+
+    monkeypatch.setattr("permtriton.model.source.cached_file", refused)
+    model = pruned_llama()
+    model.name_or_path, model.config._commit_hash = "me/private", "0" * 40
+    with pytest.raises(ModelError, match=r"me/private: permtriton.json cannot be fetched.*HF_TOKEN"):
+        permtriton.keep_pattern(model)
 
 
 def test_without_it_they_do_not():
@@ -517,6 +533,15 @@ def test_what_was_trained_is_saved_and_exported(tmp_path, name):
         kept.save_pretrained(saved)
     again = permtriton.keep_pattern(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"))
     assert again.patterns == kept.patterns
+
+
+def test_files_beside_a_model_of_the_hub_are_saved_with_it(tmp_path, monkeypatch):
+    folder = folders.save(pruned_llama(), tmp_path / "pruned")
+    (folder / "modules.json").write_text("[]")
+    in_the_cache(folder, "me/pruned", tmp_path / "cache", monkeypatch)
+    model = AutoModelForCausalLM.from_pretrained("me/pruned")
+    saved = permtriton.keep_pattern(model).save_pretrained(tmp_path / "trained")
+    assert (saved / "modules.json").is_file()
 
 
 def test_a_packed_folder_loads_dense_on_a_cpu_and_is_trained(tmp_path):

@@ -31,6 +31,8 @@ from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.modules import is_packed, is_permuted
+from permtriton.model.name import is_hub_name
+from permtriton.model.source import BESIDE, Source
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
 from permtriton.util.sparsity import NMPattern, PrunedWeight
@@ -56,7 +58,8 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         What saves the trained model, merges an adapter, or ends it.
 
     Raises:
-        ModelError: no weight is N:M, a listed one is not, or the weights are packed, empty or flattened by FSDP1.
+        ModelError: no weight is N:M, a listed one is not, the weights are packed, empty or flattened by FSDP1, or the
+            hub refuses to be asked for what is beside the weights: of a private model, ``HF_TOKEN`` has to be set.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -69,8 +72,11 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner = _unwrapped(model)
     _refuse_unsupported(inner)
-    commit = getattr(getattr(inner, "config", None), "_commit_hash", None)
-    record = find_record(str(getattr(inner, "name_or_path", "")), {"revision": commit} if commit else {})
+    source = Source(str(getattr(inner, "name_or_path", ""))).at_commit(getattr(inner, "config", None))
+    asked = source.revision or not is_hub_name(source.name)  # else it may be a folder that is gone
+    record = find_record(source.name, source.hub) if asked else None
+    if record is not None:
+        source.fetch(BESIDE)  # now, and not when the trained model is saved
     weights = _recorded(inner, record) if record else _recognized(inner)
     if not weights:
         count = sum(isinstance(module, LINEAR_MODULES) for module in inner.modules())
