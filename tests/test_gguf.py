@@ -99,6 +99,13 @@ def test_a_file_of_a_revision(pristine, monkeypatch):
     assert asked == [{"revision": "v1"}]
 
 
+def test_a_file_of_the_same_name_in_the_current_folder_is_another_model(pristine, tmp_path, monkeypatch):
+    (tmp_path / FILE).write_bytes(b"another")
+    monkeypatch.chdir(tmp_path)
+    for source in (Source(str(pristine / FILE)), Source(str(pristine), gguf_file=FILE)):
+        same_as_file(load_original(source, saved=True)[0], pristine)
+
+
 def test_dtype(file):
     assert load_model(Source(str(file), dtype="bfloat16")).dtype == torch.bfloat16
 

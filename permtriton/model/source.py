@@ -98,7 +98,8 @@ class Source:
     @property
     def loading(self) -> dict[str, Any]:
         """What every ``from_pretrained`` is given beside the location."""
-        file = {} if self.gguf is None else {"gguf_file": self.gguf.path.name}
+        # Of a name alone, transformers would read the weights of a file in the current folder that has the same one.
+        file = {} if self.gguf is None else {"gguf_file": str(self.gguf.path.absolute())}
         return {"trust_remote_code": self.trust_remote_code, **file, **self.hub}
 
     @property
