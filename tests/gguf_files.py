@@ -1,6 +1,7 @@
 """Tiny GGUF files, as llama.cpp writes them."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,17 @@ def llama() -> LlamaForCausalLM:
 
 
 def write_gguf(
-    path: Path, model: LlamaForCausalLM, architecture: str = "llama", tokenizer: bool = True, **fields: int
+    path: Path,
+    model: LlamaForCausalLM,
+    architecture: str = "llama",
+    tokenizer: bool = True,
+    further: Mapping[str, np.ndarray] | None = None,
+    **fields: int | float | str,
 ) -> dict[str, np.ndarray]:
     """Writes a LLaMA as GGUF: matrices in Q8_0, vectors in F32.
 
     Args:
+        further: tensors to write besides.
         fields: values of the header in place of the model's, without the architecture before their names.
 
     Returns:
@@ -47,8 +54,9 @@ def write_gguf(
         "attention.head_count_kv": config.num_key_value_heads,
         "vocab_size": config.vocab_size,
     }
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in {**sizes, **fields}.items():
-        writer.add_uint32(f"{architecture}.{name}", value)
+        add[type(value)](name if name.startswith("split.") else f"{architecture}.{name}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     if tokenizer:
         _add_tokenizer(writer)
@@ -60,6 +68,8 @@ def write_gguf(
         stored = quantize(weight if heads is None else _interleaved(weight, heads), kind)
         writer.add_tensor(_gguf_name(name), stored, raw_dtype=kind)
         expected[name] = weight if weight.ndim == 1 else _rounded(weight)
+    for name, tensor in (further or {}).items():
+        writer.add_tensor(name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,7 +140,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def written(architecture: str = "llama", **fields: int) -> Callable[[Path], object]:
+def written(architecture: str = "llama", **fields: Any) -> Callable[[Path], object]:
     return lambda path: write_gguf(path, llama(), architecture, **fields)
 
 
@@ -168,6 +169,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "too wide": (written(feed_forward_length=10**8), ["parameters", "a size in it is damaged"]),
     "an endless array": (endless, ["it ends before"]),
     "a tensor in another's place": (elsewhere, ["blk.0.ffn_up.weight is said to begin at byte"]),
+    "a part": (written(**{"split.count": 2}), ["is one of 2 parts", "llama-gguf-split --merge"]),
     "a layer is missing": (written(block_count=3), ["holds no weights for model.layers.2"]),
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises:
         MissingExtraError: a package that reads it is missing.
-        ModelError: the file is damaged, or claims far more layers or experts than it names.
+        ModelError: the file is damaged, a part of a model, or claims far more layers or experts than it names.
     """
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
@@ -58,6 +58,8 @@ def read_gguf(path: Path) -> GgufFile:
         }
         ends = {name.rpartition(".")[2]: field for name, field in file.fields.items()}
         counts = {COUNTS[end]: field.contents() for end, field in ends.items() if end in COUNTS}
+        if "split.count" in file.fields and (parts := file.fields["split.count"].contents()) > 1:
+            raise ModelError(f"{path} is one of {parts} parts: merge them with llama-gguf-split --merge")
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
     check_numbers(counts, stored, str(path))
