@@ -116,6 +116,14 @@ def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
     same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
 
 
+def test_a_header_and_tensors_that_change_nothing(pristine, tmp_path):
+    fields = {"split.count": 1}
+    ones, zeros = np.ones(4, dtype=np.float32), np.zeros(32, dtype=np.float32)
+    further = {"rope_freqs.weight": ones, "blk.0.attn_q.bias": zeros}
+    write_gguf(tmp_path / FILE, llama(), further=further, **fields)
+    same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
+
+
 def test_blocks_whose_names_sound_like_integers(file):
     source = Source(str(file))
     stored = source.gguf.stored
@@ -144,6 +152,10 @@ def written(architecture: str = "llama", **fields: Any) -> Callable[[Path], obje
     return lambda path: write_gguf(path, llama(), architecture, **fields)
 
 
+def holding(name: str, *values: float) -> Callable[[Path], object]:
+    return written(further={name: np.array(values, dtype=np.float32)})
+
+
 def endless(path: Path) -> None:
     """Leaves one field, an array that claims 2^62 numbers, of which the file has none."""
     array = struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 2**62)
@@ -170,6 +182,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "an endless array": (endless, ["it ends before"]),
     "a tensor in another's place": (elsewhere, ["blk.0.ffn_up.weight is said to begin at byte"]),
     "a part": (written(**{"split.count": 2}), ["is one of 2 parts", "llama-gguf-split --merge"]),
+    "biases": (holding("blk.1.attn_q.bias", *[0, 1] * 16), ["blk.1.attn_q.bias", "no such bias", "safetensors"]),
+    "factors of positions": (holding("rope_freqs.weight", 1, 1, 2, 8), ["rope_freqs.weight", "safetensors"]),
     "a layer is missing": (written(block_count=3), ["holds no weights for model.layers.2"]),
 }  # fmt: skip
 

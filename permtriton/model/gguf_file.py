@@ -14,6 +14,9 @@ from permtriton.util.extras import require
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
 
+FACTORS = ("rope_freqs", "rope_factors_")  # of rotations by position: tensors of LLaMA 3.1 and of Phi-3 with 128k
+ANOTHER = "which makes it another model: give the model in safetensors"
+
 
 @dataclass(frozen=True)
 class GgufFile:
@@ -23,11 +26,14 @@ class GgufFile:
         path: the file.
         stored: tensor name -> description; its dtype is GGUF's, such as ``Q4_1``.
         has_tokenizer: whether it holds a tokenizer.
+        vital: names of the biases that are not 0 and of the factors of rotations that are not 1: the model is another
+            one without them.
     """
 
     path: Path
     stored: dict[str, StoredTensor]
     has_tokenizer: bool
+    vital: frozenset[str]
 
     @property
     def types(self) -> dict[str, int]:
@@ -62,8 +68,31 @@ def read_gguf(path: Path) -> GgufFile:
             raise ModelError(f"{path} is one of {parts} parts: merge them with llama-gguf-split --merge")
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
+        vital = frozenset(str(each.name) for each in file.tensors if _is_vital(each))
     check_numbers(counts, stored, str(path))
-    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields)
+    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields, vital)
+
+
+def check_rotation(file: GgufFile, config: Any) -> None:
+    """Refuses a file that rotates by position in another way than the config that transformers read from it.
+
+    Raises:
+        ModelError: naming the tensor.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    if not rope:
+        return
+    kinds = [rope] if "rope_type" in rope else list(rope.values())
+    types = [each["rope_type"] for each in kinds]
+    factors = sorted(name for name in file.vital if name.startswith(FACTORS))
+    if factors and set(types) == {"default"}:
+        raise ModelError(f"{file.path}: transformers does not use {factors[0]}, {ANOTHER}")
+
+
+def _is_vital(tensor: Any) -> bool:
+    if tensor.name.startswith(FACTORS):
+        return bool((tensor.data != 1).any())
+    return bool(tensor.name.endswith(".bias") and tensor.data.any())
 
 
 def _opened(path: Path) -> Any:

@@ -17,6 +17,7 @@ from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.kernels import autotune
+from permtriton.model.gguf_file import ANOTHER, GgufFile, check_rotation
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -142,6 +143,7 @@ def load_model(
         _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
+        _check_biases(model, source.gguf)
         model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
@@ -229,6 +231,20 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
             )
 
 
+def _check_biases(model: PreTrainedModel, file: GgufFile) -> None:
+    """Refuses biases that transformers left out; for most architectures of GGUF, they are not in its loading info."""
+    with suppress(ImportError, NotImplementedError):  # of an architecture or a version where they are
+        from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+
+        used = get_gguf_hf_weights_map(model, TensorProcessor())
+        for name in sorted(file.vital - used.keys()):
+            if name.removesuffix("bias") + "weight" in used:
+                raise ModelError(
+                    f"{file.path} holds {name}, but {type(model).__name__} as transformers reads it from the file has "
+                    f"no such bias, {ANOTHER}"
+                )
+
+
 def _is_not_zero(stored: Mapping[str, StoredTensor], name: str) -> bool:
     if name not in stored:
         return True
@@ -307,7 +323,9 @@ def config_of(source: Source, stored: Mapping[str, StoredTensor] | None = None) 
     _check_revision(source)
     if source.gguf is not None:
         with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
-            return AutoConfig.from_pretrained(source.location, **source.loading)
+            config = AutoConfig.from_pretrained(source.location, **source.loading)
+            check_rotation(source.gguf, config)
+            return config
     check_folder(source)
     if source.folder is None:
         missing = "there is no such folder, and no such model can be fetched from the hub"
