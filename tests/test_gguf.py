@@ -19,7 +19,7 @@ from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
-from permtriton.model.load import load_empty_model, load_model, load_original, unchanged_weights
+from permtriton.model.load import config_of, load_empty_model, load_model, load_original, unchanged_weights
 from permtriton.model.prunable import check_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
@@ -117,11 +117,29 @@ def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
 
 
 def test_a_header_and_tensors_that_change_nothing(pristine, tmp_path):
-    fields = {"split.count": 1}
+    fields = {"rope.freq_base": 1e4, "rope.dimension_count": 8, "rope.scaling.type": "none", "split.count": 1}
     ones, zeros = np.ones(4, dtype=np.float32), np.zeros(32, dtype=np.float32)
     further = {"rope_freqs.weight": ones, "blk.0.attn_q.bias": zeros}
     write_gguf(tmp_path / FILE, llama(), further=further, **fields)
     same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
+
+
+# Architecture -> how its layers rotate 8 channels a head, where transformers reads it as that.
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "qwen2": {"rope.freq_base": 1e6, "rope.dimension_count": 8},
+    "gemma2": {"rope.freq_base": 1e4, "attention.key_length": 8},
+    "gemma3": {"rope.freq_base": 5e5, "attention.key_length": 8},
+    "gemma4": {"rope.freq_base": 1e6, "rope.dimension_count": 8, "attention.key_length": 8},
+    "phi3": {"rope.freq_base": 1e4, "rope.dimension_count": 8},
+    "nemotron": {"rope.freq_base": 1e4, "rope.dimension_count": 4, "attention.key_length": 8},
+    "gpt2": {},
+}
+
+
+@pytest.mark.parametrize("architecture", ROTATIONS)
+def test_rotations_that_transformers_reads(tmp_path, architecture):
+    write_gguf(tmp_path / FILE, llama(), architecture, **ROTATIONS[architecture])
+    config_of(Source(str(tmp_path / FILE)))
 
 
 def test_blocks_whose_names_sound_like_integers(file):
@@ -184,6 +202,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a part": (written(**{"split.count": 2}), ["is one of 2 parts", "llama-gguf-split --merge"]),
     "biases": (holding("blk.1.attn_q.bias", *[0, 1] * 16), ["blk.1.attn_q.bias", "no such bias", "safetensors"]),
     "factors of positions": (holding("rope_freqs.weight", 1, 1, 2, 8), ["rope_freqs.weight", "safetensors"]),
+    "another base": (written("starcoder2", **{"rope.freq_base": 1e6}), ["rope.freq_base is 1000000.0", "10000.0"]),
+    "scaling": (written(**{"rope.scaling.type": "linear"}), ["llama.rope.scaling.type is linear", "safetensors"]),
+    "scaling without a type": (written(**{"rope.scaling.factor": 4.0}), ["rope.scaling.factor is 4.0"]),
+    "partly rotated": (written("stablelm", **{"rope.dimension_count": 4}), ["rope.dimension_count is 4", "as 2"]),
     "a layer is missing": (written(block_count=3), ["holds no weights for model.layers.2"]),
 }  # fmt: skip
 

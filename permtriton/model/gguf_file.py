@@ -13,7 +13,6 @@ from permtriton.util.extras import require
 
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
-
 FACTORS = ("rope_freqs", "rope_factors_")  # of rotations by position: tensors of LLaMA 3.1 and of Phi-3 with 128k
 ANOTHER = "which makes it another model: give the model in safetensors"
 
@@ -26,6 +25,7 @@ class GgufFile:
         path: the file.
         stored: tensor name -> description; its dtype is GGUF's, such as ``Q4_1``.
         has_tokenizer: whether it holds a tokenizer.
+        rotation: fields that say how a model rotates by position, such as ``llama.rope.freq_base`` -> value.
         vital: names of the biases that are not 0 and of the factors of rotations that are not 1: the model is another
             one without them.
     """
@@ -33,6 +33,7 @@ class GgufFile:
     path: Path
     stored: dict[str, StoredTensor]
     has_tokenizer: bool
+    rotation: Mapping[str, Any]
     vital: frozenset[str]
 
     @property
@@ -68,25 +69,41 @@ def read_gguf(path: Path) -> GgufFile:
             raise ModelError(f"{path} is one of {parts} parts: merge them with llama-gguf-split --merge")
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
+        rotation = {name: field.contents() for name, field in file.fields.items() if ".rope." in name}
         vital = frozenset(str(each.name) for each in file.tensors if _is_vital(each))
     check_numbers(counts, stored, str(path))
-    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields, vital)
+    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields, rotation, vital)
 
 
 def check_rotation(file: GgufFile, config: Any) -> None:
     """Refuses a file that rotates by position in another way than the config that transformers read from it.
 
+    For some architectures, transformers knows some of the fields only, and takes its defaults for the others.
+
     Raises:
-        ModelError: naming the tensor.
+        ModelError: naming the field or the tensor.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         return
-    kinds = [rope] if "rope_type" in rope else list(rope.values())
+    by_layer = "rope_type" not in rope
+    kinds = list(rope.values()) if by_layer else [rope]
     types = [each["rope_type"] for each in kinds]
     factors = sorted(name for name in file.vital if name.startswith(FACTORS))
     if factors and set(types) == {"default"}:
         raise ModelError(f"{file.path}: transformers does not use {factors[0]}, {ANOTHER}")
+    known = {
+        "freq_base": [each["rope_theta"] for each in kinds],
+        "scaling.type": [*types, "none"],
+        "scaling.factor": [*(each["factor"] for each in kinds if "factor" in each), 1, 0],
+    }
+    if not by_layer:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        known["dimension_count"] = [round(size * rope.get("partial_rotary_factor", 1))]
+    for name, value in file.rotation.items():
+        read = known.get(name.partition(".rope.")[2], [value])
+        if value not in read:
+            raise ModelError(f"{file.path}: {name} is {value}, but transformers reads it as {read[0]}, {ANOTHER}")
 
 
 def _is_vital(tensor: Any) -> bool:

@@ -318,7 +318,7 @@ def config_of(source: Source, stored: Mapping[str, StoredTensor] | None = None) 
         stored: tensors of the checkpoint, which the config must not exceed by far; None where they are not known.
 
     Raises:
-        ModelError: no such model, or its config is damaged.
+        ModelError: no such model, its config is damaged, or as `check_rotation`.
     """
     _check_revision(source)
     if source.gguf is not None:
