@@ -210,6 +210,20 @@ def test_the_smaller_optimizer_is_advised(optimizer, advised):
         assert "are free" in message
 
 
+def test_only_what_helps_is_advised():
+    """Another dtype helps a model in float32, another optimizer the stage that trains, less text not the Hessians."""
+    steps, gpu = config_from({}, "best").steps, memory.Devices("cuda", 1, 999)
+    for uses, element, words in (
+        ({"hessians": 500, "inputs of layers": 500}, 4, ["`samples=`", "`dtype=bfloat16`"]),
+        ({"hessians": 500, "inputs of layers": 500}, 2, ["`samples=`"]),
+        ({"hessians": 500, "one layer": 500}, 4, ["`recipe=heuristic,mask`", "`importance=obs`"]),
+    ):
+        said = memory.refusal(memory.Needs(0, 0, 0, {"refit": uses}), gpu, steps, element)
+        every = ("`samples=`", "`dtype=bfloat16`", "adafactor", "`recipe=heuristic,mask`", "`importance=obs`")
+        assert [word for word in every if word in said] == words
+        assert said.endswith(", or use a larger machine")
+
+
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     free_memory(monkeypatch, 1000)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

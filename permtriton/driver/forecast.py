@@ -125,7 +125,8 @@ def make_forecast(
             model is whole on such a device.
         save_format: format of the output; None for dense.
     """
-    facts, refused, seconds, assumed = start.facts, refusal(needs, devices, start.config.steps), {}, ""
+    facts, seconds, assumed = start.facts, {}, ""
+    refused = refusal(needs, devices, start.config.steps, facts.element)
     if timed and not refused:
         speed = measure(start) if needs.way is Way.WHOLE and start.model.device.type == devices.kind else None
         if speed is None and devices.kind == "cuda":

@@ -294,18 +294,21 @@ def _generation(model: PreTrainedModel, facts: Facts) -> dict[str, int]:
     }
 
 
-def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = ()) -> str:
+def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = (), element: int = FLOAT32) -> str:
     """Returns why a compilation cannot run: it needs more memory, in addition to what it holds already, than is free.
 
     The text names the largest use and the options to change; it is empty if the memory is enough.
+
+    Args:
+        element: bytes of a weight.
     """
-    choices = [f"`{step.saves_memory}`" for step in steps if step.saves_memory]
     stage = needs.largest_needed
     if needs.way is Way.ONLOADED and devices.host is not None:
         # Pages of the model that are mapped from its files become the process's own as soon as they change.
         mapped = min(resident_memory()[1], needs.offloaded[IN_PLACE])
         host = mapped + sum(size for name, size in needs.offloaded.items() if name != IN_PLACE)
         if host > devices.host:
+            choices = [f"`{step.saves_memory}`" for step in steps if step.saves_memory]
             return (
                 f"this compilation needs about {format_bytes(host)} more host memory, because the model stays there "
                 f"while its layers come to the GPU one by one, but only {format_bytes(devices.host)} are free: use a "
@@ -320,10 +323,17 @@ def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = ()) -> str:
     lower = "`sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed)"
     if (stage, largest) == ("evaluation", "logits"):
         lower = "what is measured (`eval_data=` with a shorter text, or `eval_data=none`)"
+    choices = ["`dtype=bfloat16`"] if element == FLOAT32 else []
+    choices += [f"`{step.saves_memory}`" for step in steps if step.saves_memory and step.name == stage]
+    advice = f"lower {lower}" + (f", or choose {', '.join(choices)}" if choices else "")
+    # The rest of such a stage grows with the text.
+    least = needs.program + needs.model + sum(uses.get(use, 0) for use in ("hessians", "one layer")) - needs.held
+    if "hessians" in uses and least > devices.free:
+        advice = "that is too little for Hessians of any text: choose `recipe=heuristic,mask` without `importance=obs`"
     return (
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "
-        f"free: lower {lower}, or choose {', '.join(['`dtype=bfloat16`', *choices])}, or use a larger machine"
+        f"free: {advice}, or use a larger machine"
     )
 
 
