@@ -13,11 +13,20 @@ from permtriton import config_from
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory
-from permtriton.driver.forecast import check_disk, disk_needs, duration, make_forecast, measure, stage_seconds
+from permtriton.driver.forecast import (
+    assumed_speed,
+    check_disk,
+    disk_needs,
+    duration,
+    make_forecast,
+    measure,
+    stage_seconds,
+)
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import find_plan
 from permtriton.driver.step import Speed
 from permtriton.errors import OutputError
+from permtriton.model.experts import unstacked_experts
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
@@ -227,6 +236,19 @@ def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
     result = RUNNER.invoke(app, desk.compile("--dry-run"))
     assert result.exit_code == 0, result.output
     assert set(seen) == {desk.out.resolve().parent}
+
+
+def test_a_token_runs_the_experts_that_it_is_sent_to():
+    """Two of five, unless calibration has it run all of them."""
+    model, gpu, needs = zoo.build("qwen3_moe"), memory.Devices("cuda", 1, 1), memory.Needs(0, 0, 0, {})
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    every = sum(p.numel() for p in model.parameters())
+    with unstacked_experts(model):
+        own, all_of_them = (
+            assumed_speed(zoo.start(model, config_from({"calibrate_all_experts": wanted}), SAMPLES), needs, gpu).forward
+            for wanted in (False, True)
+        )
+    assert own / all_of_them == pytest.approx(1 - experts * 3 / 5 / every)
 
 
 def test_the_library_measures_only_where_it_is_to_say_so(model, monkeypatch):

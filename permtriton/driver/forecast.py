@@ -31,6 +31,7 @@ from permtriton.kernels.packing import position_bits
 from permtriton.methods.measure.importance import reads_activations
 from permtriton.methods.order.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.prune.dense_share import DENSE_SHARE
+from permtriton.model.expert_linears import RoutedExperts
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import ChannelSpace, Plan, linear_module, weight_in_out
 from permtriton.running import ranks
@@ -223,7 +224,13 @@ def measure(start: Planned) -> Speed:
 def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     """Returns the speed of a model on GPUs that are not here; arguments as in `make_forecast`."""
     facts = start.facts
-    forward = 2 * facts.model / facts.element * facts.positions / devices.count / PRODUCTS
+    weights = facts.model / facts.element
+    if not start.config.calibration.calibrate_all_experts:
+        sent = getattr(start.model.config.get_text_config(), "num_experts_per_tok", None)
+        experts = [module for module in start.model.modules() if isinstance(module, RoutedExperts)]
+        idle = (sum(p.numel() for p in each.parameters()) * (1 - (sent or len(each)) / len(each)) for each in experts)
+        weights -= sum(idle)
+    forward = 2 * weights * facts.positions / devices.count / PRODUCTS
     copy = facts.model / LINK if needs.way is Way.ONLOADED else 0.0
     forward += copy
     both = (BOTH + facts.checkpointing) * forward if start.config.gradients else 0.0
