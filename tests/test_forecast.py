@@ -217,7 +217,8 @@ def test_a_dry_run_of_a_model_that_does_not_fit_measures_no_time(desk, never_run
         (("3x80", "--shard", "--importance", "obs"), ["3 processes", "a multiple of 3"]),
         (("8x80",), ["8 processes cannot share 4 calibration sequences"]),
         (("1x80", "--onload", *LEARN), ["the step learned needs all weights at once"]),
-        (("1x80", "--offload", "."), ["the device is cuda", "leave --offload out"]),
+        (("1x80", "--offload", "."), ["--devices plans for GPUs", "leave out one"]),
+        (("1x80", "--device", "cpu"), ["--devices plans for GPUs", "leave out one"]),
     ],
 )
 def test_a_dry_run_for_other_devices_is_refused_where_the_compilation_would_be(desk, options, words):
