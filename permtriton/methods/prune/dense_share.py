@@ -4,7 +4,8 @@ Where the outputs of row o of a linear are off by ``e_o``, the loss rises to sec
 the Fisher information of the outputs (`permtriton.methods.measure.fisher`). For ``e_o``, the squared scores of what a
 mask drops in the present order are summed: a score stands for the error that its weight leaves when it is dropped
 alone. What an update of the kept weights mends later is not known yet, so that the costs rank linears, and predict no
-loss."""
+loss. Both factors are sums over tokens: the second linears of experts, which read few, count for less than they should.
+"""
 
 from collections.abc import Mapping
 

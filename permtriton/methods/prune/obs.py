@@ -17,11 +17,12 @@ COLUMNS_AT_ONCE = 128  # columns between updates of all later ones, as published
 
 
 def damped(hessian: Tensor) -> Tensor:
-    """Returns ``H`` with 1% of its mean diagonal added, and ones where a channel was never active."""
+    """Returns ``H`` with 1% of its mean diagonal added, which is all that a channel has that was never active.
+
+    Whatever the unit of the activations, weights of such channels then have the lowest scores.
+    """
     hessian = hessian.clone()
-    diagonal = hessian.diagonal()
-    diagonal[diagonal == 0] = 1
-    diagonal.add_(DAMPING * diagonal.mean())
+    hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
     return hessian
 
 
