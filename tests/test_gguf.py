@@ -1,6 +1,7 @@
 """Models in GGUF files: read by transformers, dequantized, and from then on like any other model."""
 
 import json
+import math
 import shutil
 import struct
 import sys
@@ -140,6 +141,35 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 def test_rotations_that_transformers_reads(tmp_path, architecture):
     write_gguf(tmp_path / FILE, llama(), architecture, **ROTATIONS[architecture])
     config_of(Source(str(tmp_path / FILE)))
+
+
+def factors_of_llama_3(base: float, size: int, factor: float) -> list[float]:
+    """As llama.cpp writes them, in ``rope_freqs.weight``, for LLaMA 3.1 (a factor of 8), 3.2 (32) and 3.3 (8)."""
+    context, low, high, factors = 8192, 1, 4, []
+    for channel in range(0, size, 2):
+        wavelength = 2 * math.pi * base ** (channel / size)
+        smooth = (context / wavelength - low) / (high - low)
+        blend = 1 / ((1 - smooth) / factor + smooth)
+        factors.append(1 if wavelength < context / high else factor if wavelength > context / low else blend)
+    return factors
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_rotation_of_llama_3_follows_from_its_factors(tmp_path, factor):
+    factors = np.array(factors_of_llama_3(5e5, 8, factor), dtype=np.float32)
+    write_gguf(tmp_path / FILE, llama(), further={"rope_freqs.weight": factors}, **{"rope.freq_base": 5e5})
+    model = load_model(Source(str(tmp_path / FILE)))
+    parameters = {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    assert model.config.rope_parameters == parameters
+    expected = type(model)(type(model.config)(**{**model.config.to_dict(), "rope_parameters": parameters}))
+    expected.load_state_dict(model.state_dict())
+    ids = torch.arange(5, 105)[None] % 90
+    assert torch.equal(model(ids).logits, expected.eval()(ids).logits)
+    model.save_pretrained(tmp_path / "saved")
+    assert load_model(Source(str(tmp_path / "saved"))).config.rope_parameters == parameters
 
 
 def test_blocks_whose_names_sound_like_integers(file):

@@ -1,10 +1,13 @@
 """What is in a GGUF file, before transformers reads and dequantizes it?"""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import StoredTensor
@@ -14,6 +17,9 @@ from permtriton.util.extras import require
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
 FACTORS = ("rope_freqs", "rope_factors_")  # of rotations by position: tensors of LLaMA 3.1 and of Phi-3 with 128k
+LLAMA3 = {
+    "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
+}  # fmt: skip
 ANOTHER = "which makes it another model: give the model in safetensors"
 
 
@@ -26,15 +32,16 @@ class GgufFile:
         stored: tensor name -> description; its dtype is GGUF's, such as ``Q4_1``.
         has_tokenizer: whether it holds a tokenizer.
         rotation: fields that say how a model rotates by position, such as ``llama.rope.freq_base`` -> value.
-        vital: names of the biases that are not 0 and of the factors of rotations that are not 1: the model is another
-            one without them.
+        factors: tensors by which rotations divide frequencies, where these are not all 1 -> their values.
+        biases: names of the biases that are not 0.
     """
 
     path: Path
     stored: dict[str, StoredTensor]
     has_tokenizer: bool
     rotation: Mapping[str, Any]
-    vital: frozenset[str]
+    factors: Mapping[str, Sequence[float]]
+    biases: frozenset[str]
 
     @property
     def types(self) -> dict[str, int]:
@@ -70,15 +77,19 @@ def read_gguf(path: Path) -> GgufFile:
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
         rotation = {name: field.contents() for name, field in file.fields.items() if ".rope." in name}
-        vital = frozenset(str(each.name) for each in file.tensors if _is_vital(each))
+        factors = {
+            str(e.name): e.data.tolist() for e in file.tensors if e.name.startswith(FACTORS) and (e.data != 1).any()
+        }
+        biases = frozenset(str(each.name) for each in file.tensors if each.name.endswith(".bias") and each.data.any())
     check_numbers(counts, stored, str(path))
-    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields, rotation, vital)
+    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields, rotation, factors, biases)
 
 
 def check_rotation(file: GgufFile, config: Any) -> None:
     """Refuses a file that rotates by position in another way than the config that transformers read from it.
 
-    For some architectures, transformers knows some of the fields only, and takes its defaults for the others.
+    For some architectures, transformers knows some of the fields only, and takes its defaults for the others. It does
+    not read the factors of LLaMA 3.1 and later: the config gets the parameters that they follow from.
 
     Raises:
         ModelError: naming the field or the tensor.
@@ -89,9 +100,8 @@ def check_rotation(file: GgufFile, config: Any) -> None:
     by_layer = "rope_type" not in rope
     kinds = list(rope.values()) if by_layer else [rope]
     types = [each["rope_type"] for each in kinds]
-    factors = sorted(name for name in file.vital if name.startswith(FACTORS))
-    if factors and set(types) == {"default"}:
-        raise ModelError(f"{file.path}: transformers does not use {factors[0]}, {ANOTHER}")
+    if file.factors and set(types) == {"default"} and not _takes_factors(config, file.factors):
+        raise ModelError(f"{file.path}: transformers does not use {min(file.factors)}, {ANOTHER}")
     known = {
         "freq_base": [each["rope_theta"] for each in kinds],
         "scaling.type": [*types, "none"],
@@ -106,10 +116,21 @@ def check_rotation(file: GgufFile, config: Any) -> None:
             raise ModelError(f"{file.path}: {name} is {value}, but transformers reads it as {read[0]}, {ANOTHER}")
 
 
-def _is_vital(tensor: Any) -> bool:
-    if tensor.name.startswith(FACTORS):
-        return bool((tensor.data != 1).any())
-    return bool(tensor.name.endswith(".bias") and tensor.data.any())
+def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
+    """Gives a config the rotation of LLaMA 3.1 and later, if that has these factors; returns whether it has.
+
+    Published models differ in the largest factor alone.
+    """
+    values, rope = torch.tensor(factors.get("rope_freqs.weight", [])), config.rope_parameters
+    if not len(values):
+        return False
+    frequencies = rope["rope_theta"] ** (-torch.arange(len(values)) / len(values))
+    config.rope_parameters = {**rope, **LLAMA3, "factor": float(values.max())}
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    if scaled.shape == values.shape and torch.allclose(frequencies / scaled, values, rtol=1e-4):
+        return True
+    config.rope_parameters = rope
+    return False
 
 
 def _opened(path: Path) -> Any:

@@ -114,6 +114,7 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
+            **({} if source.gguf is None else {"config": config}),
             **_placement(source, config, device),
             **source.loading,
             **_dequantizing(source, None if allow_compiled else config),
@@ -237,7 +238,7 @@ def _check_biases(model: PreTrainedModel, file: GgufFile) -> None:
         from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
         used = get_gguf_hf_weights_map(model, TensorProcessor())
-        for name in sorted(file.vital - used.keys()):
+        for name in sorted(file.biases - used.keys()):
             if name.removesuffix("bias") + "weight" in used:
                 raise ModelError(
                     f"{file.path} holds {name}, but {type(model).__name__} as transformers reads it from the file has "

@@ -72,8 +72,8 @@ def space_scores(
 
     With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
     Without them, each linear's scores are divided by their mean, so that no layer outweighs another. Rows are sampled
-    evenly where all linears together have more than ``max_rows``: a linear then counts by its sampled rows. Where several channels of a site share a unit, each
-    of them adds its own rows.
+    evenly where all linears together have more than ``max_rows``: a linear then counts by its sampled rows. Where
+    several channels of a site share a unit, each of them adds its own rows.
     """
     linears = [(site, name) for site in sites for name in site.linears]
     quota = max(max_rows // sum(site.copies for site, _ in linears), 1)
