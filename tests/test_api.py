@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,9 +48,12 @@ class Hub:
     def __init__(self, token: str | None = None, **_named: object) -> None:
         self.token = token
 
-    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> SimpleNamespace:
+    def whoami(self) -> dict[str, str]:
+        return {"name": "me"}
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
+        assert "/" in repo_id, "a token of few rights may not make it, and the client does not look whose it is"
         self.calls.append((repo_id, private, exist_ok, self.token))
-        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"me/{repo_id}")
 
     def auth_check(self, repo_id: str, *, write: bool) -> None:
         if write and not repo_id.startswith("me/"):
@@ -58,10 +62,12 @@ class Hub:
     def repo_info(self, repo_id: str) -> SimpleNamespace:
         return SimpleNamespace(private=repo_id != "me/public")
 
-    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: str) -> str:
-        for old in (self.root / repo_id).glob(delete_patterns):
-            old.unlink()
-        shutil.copytree(folder_path, self.root / repo_id, dirs_exist_ok=True)
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str, delete_patterns: list[str]) -> str:
+        place = self.root / repo_id
+        there = [str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()]
+        for old in filter_repo_objects(there, allow_patterns=delete_patterns):
+            (place / old).unlink()
+        shutil.copytree(folder_path, place, dirs_exist_ok=True)
         return f"https://hub/{repo_id}/commit: {commit_message}"
 
 
@@ -460,14 +466,18 @@ def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
     """Transformers would load them in place of shards, and vLLM the shards that their index names; others stay."""
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
     published = here / "hub" / "me" / "it"
+    others = [published / name for name in ("model.png", "model_ema.safetensors", "models/lora/adapter.safetensors")]
     for size in ("5GB", "20KB", "5GB"):
         monkeypatch.setattr(save, "SHARD_SIZE", size)
         compiled_model.push_to_hub("me/it")
-        (published / "model.png").touch()
+        for other in others:
+            other.parent.mkdir(parents=True, exist_ok=True)
+            other.touch()
         record = json.loads((published / "permtriton.json").read_text())
-        assert {path.name for path in published.glob("*.safetensors")} == record["files"].keys()
+        weights = {path.name for path in published.glob("*.safetensors") if path not in others}
+        assert weights == record["files"].keys()
         assert (published / "model.safetensors.index.json").exists() == (len(record["files"]) > 1) == (size == "20KB")
-        assert (published / "model.png").exists()
+        assert all(other.exists() for other in others)
 
 
 def test_a_relative_model_stays_where_it_was_read(here, tmp_path, monkeypatch):

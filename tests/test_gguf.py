@@ -235,6 +235,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "another base": (written("starcoder2", **{"rope.freq_base": 1e6}), ["rope.freq_base is 1000000.0", "10000.0"]),
     "scaling": (written(**{"rope.scaling.type": "linear"}), ["llama.rope.scaling.type is linear", "safetensors"]),
     "scaling without a type": (written(**{"rope.scaling.factor": 4.0}), ["rope.scaling.factor is 4.0"]),
+    "scaling by its older name": (written(**{"rope.scale_linear": 4.0}), ["rope.scale_linear is 4.0"]),
+    "another base of windows": (
+        written("gemma3", **{"rope.freq_base_swa": 5e4}), ["rope.freq_base_swa is 50000.0", "10000.0"]
+    ),
     "partly rotated": (written("stablelm", **{"rope.dimension_count": 4}), ["rope.dimension_count is 4", "as 2"]),
     "a layer is missing": (written(block_count=3), ["holds no weights for model.layers.2"]),
 }  # fmt: skip

@@ -216,9 +216,12 @@ def test_only_what_helps_is_advised():
     for uses, element, words in (
         ({"hessians": 500, "inputs of layers": 500}, 4, ["`samples=`", "`dtype=bfloat16`"]),
         ({"hessians": 500, "inputs of layers": 500}, 2, ["`samples=`"]),
-        ({"hessians": 500, "one layer": 500}, 4, ["`recipe=heuristic,mask`", "`importance=obs`"]),
+        ({"hessians": 500, "one layer": 500}, 4, ["`dtype=bfloat16`", "`recipe=heuristic,mask`", "`importance=obs`"]),
+        ({"hessians": 500, "one layer": 500}, 2, ["`recipe=heuristic,mask`", "`importance=obs`"]),
+        ({"hessians": 500, "the model itself": 999}, 4, ["`samples=`", "`dtype=bfloat16`"]),
     ):
-        said = memory.refusal(memory.Needs(0, 0, 0, {"refit": uses}), gpu, steps, element)
+        model = uses.pop("the model itself", 0)
+        said = memory.refusal(memory.Needs(0, model, 0, {"refit": uses}), gpu, steps, element)
         every = ("`samples=`", "`dtype=bfloat16`", "adafactor", "`recipe=heuristic,mask`", "`importance=obs`")
         assert [word for word in every if word in said] == words
         assert said.endswith(", or use a larger machine")

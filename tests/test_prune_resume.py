@@ -72,6 +72,15 @@ def test_a_state_of_another_run_or_a_damaged_one_is_refused(path, step):
         pruned(problem, step, state=FinishedLayers(path, MINE))
 
 
+def test_states_of_another_output_stay(path):
+    """Those of ``out.refit_v2``, and of ``refit`` in it, begin like those of ``out``."""
+    others = [".out.refit_v2.tune.safetensors", ".out.refit_v2.refit_0.safetensors"]
+    for name in (*others, ".out.refit_0.safetensors", ".out.refit_12.safetensors"):
+        path.with_name(name).touch()
+    FinishedLayers(path, MINE).delete()
+    assert sorted(file.name for file in path.parent.iterdir()) == sorted(others)
+
+
 @pytest.mark.parametrize("recipe", ["refit,tune", "heuristic,sparsegpt,tune"])
 def test_a_recipe_continues_after_its_pruned_layers(tmp_path, recipe):
     config = config_from({"tune_steps": 4, "refit_iterations": 2, "refit_exchanges": 1}, recipe)

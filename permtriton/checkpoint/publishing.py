@@ -7,7 +7,8 @@ from huggingface_hub import HfApi
 from permtriton.checkpoint.card import name_repository
 from permtriton.errors import OutputError, first_line
 
-WEIGHTS = "model*.safetensors*"  # those of an earlier upload would be read in place of these
+# Weights of an earlier upload, which would be read in place of these.
+WEIGHTS = ("model.safetensors*", "model-?????-of-?????.safetensors")
 
 
 def make_repository(repo: str, token: str | None, private: bool | None = None) -> str:
@@ -26,7 +27,9 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
     """
     try:
         api = HfApi(token=token, library_name="permtriton")
-        repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        if "/" not in repo:
+            repo = f"{api.whoami()['name']}/{repo}"
+        api.create_repo(repo, private=private, exist_ok=True)
         api.auth_check(repo, write=True)  # one that is there and can be read has passed until here
         public = bool(private) and not api.repo_info(repo).private  # it was there, and was left as it was
     except Exception as error:  # the hub client raises many kinds
@@ -53,7 +56,9 @@ def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
     api = HfApi(token=token, library_name="permtriton")
     name_repository(folder, repo)
     try:
-        uploaded = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=WEIGHTS)
+        uploaded = api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=[*WEIGHTS]
+        )
         return str(uploaded)
     except Exception as error:
         raise _not_pushed(repo, error) from error

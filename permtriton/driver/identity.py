@@ -16,22 +16,24 @@ from permtriton.driver.workspace import Workspace, state_path
 from permtriton.methods import steps
 from permtriton.model.checks import model_hash
 from permtriton.running import ranks
-from permtriton.running.state import StateFile
+from permtriton.running.state import StateFile, layers_beside
 from permtriton.util.machine import device_name, versions
 
 # What is lowered where memory ran out, and then continues the same run.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
-LATER = re.compile(r"_[1-9]\d*$")  # ends the name of the state of a layer after the first, of which nothing is said
 WRITING = "generated"  # the state of the text that the dense model writes
 
 
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
     names = dict.fromkeys((WRITING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
-    stems = "|".join(re.escape(state_path(resume_path, name).stem) for name in names)
-    known = re.compile(rf"({stems})(_\d+)?{re.escape(resume_path.suffix)}")  # with a number, of a layer
-    beside = resume_path.parent.iterdir() if resume_path.parent.is_dir() else ()
-    return sorted(path for path in beside if known.fullmatch(path.name) and path.is_file())
+    paths = [state_path(resume_path, name) for name in names]
+    return sorted(each for path in paths for each in (path, *layers_beside(path)) if each.is_file())
+
+
+def one_per_step(states: Sequence[Path]) -> list[Path]:
+    """Returns the first of each step's states: a step that goes layer by layer leaves many."""
+    return list({re.sub(r"_\d+$", "", path.stem): path for path in reversed(states)}.values())
 
 
 def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
@@ -62,9 +64,8 @@ def identify(
     workspace.note(config=options, text=text_hash(config, samples), **run_identity(model, device))
     beside = partial(states_beside, workspace.resume_path, config.steps)
     machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})
-    for path in ranks.on_first(beside):
-        if not LATER.search(path.stem):
-            workspace.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
+    for path in one_per_step(ranks.on_first(beside)):
+        workspace.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
     here = workspace.inputs["machine"]
     for machine in sorted(machines - {None, here}, key=str):
         workspace.progress.say(

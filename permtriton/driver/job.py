@@ -23,7 +23,7 @@ from permtriton.data.in_memory import calibration_of, name_of
 from permtriton.data.text import fitted
 from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
-from permtriton.driver.identity import LATER, states_beside
+from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
@@ -139,10 +139,11 @@ class Job:
             return
         self._check_apart()
         with claimed(self.output, overwrite=self.asked.overwrite, say=progress.say):
-            for path in states_beside(resume_path(self.output), self.config.steps) if self.asked.restart else ():
+            states = states_beside(resume_path(self.output), self.config.steps) if self.asked.restart else []
+            for path in one_per_step(states):
+                progress.say(f"deleting {path.name}, the state of an interrupted run")
+            for path in states:
                 path.unlink()
-                if not LATER.search(path.stem):
-                    progress.say(f"deleted {path.name}, the state of an interrupted run")
             yield
 
     def run(self, progress: Progress) -> CompiledModel:
@@ -207,8 +208,8 @@ class Job:
         if self._repository is None or self.output is None:
             return None
         progress.say(f"publishing {self._repository}")
-        by_hand = f'hf upload {self._repository} {self.output} --delete "{WEIGHTS}"'
-        left = f"{self.output} is complete: publish it by {by_hand}"
+        deleting = " ".join(f'--delete "{each}"' for each in WEIGHTS)
+        left = f"{self.output} is complete: publish it by hf upload {self._repository} {self.output} {deleting}"
         try:
             return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
         except OutputError as error:

@@ -323,13 +323,16 @@ def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = (), element:
     lower = "`sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed)"
     if (stage, largest) == ("evaluation", "logits"):
         lower = "what is measured (`eval_data=` with a shorter text, or `eval_data=none`)"
-    choices = ["`dtype=bfloat16`"] if element == FLOAT32 else []
+    narrow = ["`dtype=bfloat16`"] if element == FLOAT32 else []
+    choices = narrow.copy()
     choices += [f"`{step.saves_memory}`" for step in steps if step.saves_memory and step.name == stage]
     advice = f"lower {lower}" + (f", or choose {', '.join(choices)}" if choices else "")
     # The rest of such a stage grows with the text.
-    least = needs.program + needs.model + sum(uses.get(use, 0) for use in ("hessians", "one layer")) - needs.held
-    if "hessians" in uses and least > devices.free:
-        advice = "that is too little for Hessians of any text: choose `recipe=heuristic,mask` without `importance=obs`"
+    model = needs.program + needs.model - needs.held
+    least = model + sum(uses.get(use, 0) for use in ("hessians", "one layer"))
+    if "hessians" in uses and model < devices.free < least:
+        other = " or ".join([*narrow, "`recipe=heuristic,mask` without `importance=obs`"])
+        advice = f"that is too little for Hessians of any text: choose {other}"
     return (
         f"this compilation needs about {format_bytes(needs.added(stage))} more on {each} than it holds now, "
         f"including {format_bytes(uses[largest])} for {largest} ({stage}), but only {format_bytes(devices.free)} are "

@@ -22,7 +22,7 @@ from permtriton.driver.options import CompileConfig
 from permtriton.evaluation.evaluate import Against, evaluate
 from permtriton.evaluation.measure import Evaluated
 from permtriton.model.name import checked_token
-from permtriton.running.state import StateFile
+from permtriton.running.state import State
 from permtriton.util.output_files import real_path
 
 
@@ -38,7 +38,7 @@ class CompiledModel(Pruned):
 
     config: CompileConfig
     indices: dict[str, Tensor]
-    states: Sequence[StateFile] = ()
+    states: Sequence[State] = ()
 
     def __repr__(self) -> str:
         """The class, the pattern and the recipe, without the model's modules and orders."""

@@ -14,7 +14,7 @@ from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Outcome, Step
 from permtriton.driver.traced import traced_batches, why_not_compared
-from permtriton.driver.workspace import State, Workspace
+from permtriton.driver.workspace import Kind, Workspace
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.fisher import fisher_information, output_gradients
@@ -123,7 +123,7 @@ class Run:
         recomputed = self.config.activation_checkpointing or self.needs.recomputes
         return replace(self.config, activation_checkpointing=recomputed)
 
-    def state(self, kind: type[State], step: str) -> State | None:
+    def state(self, kind: type[Kind], step: str) -> Kind | None:
         """Returns the file that keeps the state of a step; None where no state is kept."""
         return self.workspace.state(kind, step, self.model)
 

@@ -2,7 +2,7 @@
 
 import math
 
-from torch import fx
+from torch import Tensor, fx
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
@@ -39,5 +39,9 @@ def check_graph(graph: fx.GraphModule, model: PreTrainedModel, batch: Samples, s
     Raises:
         VerificationError: it does not.
     """
-    expected = run(graph, batch, wide=False).float().cpu()
-    check_same_outputs(expected, lambda: model_outputs(model, batch), model, stage)
+    check_same_outputs(graph_outputs(graph, batch), lambda: model_outputs(model, batch), model, stage)
+
+
+def graph_outputs(graph: fx.GraphModule, batch: Samples) -> Tensor:
+    """Returns the first output of a graph, as `permtriton.model.checks.model_outputs` gives that of a model."""
+    return run(graph, batch, wide=False).float().cpu()

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from permtriton.model.checks import model_hash
-from permtriton.running.state import StateFile
+from permtriton.running.state import State
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.machine import release_memory
 from permtriton.util.progress import Progress
 
-State = TypeVar("State", bound=StateFile)
+Kind = TypeVar("Kind", bound=State)
 
 
 def state_path(resume_path: Path, step: str) -> Path:
@@ -40,7 +40,7 @@ class Workspace:
     def __init__(self, progress: Progress, resume_path: Path | None = None, store: Store = MEMORY) -> None:
         self.progress, self.resume_path, self.store = progress, resume_path, store
         self.seconds: dict[str, float] = {}
-        self.states: list[StateFile] = []
+        self.states: list[State] = []
         self.inputs: dict[str, Any] = {}
 
     @contextmanager
@@ -56,7 +56,7 @@ class Workspace:
         """Notes what decides the results of all that follows."""
         self.inputs |= inputs
 
-    def state(self, kind: type[State], step: str, model: PreTrainedModel) -> State | None:
+    def state(self, kind: type[Kind], step: str, model: PreTrainedModel) -> Kind | None:
         """Returns the file that keeps the state of a step on a model as it is now; None without ``resume_path``."""
         if self.resume_path is None:
             return None

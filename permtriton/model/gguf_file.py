@@ -107,6 +107,9 @@ def check_rotation(file: GgufFile, config: Any) -> None:
         "scaling.type": [*types, "none"],
         "scaling.factor": [*(each["factor"] for each in kinds if "factor" in each), 1, 0],
     }
+    known["scale_linear"] = known["scaling.factor"]  # its older name
+    if "sliding_attention" in rope:
+        known["freq_base_swa"] = [rope["sliding_attention"]["rope_theta"]]
     if not by_layer:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         known["dimension_count"] = [round(size * rope.get("partial_rotary_factor", 1))]

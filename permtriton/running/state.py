@@ -1,18 +1,18 @@
 """Files that store the state of a long stage, so that an interrupted run continues where it was."""
 
-import glob
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from permtriton.errors import OutputError
+from permtriton.errors import ModelError, OutputError, VerificationError
 from permtriton.kernels.packing import pack, packed_shapes, unpack_reference
 from permtriton.running import ranks
 from permtriton.util.durable import replace_file
@@ -34,6 +34,15 @@ DIFFERS = {
         "or processor"
     ),
 }
+
+
+class State(Protocol):
+    """What a step continues from; it is made of a path and of what decides the result."""
+
+    def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None: ...
+
+    def delete(self) -> None:
+        """Removes its files, once their result is saved elsewhere."""
 
 
 class StateFile:
@@ -180,14 +189,29 @@ class StateFile:
             ) from error
 
 
-class FinishedLayers(StateFile):
-    """The layers that a step has pruned so far, each in a file of its own, ``.OUTPUT.STEP_NUMBER.safetensors``.
+def layers_beside(path: Path) -> list[Path]:
+    """Returns the files of `FinishedLayers` that are there for a path, in the order of the layers."""
+    name = re.compile(rf"{re.escape(path.stem)}_(\d+){re.escape(path.suffix)}")
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    numbers = {int(found[1]): each for each in beside if (found := name.fullmatch(each.name))}
+    return [numbers[number] for number in sorted(numbers)]
+
+
+class FinishedLayers:
+    """The layers that a step has pruned so far, each in a `StateFile` of its own, ``.OUTPUT.STEP_NUMBER.safetensors``.
 
     In one file, all of them would be written again after each.
+
+    Args:
+        path: Path of their names without the number.
+        inputs: As of `StateFile`.
     """
 
+    def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
+        self._path, self._inputs = path, inputs
+
     def _layer(self, number: int) -> StateFile:
-        return StateFile(self.path.with_name(f"{self.path.stem}_{number}{self.path.suffix}"), self._inputs)
+        return StateFile(self._path.with_name(f"{self._path.stem}_{number}{self._path.suffix}"), self._inputs)
 
     def keep(
         self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern], parts: Sequence[Any] = ()
@@ -202,10 +226,14 @@ class FinishedLayers(StateFile):
 
         Raises:
             OutputError: The file cannot be written.
+            VerificationError: A weight is not pruned, or not finite.
         """
         tensors: dict[str, Tensor] = {}
-        for name, weight in weights.items():
-            values, positions = pack(weight.T.contiguous(), patterns[name])
+        for name, weight in weights.items() if not ranks.number() else ():  # the first rank writes
+            try:
+                values, positions = pack(weight.T.contiguous(), patterns[name])
+            except ModelError as error:
+                raise VerificationError(f"{name}: {error}") from error
             tensors |= {f"{name}.values": values, f"{name}.positions": positions}
         self._layer(number).write(tensors, {"parts": json.dumps(list(parts))})
 
@@ -233,8 +261,9 @@ class FinishedLayers(StateFile):
         return state.value(texts, "parts", list[dict[str, Any]])
 
     def delete(self) -> None:
-        for path in self.path.parent.glob(f"{glob.escape(self.path.stem)}_*{self.path.suffix}"):
-            path.unlink()
+        """Removes the files, once their result is saved elsewhere."""
+        for path in layers_beside(self._path):
+            path.unlink(missing_ok=True)
 
 
 def _differences(key: str, stored: Any, present: Any) -> list[str]:

@@ -20,7 +20,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @contextmanager
 def as_torch_starts() -> Iterator[None]:
-    """Whatever the caller has set, new tensors are float32 and on the CPU unless said otherwise, and have gradients."""
+    """Whatever the caller has set, tensors are float32 and on the CPU unless said otherwise, and not for inference."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
