@@ -35,7 +35,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton.running",),
     (
         *("permtriton.methods", "permtriton.evaluation"),
-        *(f"permtriton.driver.{name}" for name in ("step", "options", "workspace", "planning", "memory", "traced", "run")),
+        *(
+            f"permtriton.driver.{name}"
+            for name in ("step", "options", "workspace", "planning", "memory", "traced", "run")
+        ),
     ),
     ("permtriton.checkpoint",),
     ("permtriton.serving", "permtriton.methods.train.keep_pattern"),
