@@ -107,8 +107,10 @@ def test_some_experts_are_visited_on_one_rank_only(folder):
 
 @pytest.mark.slow
 def test_only_the_first_rank_keeps_a_state(folder):
-    """Both ranks continued from it, see `tests.two_ranks.learned`."""
-    assert [path.name for path in (folder / "rank0").iterdir()] == ["states.learned.safetensors"]
+    """Both ranks continued from it, see `tests.two_ranks.learned` and `refitted` there."""
+    assert {path.name for path in (folder / "rank0").iterdir()} == {
+        f"states.{name}.safetensors" for name in ("learned", "refit_0", "refit_1", "tune")
+    }
     assert list((folder / "rank1").iterdir()) == []
 
 

@@ -99,9 +99,23 @@ def every_update(_folder: Path) -> dict:
     return compiled(model, zoo.tiny_ids(5, 12), **options)
 
 
-def refitted(_folder: Path) -> dict:
-    """Each rank runs both models on its sequences, and fits every other linear."""
-    return compiled(updating.tiny_model().double(), zoo.tiny_ids(9, 12), recipe="heuristic,refit", refit_iterations=4)
+def refitted(folder: Path) -> dict:
+    """Each rank runs both models on its sequences, and fits every other linear. Two ranks are interrupted after it."""
+    path = folder / "states.safetensors"
+    if ranks.count() == 1:
+        return _refitted(path)
+    try:
+        _refitted(path, Interrupting("tune", 1))
+        raise AssertionError("it was not interrupted")
+    except KeyboardInterrupt:
+        for each in path.parent.glob("states.refit_1.*"):
+            each.unlink()  # as if it had been interrupted in the last layer
+        return _refitted(path)
+
+
+def _refitted(path: Path, progress: NoProgress | None = None) -> dict:
+    options = {"recipe": "heuristic,refit,tune", "refit_iterations": 4, "tune_steps": 2}
+    return compiled(updating.tiny_model().double(), zoo.tiny_ids(9, 12), path, progress, **options)
 
 
 def onloaded(_folder: Path) -> dict:
