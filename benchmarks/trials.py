@@ -68,6 +68,12 @@ TRIALS = (
         "default with written text",
     ),
     Trial(
+        "`best` with Adafactor, and once with 12 further samples per sample in place of twice with 3",
+        "more-text-smollm2.json",
+        "best",
+        "best on more text",
+    ),
+    Trial(
         "`fast`, which is `refit` alone, in place of SparseGPT in the heuristic order",
         "real-smollm2-cpu.json",
         "heuristic + sparsegpt",
