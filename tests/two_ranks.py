@@ -101,14 +101,14 @@ def every_update(_folder: Path) -> dict:
 
 def refitted(folder: Path) -> dict:
     """Each rank runs both models on its sequences, and fits every other linear. Two ranks are interrupted after it."""
-    path = folder / "states.safetensors"
+    path = folder / "refitted.safetensors"
     if ranks.count() == 1:
         return _refitted(path)
     try:
         _refitted(path, Interrupting("tune", 1))
         raise AssertionError("it was not interrupted")
     except KeyboardInterrupt:
-        for each in path.parent.glob("states.refit_1.*"):
+        for each in folder.glob("refitted.refit_1.*"):
             each.unlink()  # as if it had been interrupted in the last layer
         return _refitted(path)
 
