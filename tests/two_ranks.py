@@ -102,15 +102,21 @@ def every_update(_folder: Path) -> dict:
 def refitted(folder: Path) -> dict:
     """Each rank runs both models on its sequences, and fits every other linear. Two ranks are interrupted after it."""
     path = folder / "refitted.safetensors"
+    _interrupt(_refitted, path, Interrupting("tune", 1))
+    for each in folder.glob("refitted.refit_1.*"):
+        each.unlink()  # as if it had been interrupted in the last layer
+    return _refitted(path)
+
+
+def _interrupt(case: Callable[..., dict], path: Path, interrupting: Interrupting) -> None:
+    """Runs a case on two ranks until it is interrupted; a single process does not begin it."""
     if ranks.count() == 1:
-        return _refitted(path)
+        return
     try:
-        _refitted(path, Interrupting("tune", 1))
-        raise AssertionError("it was not interrupted")
+        case(path, interrupting)
     except KeyboardInterrupt:
-        for each in folder.glob("refitted.refit_1.*"):
-            each.unlink()  # as if it had been interrupted in the last layer
-        return _refitted(path)
+        return
+    raise AssertionError("it was not interrupted")
 
 
 def _refitted(path: Path, progress: NoProgress | None = None) -> dict:
@@ -185,13 +191,8 @@ def _spread(sequences: int, **options: object) -> dict:
 def learned(folder: Path) -> dict:
     """Two ranks are interrupted in the second epoch, and continue from the state of the first rank."""
     path = folder / "states.safetensors"
-    if ranks.count() == 1:
-        return _learned(path)
-    try:
-        _learned(path, Interrupting("learn", 5))
-        raise AssertionError("it was not interrupted")
-    except KeyboardInterrupt:
-        return _learned(path)
+    _interrupt(_learned, path, Interrupting("learn", 5))
+    return _learned(path)
 
 
 def _learned(path: Path, progress: NoProgress | None = None) -> dict:
