@@ -324,8 +324,7 @@ def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = (), element:
     if (stage, largest) == ("evaluation", "logits"):
         lower = "what is measured (`eval_data=` with a shorter text, or `eval_data=none`)"
     narrow = ["`dtype=bfloat16`"] if element == FLOAT32 else []
-    choices = narrow.copy()
-    choices += [f"`{step.saves_memory}`" for step in steps if step.saves_memory and step.name == stage]
+    choices = [*narrow, *(f"`{step.saves_memory}`" for step in steps if step.saves_memory and step.name == stage)]
     advice = f"lower {lower}" + (f", or choose {', '.join(choices)}" if choices else "")
     # The rest of such a stage grows with the text.
     model = needs.program + needs.model - needs.held
