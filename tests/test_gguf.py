@@ -143,6 +143,22 @@ def test_rotations_that_transformers_reads(tmp_path, architecture):
     config_of(Source(str(tmp_path / FILE)))
 
 
+UNSAID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Flan-T5": ("t5", {}, {"dense_act_fn": "gelu_new", "feed_forward_proj": "gated-gelu"}),
+    "Gemma 2 9B": ("gemma2", {"block_count": 42, "attention.key_length": 8}, {"query_pre_attn_scalar": 256}),
+    "Gemma 2 27B": ("gemma2", {"block_count": 46, "attention.key_length": 8}, {"query_pre_attn_scalar": 8}),
+}
+
+
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_the_header_has_no_field_for(tmp_path, name):
+    architecture, fields, expected = UNSAID[name]
+    layers = {f"blk.{layer}.ffn_norm.weight": np.ones(32, dtype=np.float32) for layer in range(2, 46)}
+    write_gguf(tmp_path / FILE, llama(), architecture, further=layers, **fields)
+    config = config_of(Source(str(tmp_path / FILE)))
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
 def factors_of_llama_3(base: float, size: int, factor: float) -> list[float]:
     """As llama.cpp writes them, in ``rope_freqs.weight``, for LLaMA 3.1 (a factor of 8), 3.2 (32) and 3.3 (8)."""
     context, low, high, factors = 8192, 1, 4, []

@@ -20,6 +20,7 @@ FACTORS = ("rope_freqs", "rope_factors_")  # of rotations by position: tensors o
 LLAMA3 = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
+GEMMA_2_27B = 46  # layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
 
@@ -85,7 +86,23 @@ def read_gguf(path: Path) -> GgufFile:
     return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields, rotation, factors, biases)
 
 
-def check_rotation(file: GgufFile, config: Any) -> None:
+def check_config(file: GgufFile, config: Any) -> None:
+    """Completes the config that transformers read from a file, and refuses that of another model.
+
+    GGUF has no field for the activation of T5 and for the scale of Gemma 2's queries: llama.cpp takes GELU where a
+    feed-forward is gated, and knows Gemma 2 27B by its layers.
+
+    Raises:
+        ModelError: as `_check_rotation`.
+    """
+    if config.model_type == "t5" and config.is_gated_act:
+        config.feed_forward_proj, config.dense_act_fn = "gated-gelu", "gelu_new"
+    if config.model_type == "gemma2" and config.num_hidden_layers == GEMMA_2_27B:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    _check_rotation(file, config)
+
+
+def _check_rotation(file: GgufFile, config: Any) -> None:
     """Refuses a file that rotates by position in another way than the config that transformers read from it.
 
     For some architectures, transformers knows some of the fields only, and takes its defaults for the others. It does

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.kernels import autotune
-from permtriton.model.gguf_file import ANOTHER, GgufFile, check_rotation
+from permtriton.model.gguf_file import ANOTHER, GgufFile, check_config
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -319,13 +319,13 @@ def config_of(source: Source, stored: Mapping[str, StoredTensor] | None = None) 
         stored: tensors of the checkpoint, which the config must not exceed by far; None where they are not known.
 
     Raises:
-        ModelError: no such model, its config is damaged, or as `check_rotation`.
+        ModelError: no such model, its config is damaged, or as `check_config`.
     """
     _check_revision(source)
     if source.gguf is not None:
         with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
             config = AutoConfig.from_pretrained(source.location, **source.loading)
-            check_rotation(source.gguf, config)
+            check_config(source.gguf, config)
             return config
     check_folder(source)
     if source.folder is None:
