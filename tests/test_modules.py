@@ -6,6 +6,8 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -20,11 +22,10 @@ from permtriton.model.modules import (
     SparseLinear,
     check_index,
     from_norm,
-    index_dtype,
     replace_module,
 )
 from permtriton.model.norms import match_norm
-from permtriton.util.permutation import inverse
+from permtriton.util.permutation import index_dtype, inverse
 
 from . import folders, zoo
 from .kernel_inputs import TWO_FOUR, index_of
@@ -173,11 +174,24 @@ def test_compiles_as_one_graph_and_equals_eager(name, backend):
     torch.testing.assert_close(result, eager[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("channels", [1, 256, 257, 32768, 32769])
-def test_indices_take_the_fewest_bytes(channels):
+def test_a_fused_model_wider_than_a_byte_runs_under_ddp():
+    """It sends all buffers to the other ranks when it is made."""
+    model = zoo.build("llama", hidden_size=320)
+    folders.fuse(model, folders.FUSED_NORMS["llama"], folders.FUSED_GATHERS["llama"])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = DistributedDataParallel(model)
+        ids = zoo.token_ids(2, 8)
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+    finally:
+        dist.destroy_process_group()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("channels", "size"), [(1, 1), (256, 1), (257, 4), (32769, 4)])
+def test_indices_take_few_bytes(channels, size):
     gather = ChannelGather(index_of(channels))
     assert gather.index.dtype == index_dtype(channels)
-    size = {1: 1, 256: 1, 257: 2, 32768: 2, 32769: 4}[channels]
     assert gather.index.element_size() == size
     x = torch.arange(channels).float()
     assert torch.equal(gather(x), x[index_of(channels)])

@@ -153,6 +153,13 @@ def test_hashes_are_left_out_where_the_config_says_so(place, tmp_path):
     assert torch.equal(load(folder, config=config).model.norm.weight, changed)
 
 
+def test_an_index_of_an_earlier_version_is_taken(place, tmp_path):
+    saved = place("llama", "saved", fused=True)
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    folders.rewrite(folder, lambda stored: stored.update({GATHER: stored[GATHER].short()}))
+    assert folders.differing(folders.state(load(folder)), folders.state(load(saved))) == []
+
+
 # -- or not at all -------------------------------------------------------------------------------------------------
 
 

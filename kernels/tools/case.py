@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.launch import Config
+from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 
 BLOCK = 64
@@ -94,7 +95,7 @@ class Random:
 
     def stored_order(self, channels: int, in_blocks: bool) -> Tensor:
         """Returns a permutation in the dtype in which modules store it."""
-        return self.order(channels, in_blocks).to(torch.int16 if channels <= 1 << 15 else torch.int32)
+        return self.order(channels, in_blocks).to(index_dtype(channels))
 
     def two_of_four(self, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
         """Returns a 2:4 weight."""

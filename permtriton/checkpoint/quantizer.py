@@ -310,13 +310,18 @@ class PermTritonQuantizer(HfQuantizer):
             self._refuse_missing(model, set(expected) - targets)
 
     def _check_loaded(self, model: Any) -> None:
-        """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions."""
+        """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions.
+
+        Folders of earlier versions hold an index as int16.
+        """
         state = model.state_dict(keep_vars=True)
         loaded = {name for name in self._shapes if getattr(state[name], "_is_hf_initialized", False)}
         self._refuse_missing(model, set(self._shapes) - loaded)
         for name, shape in self._shapes.items():
             if tuple(state[name].shape) not in self._allowed(model, name):
                 raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
+            if name.endswith(".index") and state[name].dtype == torch.int16:
+                state[name].data = state[name].data.to(self._dtypes[name])
             if not state[name].is_floating_point() and state[name].dtype != self._dtypes[name]:
                 raise ModelError(f"{name} is stored as {state[name].dtype}, expected {self._dtypes[name]}")
             state[name].data = state[name].data.view(shape)

@@ -16,9 +16,9 @@ from permtriton.model.modules import (
     GatheredLinear,
     SparseLinear,
     from_norm,
-    index_dtype,
     replace_module,
 )
+from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 
 

@@ -1,7 +1,7 @@
 """The modules that run permuted and N:M weights: ordinary ``nn.Module``s with state dicts.
 
-An index is a buffer in the smallest of uint8, int16 and int32 that holds its entries; its convention is that of
-`permtriton.util.permutation`. The operators convert it, because torch takes a uint8 index for a mask.
+An index is a buffer of uint8 or int32 (`index_dtype`); its convention is that of `permtriton.util.permutation`. The
+operators convert it, because torch takes a uint8 index for a mask.
 """
 
 from collections.abc import Callable
@@ -17,16 +17,8 @@ from permtriton.kernels.norm_permute import NormVariant, norm_permute
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import INDEX_DTYPES, permute
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.util.permutation import compose, is_permutation
+from permtriton.util.permutation import compose, index_dtype, is_permutation
 from permtriton.util.sparsity import NMPattern
-
-
-def index_dtype(channels: int) -> torch.dtype:
-    """Returns the smallest of uint8, int16 and int32 that holds ``channels - 1``."""
-    for dtype in (torch.uint8, torch.int16):
-        if channels - 1 <= torch.iinfo(dtype).max:
-            return dtype
-    return torch.int32
 
 
 def check_index(index: Tensor, channels: int, name: str) -> None:

@@ -12,7 +12,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from permtriton.checkpoint.quantization_config import METHOD
 from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import add_norm_permute, norm_permute
-from permtriton.model.modules import check_index, index_dtype
+from permtriton.model.modules import check_index
+from permtriton.util.permutation import index_dtype
 
 
 class PermutedRMSNorm(RMSNorm):

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.errors import ModelError
-from permtriton.model.modules import check_index, index_dtype
+from permtriton.model.modules import check_index
+from permtriton.util.permutation import index_dtype
 
 
 class Order(nn.Module):

@@ -26,6 +26,11 @@ def compose(first: Tensor, second: Tensor) -> Tensor:
     return first[second]
 
 
+def index_dtype(channels: int) -> torch.dtype:
+    """Returns the dtype in which an index of so many channels is stored: DDP, which sends buffers, has no int16."""
+    return torch.uint8 if channels <= 1 << 8 else torch.int32
+
+
 def is_permutation(index: Tensor) -> bool:
     """Whether ``index``, int64 ``[C]``, holds each of 0 to C-1 exactly once."""
     expected = torch.arange(index.numel(), device=index.device)

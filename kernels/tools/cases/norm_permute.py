@@ -24,6 +24,7 @@ from permtriton.kernels.norm_permute import (
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import Arguments, Case, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
+from permtriton.util.permutation import index_dtype
 
 EPS = 1e-5
 
@@ -116,12 +117,12 @@ def builds() -> Iterator[Build]:
 
     def run(launcher: Callable[..., object], x_copies: int, kind: str, dtype: torch.dtype, channels: int) -> object:
         x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
-        index = torch.empty(channels, dtype=torch.int16 if channels <= LONGEST else torch.int32)
+        index = torch.empty(channels, dtype=index_dtype(channels))
         return launcher(*[x] * x_copies, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
 
     def add(dtype: torch.dtype, channels: int) -> object:
         x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
-        return add_norm_permute_triton(x, x, vector, torch.empty(channels, dtype=torch.int16), 0.0)
+        return add_norm_permute_triton(x, x, vector, torch.empty(channels, dtype=index_dtype(channels)), 0.0)
 
     for dtype in (torch.bfloat16, torch.float32):
         yield from builds_of(f"of a sum {name_of(dtype)} x 4096", partial(add, dtype, 4096), "norm_permute", CONFIGS)

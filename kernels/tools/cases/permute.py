@@ -16,6 +16,7 @@ from permtriton.kernels.permute import (
 )
 from permtriton.kernels.tools.builds import Build, builds_of
 from permtriton.kernels.tools.case import Arguments, Case, Random, unequal
+from permtriton.util.permutation import index_dtype
 
 
 def cases(
@@ -41,13 +42,13 @@ def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.dev
 def builds() -> Iterator[Build]:
     """Yields the kernels for values of each size and rows of each kind."""
 
-    def gather(size: int, channels: int, index_dtype: torch.dtype) -> object:
+    def gather(size: int, channels: int) -> object:
         x = torch.empty(PACKED_ROWS, channels, dtype=WORDS[size])
-        return gather_rows(x, torch.empty(channels, dtype=index_dtype))
+        return gather_rows(x, torch.empty(channels, dtype=index_dtype(channels)))
 
     for size, channels in (
         (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (8, STAGED // 2), (2, STAGED // 2 - 1), (4, 4095),
     ):  # fmt: skip
-        call = partial(gather, size, channels, torch.int16)
+        call = partial(gather, size, channels)
         yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
-    yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED, torch.int32))
+    yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED))

@@ -16,6 +16,7 @@ from permtriton.kernels.sparse_linear import ROUTE_CONFIGS, sparse_linear
 from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
+from permtriton.util.permutation import index_dtype
 
 
 def cases(
@@ -77,7 +78,7 @@ def builds() -> Iterator[Build]:
     def product_of(tokens: int, dtype: torch.dtype) -> object:
         values = torch.empty(rows, channels // 2, dtype=dtype)
         positions = torch.empty(rows, channels // 8, dtype=torch.uint8)
-        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=torch.int16)
+        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=index_dtype(channels))
         x = torch.empty(tokens, channels, dtype=dtype)
         return kernels.sparse_linear_triton(x, values, positions, bias, index, channels, PATTERN)
 
