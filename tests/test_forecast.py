@@ -239,9 +239,12 @@ def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
     assert set(seen) == {desk.out.resolve().parent}
 
 
-def test_a_token_runs_the_experts_that_it_is_sent_to():
-    """Two of five, unless calibration has it run all of them."""
+@pytest.mark.parametrize("name", ["num_experts_per_tok", "top_k_experts"])
+def test_a_token_runs_the_experts_that_it_is_sent_to(name):
+    """Two of five, unless calibration has it run all of them; Gemma 4 calls their number by another name."""
     model, gpu, needs = zoo.build("qwen3_moe"), memory.Devices("cuda", 1, 1), memory.Needs(0, 0, 0, {})
+    model.config.num_experts_per_tok = 0
+    setattr(model.config, name, 2)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     every = sum(p.numel() for p in model.parameters())
     with unstacked_experts(model):

@@ -10,6 +10,7 @@ from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 import permtriton
+from benchmarks.architectures import tiny
 from permtriton import config_from
 from permtriton.data import generated
 from permtriton.data.generated import beginnings, first_token, generated_text, texts_at_once, written
@@ -409,6 +410,16 @@ def test_time_and_memory_of_writing():
     assert of("mask")[1].keys() == of("mask", generated=0)[1].keys()
     assert forecast.measure(start(recipe="mask,distill", generated=9)).token > 0
     assert forecast.measure(start(recipe="mask", generated=9)).token == 0
+
+
+@pytest.mark.slow
+def test_memory_of_latents_that_keys_and_values_follow_from():
+    model, ids = tiny.build("MiniCPM3ForCausalLM"), zoo.tiny_ids(6, 12)
+    planned = zoo.start(model, config_from({"recipe": "mask,distill", "generated": 9}), Samples.of(ids))
+    needs = memory.estimate(planned, memory.Devices.of(torch.device("cpu"))).stages["generation"]
+    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    cached = sum(each.nbytes for layer in layers for each in (layer.keys, layer.values))
+    assert needs["keys and values"] == cached // len(ids) * texts_at_once(12)
 
 
 def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):

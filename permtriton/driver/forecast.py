@@ -49,6 +49,7 @@ FASTER, SLOWER = 0.6, 2.0  # ends of the range
 # copies from host memory, work that stays there, and reads of its own memory.
 PRODUCTS, LINK, HOST, MEMORY = 40e12, 20e9, 10e9, 2e12  # operations per second; the others are bytes per second
 ASSUMED = "if a GPU does 40 TFLOP/s and reads 20 GB/s from host memory: assumed, not measured"
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # what configs call their number
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
 
 
@@ -226,7 +227,8 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     facts = start.facts
     weights = facts.model / facts.element
     if not start.config.calibration.calibrate_all_experts:
-        sent = getattr(start.model.config.get_text_config(), "num_experts_per_tok", None)
+        text = start.model.config.get_text_config()
+        sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
         experts = [module for module in start.model.modules() if isinstance(module, RoutedExperts)]
         idle = (sum(p.numel() for p in each.parameters()) * (1 - (sent or len(each)) / len(each)) for each in experts)
         weights -= sum(idle)

@@ -288,6 +288,8 @@ def _generation(model: PreTrainedModel, facts: Facts) -> dict[str, int]:
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     size = int(getattr(text, "head_dim", None) or facts.hidden // heads)
     cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
+    if latent := getattr(text, "kv_lora_rank", None):  # from which DeepSeek computes them
+        cached = latent + text.qk_rope_head_dim
     return {
         "keys and values": texts * facts.longest * facts.layers * cached * facts.element,
         "logits": texts * facts.vocabulary * 4 * 2 * FLOAT32,  # and, in float64, their logarithms, powers and sums
