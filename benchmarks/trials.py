@@ -70,8 +70,8 @@ TRIALS = (
     Trial(
         "`best` with Adafactor, and once with 12 further samples per sample in place of twice with 3",
         "more-text-smollm2.json",
+        "best on less text",
         "best",
-        "best on more text",
     ),
     Trial(
         "`fast`, which is `refit` alone, in place of SparseGPT in the heuristic order",

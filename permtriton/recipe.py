@@ -63,7 +63,7 @@ RECIPES: dict[str, Recipe] = {
             Heuristic(),
             Refit(),
             Tune(),
-            Distill(epochs=2, batch_size=1, learning_rate=1e-3, further=3),
+            Distill(epochs=1, batch_size=1, learning_rate=1e-3, further=12, optimizer="adafactor"),
         ),
         "the default, then all kept weights trained, on more of the text and on what the model writes: several times "
         "its time",

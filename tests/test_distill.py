@@ -244,8 +244,10 @@ def test_a_model_without_a_head_takes_cosine():
     assert pruned.loss() < before
 
 
-@pytest.mark.parametrize(("spare", "expected"), [(9, 8), (5, 5), (0, 0)])
-def test_it_reads_further_samples_of_the_text_as_far_as_there_are_any(trained_on, spare, expected):
+@pytest.mark.parametrize(("spare", "expected", "epochs"), [(9, 8, 1), (5, 5, 1), (2, 2, 2), (0, 0, 3)])
+def test_it_reads_further_samples_of_the_text_and_all_more_often_where_these_are_few(
+    trained_on, spare, expected, epochs
+):
     """All that it trains on and holds out; it holds out a tenth, which no step sees."""
     ids = zoo.tiny_ids(4 + spare, 12)
     samples = Samples({"input_ids": ids[:4]}, spare=Samples.of(ids[4:]) if spare else None)
@@ -254,8 +256,8 @@ def test_it_reads_further_samples_of_the_text_as_far_as_there_are_any(trained_on
     report = compile_model(tiny_model(), None, config, ids=samples).report
     assert [step["samples"] for step in report["steps"]] == [4, 4 + expected]
     rows = torch.cat(trained_on)
-    assert len(rows) == 4 + expected - 1, "one of up to 19 is held out"
-    assert len(rows.unique(dim=0)) == len(rows)
+    trained = 4 + expected - 1  # one of up to 19 is held out
+    assert rows.unique(dim=0, return_counts=True)[1].tolist() == [epochs] * trained
     assert all((ids[: 4 + expected] == row).all(1).any() for row in rows)
     start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
     assert start.facts.read_by(config.steps[-1]).sequences == 4 + expected

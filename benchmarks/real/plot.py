@@ -52,10 +52,9 @@ def points(report: Mapping[str, Any]) -> tuple[float, list[Point]]:
             rows.setdefault(row["name"], []).append(row)
     found = []
     for name in SHOWN:
-        if of := rows.get(name):
-            values = [row["evaluation"]["perplexity"] for row in of]
-            seconds = fmean(row["pruning"]["cpu_seconds"] for row in of if "pruning" in row)
-            found.append(Point(name, seconds, fmean(values), min(values), max(values)))
+        if costs := [row["pruning"]["cpu_seconds"] for row in rows.get(name, []) if "pruning" in row]:
+            values = [row["evaluation"]["perplexity"] for row in rows[name]]
+            found.append(Point(name, fmean(costs), fmean(values), min(values), max(values)))
     return rows[DENSE][0]["evaluation"]["perplexity"], sorted(found, key=lambda point: point.seconds)
 
 

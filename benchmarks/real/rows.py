@@ -31,10 +31,9 @@ OURS = {
     "default without residual targets": "--recipe default --refit-residual-targets 0",
     "default with written text": "--recipe default --generated 64",  # two sequences per sample
     "best": "--recipe best",
-    "best by Adafactor": "--recipe best --distill-optimizer adafactor",
-    "best on new text": "--recipe best --generated 0 --distill-optimizer adafactor --distill-further 12 "
-    "--distill-epochs 1",
-    "best on more text": "--recipe best --distill-optimizer adafactor --distill-further 12 --distill-epochs 1",
+    "best on less text": "--recipe best --distill-optimizer adam --distill-further 3 --distill-epochs 2",
+    "best by Adafactor on less text": "--recipe best --distill-further 3 --distill-epochs 2",
+    "best on new text": "--recipe best --generated 0",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",

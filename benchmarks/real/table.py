@@ -111,9 +111,11 @@ def _numbers(found: Sequence[Mapping[str, Any]], mean: float, loss: float) -> st
     values = [row["evaluation"]["perplexity"] for row in found]
     spread = f" ± {stdev(values):.2f}" if len(values) > 1 else ""
     kl = fmean(row["evaluation"]["kl"] for row in found)
-    costs = [row["pruning"] for row in found if "pruning" in row]
-    seconds, peak = fmean(each["cpu_seconds"] for each in costs), max(each["peak_bytes"] for each in costs) / 2**30
-    return f"{len(values)} | {mean:.2f}{spread} | {loss:.2f} | {kl:.3f} | {seconds:.0f} | {peak:.1f} GiB"
+    cost = " | "
+    if costs := [row["pruning"] for row in found if "pruning" in row]:  # not of a row that was interrupted
+        peak = max(each["peak_bytes"] for each in costs) / 2**30
+        cost = f"{fmean(each['cpu_seconds'] for each in costs):.0f} | {peak:.1f} GiB"
+    return f"{len(values)} | {mean:.2f}{spread} | {loss:.2f} | {kl:.3f} | {cost}"
 
 
 def _measures(report: Mapping[str, Any], windows: int) -> str:

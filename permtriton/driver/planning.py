@@ -99,6 +99,7 @@ class Planned:
             kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items())
             / sum(weights.values()),
             sequences=len(samples),
+            calibration=len(samples),
             tokens=samples.tokens,
             longest=samples.longest,
             positions=samples.positions,

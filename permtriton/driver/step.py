@@ -51,7 +51,8 @@ class Facts:
         forward: bytes of the activations of a pass without gradients and logits.
         spaces: number of units of each channel space that may move.
         kept: share of the weights that are kept.
-        sequences: number of calibration samples.
+        sequences: number of samples that a step reads.
+        calibration: number of calibration samples.
         generated: number of sequences that the dense model writes beside them, for the steps that read such text.
         spare: number of further samples of the same text, for the steps that read such.
         vectors: values of all parameters that are vectors, and rows of the pruned linears.
@@ -82,6 +83,7 @@ class Facts:
     spaces: tuple[int, ...]
     kept: float
     sequences: int
+    calibration: int
     tokens: int
     longest: int
     positions: int

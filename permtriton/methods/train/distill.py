@@ -43,7 +43,8 @@ class Distill(Training):
     def seconds(self, facts: Facts, speed: Speed) -> float:
         # Where layers come one by one, each pass copies weights there twice, and a step what the optimizer keeps, there
         # and back.
-        steps = self.epochs * ceil(facts.sequences / self.batch_size)
+        epochs = self.over(facts.calibration, facts.sequences).epochs
+        steps = epochs * ceil(facts.sequences / self.batch_size)
         passes = ceil(self.batch_size / facts.micro_batch_size)
         beside = facts.pruned + 2 * self.optimizer_bytes(facts.pruned, facts)
         return super().seconds(facts, speed) + steps * (2 * passes + 1 + beside / facts.model) * speed.copy
@@ -56,10 +57,11 @@ class Distill(Training):
         from permtriton.methods.train.distillation import distill
         from permtriton.running.state import StateFile
 
-        state = run.state(StateFile, self.name)
+        samples, state = run.read_by(self), run.state(StateFile, self.name)
+        options = self.over(len(run.samples), len(samples))
         with run.running() as model:
             trained = distill(
-                model, run.plan, run.read_by(self), run.objective(self), self, run.working_config, run.progress, state,
+                model, run.plan, samples, run.objective(self), options, run.working_config, run.progress, state,
                 store=run.store,
             )  # fmt: skip
         return Outcome("round", **trained.report("round"))

@@ -39,14 +39,14 @@ class Reconstruct(LayerTraining):
         from permtriton.methods.train.reconstruction import reconstruct
         from permtriton.running.state import StateFile
 
-        state = run.state(StateFile, self.name)
+        samples, state = run.read_by(self), run.state(StateFile, self.name)
         with run.running() as model:
             reconstructed = reconstruct(
                 model,
                 run.plan,
                 run.dense_weights,
-                run.read_by(self),
-                self,
+                samples,
+                self.over(len(run.samples), len(samples)),
                 run.config,
                 run.progress,
                 state,

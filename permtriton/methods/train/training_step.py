@@ -1,7 +1,7 @@
 """What the steps that train have in common, see `permtriton.methods.train.trainer`."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from permtriton.config import OptimizerKind
 from permtriton.driver.step import FLOAT32, GENERATED, Facts, Speed, Stage, Step
@@ -65,7 +65,8 @@ class Training(TrainingStep):
     generated: bool = option(True, GENERATED)
     further: int = option(
         0,
-        "Further samples of the calibration text to train on, per sample of --samples; fewer where it has no more.",
+        "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, all samples "
+        "are read more often.",
         maximum=MOST_FURTHER,
     )
 
@@ -78,8 +79,17 @@ class Training(TrainingStep):
         moments = 2 * FLOAT32 if self.optimizer == "adam" else 0
         return weights * (moments + (HALF if facts.element < FLOAT32 else 0))
 
+    def over(self, calibration: int, read: int) -> Self:
+        """Returns the options with more epochs where the text has too few further samples.
+
+        Args:
+            calibration: number of calibration samples.
+            read: number of all samples that it reads: those, further ones, and what the dense model wrote.
+        """
+        return replace(self, epochs=max(self.epochs, round(self.epochs * (1 + self.further) * calibration / read)))
+
     def seconds(self, facts: Facts, speed: Speed) -> float:
-        return self.epochs * speed.both
+        return self.over(facts.calibration, facts.sequences).epochs * speed.both
 
 
 @dataclass(frozen=True)
