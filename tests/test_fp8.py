@@ -10,7 +10,17 @@ import pytest
 import torch
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertForQuestionAnswering,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+)
 
 import permtriton
 from permtriton import demo
@@ -27,6 +37,7 @@ from .desk import RUNNER
 from .folders import LAST_UP, WEIGHTS
 
 FLOAT8 = torch.float8_e4m3fn
+OUTSIDE_LAYERS = r"re:(?!(.*\.)?(layers\.\d+\.))"
 
 
 def saved(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Path:
@@ -85,7 +96,7 @@ def test_only_linears_beside_pruned_ones_change(source, written):
     rest = before.keys() - linears
     assert folders.differing({name: before[name] for name in rest}, {name: after[name] for name in rest}) == []
     config = json.loads((written / "config.json").read_text())["quantization_config"]
-    assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head"])
+    assert (config["quant_method"], config["ignore"]) == ("compressed-tensors", ["lm_head", OUTSIDE_LAYERS])
 
 
 def test_the_record_says_what_it_costs(written):
@@ -111,6 +122,39 @@ def test_an_encoder_with_a_head_is_written_and_measured(tmp_path):
     )
     assert measured != exact
     assert measured == pytest.approx(exact, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("kind", "others", "part"),
+    [
+        (BertForSequenceClassification, (BertModel, BertForQuestionAnswering, BertForMaskedLM), "encoder.layer"),
+        (BertForSequenceClassification, (BertModel, BertForQuestionAnswering), "intermediate"),
+        (BertForSequenceClassification, (BertModel,), "pooler"),
+        (BertModel, (BertForSequenceClassification,), "intermediate"),
+        (LlamaForCausalLM, (LlamaModel, LlamaForSequenceClassification), "layers"),
+        (LlamaForCausalLM, (LlamaModel,), "mlp"),
+        (LlamaModel, (LlamaForCausalLM,), "self_attn"),
+    ],
+)
+def test_other_classes_compute_the_same_hidden_states(tmp_path, kind, others, part):
+    """They name what they share otherwise, and have heads of their own, whose linears are not quantized."""
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**zoo.SIZES)).eval()
+    zoo.randomize(model)
+    folders.prune(model)
+    folders.save(model, tmp_path / "saved")
+
+    def only(record):
+        record["pruned_weights"] = {name: dim for name, dim in record["pruned_weights"].items() if part in name}
+
+    folders.edit_json(tmp_path / "saved" / "permtriton.json", only)
+    export(tmp_path / "saved", tmp_path / "fp8", "fp8")
+    found = []
+    for each in (kind, *others):
+        model = each.from_pretrained(tmp_path / "fp8")
+        assert all(output.isfinite().all() for output in zoo.outputs(model, zoo.token_ids()))
+        found.append(zoo.outputs(model.base_model, zoo.token_ids()))  # decompressed by the call before
+    assert all(torch.equal(a, b) for each in found for a, b in zip(found[0], each, strict=False))
 
 
 @pytest.mark.slow
@@ -153,9 +197,8 @@ def test_linears_elsewhere_stay_and_are_listed(tmp_path):
         n for n in stored if n[-11:] == "proj.weight" and "mlp" in n
     }
     ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert ignored == sorted(
-        ["lm_head", *(f"model.layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo")]
-    )
+    stay = [f"layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"]
+    assert ignored == [*sorted(["lm_head", *stay, *(f"model.{name}" for name in stay)]), OUTSIDE_LAYERS]
 
 
 def test_a_packed_folder_gives_the_same(source, written, tmp_path):

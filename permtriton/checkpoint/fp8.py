@@ -10,7 +10,7 @@ A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Fp8(Storing):
         self.quantized = {name: new for name, new in weights.items() if _place(name) in places}
         left = linears.keys() - {name.removesuffix(".weight") for name in self.quantized.values()}
         stored = {name.removesuffix(".weight") for name, new in weights.items() if new.removesuffix(".weight") in left}
-        self._left = sorted(left | stored)
+        self._ignored = self._not_quantized(left | stored)
         self._further_zeros = 0
 
     @property
@@ -91,7 +91,7 @@ class Fp8(Storing):
             config_groups={"group_0": _scheme()},
             format=LAYOUT,
             quantization_status="compressed",
-            ignore=self._left,
+            ignore=self._ignored,
         )
         entries: dict[str, Any] = config.model_dump(mode="json")
         return entries
@@ -148,6 +148,23 @@ class Fp8(Storing):
         del model, dense
         release_memory()
         return {**entries, "reloaded": "same weights", "loss": loss}
+
+    def _not_quantized(self, left: Set[str]) -> list[str]:
+        """Returns what is to be ignored in 8 bits: names, and a pattern of all that is where nothing is quantized.
+
+        Both hold in other classes with the same base model, too, whose heads have other linears, and where names have
+        the prefix of the base model or not. Patterns of what *is* quantized would need the names that vLLM gives to
+        linears that it joins; the lists of layers keep their names there.
+
+        Args:
+            left: names of the linears that stay as they are.
+        """
+        inner = f"{self._model.base_model_prefix}.".lstrip(".")
+        names = {name.removesuffix(".weight") for pair in self.quantized.items() for name in pair}
+        places = "|".join(sorted({_numbered(name) or f"{re.escape(name.removeprefix(inner))}$" for name in names}))
+        elsewhere = rf"(?!(.*\.)?({places}))"
+        bare = {name.removeprefix(inner) for name in left if not re.match(elsewhere, name)}
+        return [*sorted(left | bare | {inner + name for name in bare}), f"re:{elsewhere}"]
 
     def _loss(self, model: Any, dense: Any, written: Path, progress: Progress) -> dict[str, Any]:
         try:
@@ -213,3 +230,9 @@ def _compressor() -> Any:
 def _place(weight: str) -> str:
     """Returns the module that a linear is in, without the number of its layer."""
     return re.sub(r"\.\d+(?=\.)", ".*", weight.rpartition(".")[0].rpartition(".")[0] + ".")
+
+
+def _numbered(linear: str) -> str:
+    """Returns a pattern for the outermost numbered list that a linear is in, such as the layers; empty for none."""
+    found = re.match(r"(?:.*?\.)?([^.]+)\.\d+\.", linear)
+    return rf"{re.escape(found[1])}\.\d+\." if found else ""
