@@ -129,7 +129,8 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
         f"training in `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
         "model writes); "
         f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
-        "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder."
+        "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder; "
+        "they are left out where it ran in parts."
     )
 
 
