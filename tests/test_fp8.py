@@ -37,7 +37,7 @@ from .desk import RUNNER
 from .folders import LAST_UP, WEIGHTS
 
 FLOAT8 = torch.float8_e4m3fn
-OUTSIDE_LAYERS = r"re:(?!(.*\.)?(layers\.\d+\.))"
+OUTSIDE_LAYERS = r"re:(?!$|(.*\.)?(layers\.\d+\.))"
 
 
 def saved(folder: Path, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Path:

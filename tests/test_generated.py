@@ -453,12 +453,6 @@ def test_options_without_an_effect():
     with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=heuristic,sparsegpt`, none of"):
         check_given(["generated"], fast)
     assert (fast.generated, fast.writes) == (0, 0)
-    more = config_from({"recipe": "mask,distill", "calibration": "none", "generated": 3, "distill_further": 2})
-    with pytest.raises(ConfigError, match=r"`distill_further=` has no effect with `calibration=none`, where no text"):
-        check_given(["distill_further"], more)
-    more = config_from({"recipe": "mask,distill", "one_document": True, "distill_further": 2})
-    with pytest.raises(ConfigError, match=r"`distill_further=` has no effect with `one_document=true`, which draws no"):
-        check_given(["distill_further"], more)
     alone = config_from({"recipe": "heuristic,sparsegpt", "calibration": "none", "generated": 3, "samples": 5})
     with pytest.raises(ConfigError, match=r"`samples=` has no effect with `calibration=none`"):
         check_given(["generated", "samples"], alone)

@@ -206,12 +206,12 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
 @pytest.mark.parametrize("recipe", ["default", "best"])
 @pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):
-    """Of the model there is a config, and no weight."""
+    """Of the model there is a config, and no weight; the text has all further samples that `best` asks for."""
     model, text = tmp_path / "model", tmp_path / "text.safetensors"
     config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": layers, "num_attention_heads": 64}
     config |= {"num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16", "max_position_embeddings": 8192}
     LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(model)
-    save_file({"input_ids": torch.zeros(128, 2048, dtype=torch.int64)}, text)
+    save_file({"input_ids": torch.zeros(13 * 128, 2048, dtype=torch.int64)}, text)
     command = ["compile", str(model), "--dry-run", "--devices", "1x80", "--calibration", str(text), "--json"]
     options = [
         "--recipe",

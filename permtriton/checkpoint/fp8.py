@@ -162,7 +162,7 @@ class Fp8(Storing):
         inner = f"{self._model.base_model_prefix}.".lstrip(".")
         names = {name.removesuffix(".weight") for pair in self.quantized.items() for name in pair}
         places = "|".join(sorted({_numbered(name) or f"{re.escape(name.removeprefix(inner))}$" for name in names}))
-        elsewhere = rf"(?!(.*\.)?({places}))"
+        elsewhere = rf"(?!$|(.*\.)?({places}))"  # vLLM has linears without a name
         bare = {name.removeprefix(inner) for name in left if not re.match(elsewhere, name)}
         return [*sorted(left | bare | {inner + name for name in bare}), f"re:{elsewhere}"]
 

@@ -37,7 +37,7 @@ IN_FILES = (
     "masks and moments", "collected gradients", "a second model",
 )  # fmt: skip
 # What stands in host memory, where layers come to a GPU one by one.
-ON_HOST = (*IN_FILES, "output gradients")
+ON_HOST = (*IN_FILES, "output gradients", "targets of later steps")
 
 
 @dataclass(frozen=True)

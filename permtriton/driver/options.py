@@ -97,9 +97,7 @@ def why_no_effect(option: Option, config: CompileConfig) -> str:
         return f"{recipe}, which chooses its own mask: leave it out"
     if option.name == "generated" and not config.alone and not any(step.reads_generated for step in config.steps):
         return f"{recipe}, none of whose steps reads such text: leave it out"
-    if option.field == "further" and config.calibration.one_document:
-        return "`one_document=true`, which draws no further samples: leave one of them out"
-    if (option.name in OF_TEXT or option.field == "further") and config.alone:
+    if option.name in OF_TEXT and config.alone:
         return f"`calibration={WRITTEN}`, where no text is read: leave it out"
     if option.name == "samples" and config.alone:
         return f"`calibration={WRITTEN}`, where all sequences are written: leave it out, and set `generated=`"

@@ -55,7 +55,9 @@ class TrainingStep(Step):
 class Training(TrainingStep):
     """Options of training kept weights."""
 
-    epochs: int = option(20, "Passes over all samples that it reads.", minimum=1)
+    epochs: int = option(
+        20, "Passes over all samples that it reads; more where there are fewer further ones than asked for.", minimum=1
+    )
     learning_rate: float = option(5e-3, RATE, positive=True)
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
     optimizer: Literal[OptimizerKind] = option(
@@ -65,8 +67,8 @@ class Training(TrainingStep):
     generated: bool = option(True, GENERATED)
     further: int = option(
         0,
-        "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, all samples "
-        "are read more often.",
+        "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, or none may "
+        "be drawn, all samples are read more often.",
         maximum=MOST_FURTHER,
     )
 
