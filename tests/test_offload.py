@@ -24,7 +24,9 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.measure.statistics import site_statistics
+from permtriton.model.forward import last_hidden_state
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 from permtriton.passes.plan import named_layers
@@ -165,6 +167,15 @@ def test_a_file_that_cannot_be_made_is_one_line_and_no_killed_process(code, advi
 def test_a_disk_that_is_too_small_is_refused(offload):
     with pytest.raises(OutputError, match="this compilation writes"):
         check_disk({"the model": 1 << 60}, offload.folder)
+
+
+def test_targets_are_in_files_in_any_order(offload):
+    model, order = zoo.build("llama"), torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    objective = dense_objective(model, "kl", SAMPLES, 4, offload)
+    assert torch.equal(objective.target, last_hidden_state(model, SAMPLES))
+    reordered = objective.reordered(order, offload)
+    assert torch.equal(reordered.target, objective.target[..., order])
+    assert all(offload.moved(each.target) is each.target for each in (objective, reordered))
 
 
 def test_released_pages_come_back_as_they_were(offload):

@@ -217,7 +217,7 @@ class Run:
         self._dense_order = self._dense_order or promised
         self.retained = retained
         order = self.plan.hidden_order({**self.unmoved(), **indices})
-        self._objectives = {key: objective.reordered(order) for key, objective in self._objectives.items()}
+        self._objectives = {key: objective.reordered(order, self.store) for key, objective in self._objectives.items()}
         self._promise, self.rows = None, None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
@@ -258,7 +258,7 @@ class Run:
         if key not in self._objectives:
             with self.running() as model:
                 objective = dense_objective(
-                    model, objective_kind(step.objective, self.model), self.read_by(step), self.batch
+                    model, objective_kind(step.objective, self.model), self.read_by(step), self.batch, self.store
                 )
             self._objectives[key] = objective.on(self.model)
         return self._objectives[key]

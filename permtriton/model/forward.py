@@ -15,6 +15,7 @@ from permtriton.model.core import core_of, takes_decoder_ids
 from permtriton.model.seq2seq import arguments_of
 from permtriton.running import ranks
 from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
+from permtriton.running.store import MEMORY, Store
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
 
@@ -120,8 +121,8 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
 
 
 @torch.no_grad()
-def hidden_states(model: PreTrainedModel, samples: Samples, batch: int) -> Tensor:
-    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]`` on the CPU."""
+def hidden_states(model: PreTrainedModel, samples: Samples, batch: int, store: Store = MEMORY) -> Tensor:
+    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]``, in a store."""
     own = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
@@ -129,7 +130,7 @@ def hidden_states(model: PreTrainedModel, samples: Samples, batch: int) -> Tenso
         for rows in ranks.parts(torch.arange(len(samples)), size):
             hidden = last_hidden_state(model, samples[rows])
             if not states.numel():
-                states = torch.empty((own.numel(), *hidden.shape[1:]), dtype=hidden.dtype)
+                states = store.empty((own.numel(), *hidden.shape[1:]), dtype=hidden.dtype)
             states[rows - own[0]] = hidden.cpu()
         return states
 

@@ -31,6 +31,7 @@ from permtriton.model.forward import (
     without_cache,
 )
 from permtriton.running import ranks
+from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
@@ -232,13 +233,19 @@ class Objective:
         """Returns the objective with the head of ``model``, a twin of the one that it was made with."""
         return replace(self, head=self.head and self.head.on(model))
 
-    def reordered(self, order: Tensor | None) -> "Objective":
+    def reordered(self, order: Tensor | None, store: Store = MEMORY) -> "Objective":
         """Returns the objective of a model whose last hidden state has its channels in another order.
 
         Args:
             order: int64 ``[hidden]``, from the present order; None if the channels stay.
+            store: where the new target is.
         """
-        return self if order is None else replace(self, target=self.target[..., order.to(self.target.device)])
+        if order is None:
+            return self
+        target, order = store.empty(self.target.shape, dtype=self.target.dtype), order.to(self.target.device)
+        for new, present in zip(target, self.target, strict=True):
+            new.copy_(present[..., order])
+        return replace(self, target=target)
 
 
 def finite(loss: float, what: str, dtype: torch.dtype) -> float:
@@ -258,18 +265,21 @@ def finite(loss: float, what: str, dtype: torch.dtype) -> float:
     return loss
 
 
-def dense_objective(model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, batch: int) -> Objective:
+def dense_objective(
+    model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, batch: int, store: Store = MEMORY
+) -> Objective:
     """Returns the objective with the present, dense outputs of ``model`` as its target.
 
     Args:
         model: dense model; its head must not change while the objective is used.
         kind: key of `LOSSES`.
+        store: where the target is.
 
     Raises:
         ConfigError: a loss of logits, but the model has no language-model head.
     """
     head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
-    return Objective(kind, hidden_states(model, samples, batch), head)
+    return Objective(kind, hidden_states(model, samples, batch, store), head)
 
 
 def objective_kind(objective: str, model: PreTrainedModel) -> ObjectiveKind:
