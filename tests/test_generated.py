@@ -453,6 +453,8 @@ def test_options_without_an_effect():
     with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=heuristic,sparsegpt`, none of"):
         check_given(["generated"], fast)
     assert (fast.generated, fast.writes) == (0, 0)
+    for without in ({"calibration": "none", "generated": 3}, {"one_document": True}):  # further samples: see `over`
+        check_given(["distill_further"], config_from({"recipe": "mask,distill", "distill_further": 2, **without}))
     alone = config_from({"recipe": "heuristic,sparsegpt", "calibration": "none", "generated": 3, "samples": 5})
     with pytest.raises(ConfigError, match=r"`samples=` has no effect with `calibration=none`"):
         check_given(["generated", "samples"], alone)

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from permtriton import CompileConfig, config_from
 from permtriton.data.samples import Samples
+from permtriton.driver import memory
 from permtriton.driver.forecast import check_disk
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, OutputError
@@ -176,6 +177,9 @@ def test_targets_are_in_files_in_any_order(offload):
     reordered = objective.reordered(order, offload)
     assert torch.equal(reordered.target, objective.target[..., order])
     assert all(offload.moved(each.target) is each.target for each in (objective, reordered))
+    devices = memory.Devices.of(torch.device("cpu"), offloaded=True)
+    needs = memory.estimate(zoo.start(model, config_from({}, "mask,tune,distill"), SAMPLES), devices)
+    assert not [use for uses in needs.stages.values() for use in uses if "targets" in use], "none is in memory"
 
 
 def test_released_pages_come_back_as_they_were(offload):
