@@ -39,16 +39,17 @@ types: $(INSTALLED)
 # Two processes with a thread each, a file at a time, so that what a file's tests share is made once.
 # Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has processes of its own. Each process that a test
 # starts would compile the library's files anew, were they not kept.
+IN_TWO := -n 2 --dist loadfile --max-worker-restart 0
 unit slow: export PYTHONDONTWRITEBYTECODE :=
 unit slow: export OMP_NUM_THREADS := 1
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/interpreted
+	$(BIN)/python -m pytest $(IN_TWO)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) tests/interpreted
 
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "slow and not soak"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m slow tests/interpreted
+	$(BIN)/python -m pytest $(IN_TWO) --soak -m "slow and not soak"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --soak -m slow tests/interpreted
 
 # The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
 NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \
@@ -56,21 +57,21 @@ NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tes
 	tests/test_reconstruct.py tests/test_distill.py
 numeric: export OMP_NUM_THREADS := 1
 numeric: $(INSTALLED)
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "not soak" $(NUMERIC)
-	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n 2 --dist loadfile --soak -m "not soak" $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" $(NUMERIC)
+	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" $(NUMERIC)
 
 # The quick tests with the instructions of other processors, and with two threads.
 processors: $(INSTALLED)
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest -n 2 --dist loadfile
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest -n 2 --dist loadfile
-	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(IN_TWO)
+	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(IN_TWO)
+	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(IN_TWO)
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
 
 # The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
 # And every kernel is compiled with the oldest Triton that pyproject.toml admits, too.
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) $(OLDEST)/.installed slow processors
-	$(BIN)/python -m pytest -n 2 --dist loadfile --soak -m soak
+	$(BIN)/python -m pytest $(IN_TWO) --soak -m soak -o faulthandler_timeout=0
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_doctor.py -k every_kernel_compiles
 
 $(OLDEST)/.installed: pyproject.toml $(INSTALLED)

@@ -6,8 +6,6 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, Trainer
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -172,20 +170,6 @@ def test_compiles_as_one_graph_and_equals_eager(name, backend):
     with torch.no_grad():
         result = compiled(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(result, eager[0], rtol=1e-4, atol=1e-4)
-
-
-def test_a_fused_model_wider_than_a_byte_runs_under_ddp():
-    """It sends all buffers to the other ranks when it is made."""
-    model = zoo.build("llama", hidden_size=320)
-    folders.fuse(model, folders.FUSED_NORMS["llama"], folders.FUSED_GATHERS["llama"])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        wrapped = DistributedDataParallel(model)
-        ids = zoo.token_ids(2, 8)
-        wrapped(input_ids=ids, labels=ids).loss.backward()
-    finally:
-        dist.destroy_process_group()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(("channels", "size"), [(1, 1), (256, 1), (257, 4), (32769, 4)])

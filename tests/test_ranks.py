@@ -40,7 +40,7 @@ COMPILED = [
 def folder(tmp_path_factory, soak) -> Path:
     """What `tests.two_ranks` writes."""
     path = tmp_path_factory.mktemp("ranks")
-    cases = [*(COMPILED if soak else QUICK), "refused", "strided"]
+    cases = [*(COMPILED if soak else QUICK), "refused", "strided", "data_parallel"]
     command = [sys.executable, "-m", "tests.two_ranks", str(path), *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -123,6 +123,15 @@ def test_all_ranks_refuse_together(folder):
 def test_a_tensor_whose_rows_are_apart_is_sent_as_it_is_seen(folder):
     for rank in ("rank0", "rank1"):
         assert facts(folder, "strided", rank)["found"] == [[[3, 3, 0, 0]] * 3, [[1, 1, 0, 0]] * 3]
+
+
+def test_a_fused_model_wider_than_a_byte_trains_under_ddp(folder):
+    """From the weights and the orders of the first rank, since the gradients are those of one process."""
+    alone, *shared = (tensors(folder, "data_parallel", who) for who in ("alone", "rank0", "rank1"))
+    for name, gradient in alone.items():
+        assert gradient.any(), name
+        for each in shared:
+            torch.testing.assert_close(each[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("samples", [5, 6])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import permtriton
@@ -29,7 +30,7 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.running import ranks
 from permtriton.running.placement import Way
 from permtriton.util.progress import NoProgress
-from tests import updating, zoo
+from tests import folders, updating, zoo
 from tests.pretend_gpu import GPU, PretendGpu
 
 RANKS = 2
@@ -243,6 +244,22 @@ def strided(_folder: Path) -> dict:
         work(part)
         found.append(whole.tolist())
     return {"found": found}
+
+
+def data_parallel(_folder: Path) -> dict:
+    """The gradients of a fused model, whose orders take more than a byte per channel: DDP sends the first rank's.
+
+    No test process makes a DDP model: where the group of ranks ends before it, torch may wait for itself forever.
+    """
+    model, ids = zoo.build("llama", hidden_size=320), zoo.token_ids(4, 8)
+    folders.fuse(model, folders.FUSED_NORMS["llama"], folders.FUSED_GATHERS["llama"])
+    if ranks.number() == 1:
+        for buffer in model.buffers():
+            buffer.copy_(buffer.flip(0))
+    wrapped = DistributedDataParallel(model) if ranks.count() > 1 else model
+    own = ranks.own(ids)
+    wrapped(input_ids=own, labels=own).loss.backward()
+    return {"tensors": {name: parameter.grad for name, parameter in model.named_parameters()}}
 
 
 def run(folder: Path, name: str, cases: list[str]) -> None:
