@@ -504,6 +504,12 @@ def test_fsdp2_with_two_ranks(tmp_path):
     assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
 
 
+@pytest.mark.slow
+def test_fsdp2_with_two_ranks_after_a_forward_pass_alone(tmp_path):
+    """Modules then hold whole weights, before a step, too: zeros are kept, restored and saved all the same."""
+    run_two_ranks("evaluate", tmp_path)
+
+
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 

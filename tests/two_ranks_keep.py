@@ -1,9 +1,10 @@
-"""Two ranks under FSDP2, started as ``python -m tests.two_ranks_keep train FOLDER`` or ``merge FOLDER``."""
+"""Two ranks under FSDP2, started as ``python -m tests.two_ranks_keep train FOLDER``, or another of its functions."""
 
 import gc
 import os
 import sys
 import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,10 +23,16 @@ from tests.keeping import adapted
 RANKS = 2
 
 
-def divide(model: nn.Module, layers: nn.ModuleList) -> None:
+def divide(model: nn.Module, layers: Iterable[nn.Module], **options: bool) -> None:
     for layer in layers:
-        fully_shard(layer)
+        fully_shard(layer, **options)
     fully_shard(model)
+
+
+@torch.no_grad()
+def look(model: nn.Module) -> None:
+    """Evaluates a model; the modules whose weights are not divided again after a forward pass then hold whole ones."""
+    model(input_ids=zoo.tiny_ids(1, 8))
 
 
 def train(rank: int, folder: Path, call: str) -> None:
@@ -54,13 +61,41 @@ def train(rank: int, folder: Path, call: str) -> None:
         kept.save_pretrained(folder.parent / call)
 
 
+def evaluate(rank: int, folder: Path, call: str) -> None:
+    """Evaluates after every backward pass and before every call, where weights are then whole: the root's, or all."""
+    for stage in ("root", "zero2"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        zeros = {name: parameter.detach() == 0 for name, parameter in model.named_parameters()}
+        kept = permtriton.keep_pattern(model) if call == "before" else None
+        divide(model, model.model.layers if stage == "zero2" else (), reshard_after_forward=False)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        look(model)
+        kept = kept or permtriton.keep_pattern(model)
+        for step in range(2):
+            model(input_ids=zoo.tiny_ids(2, 8, seed=2 * step + rank)).logits.logsumexp(-1).square().mean().backward()
+            look(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        look(model)
+        saved = kept.save_pretrained(folder.parent / f"{call}-{stage}")
+        for parameter in model.parameters():
+            parameter.data.fill_(1)
+        look(model)
+        kept.restore()
+        values, again = model.state_dict(), AutoModelForCausalLM.from_pretrained(saved).state_dict()
+        for name in kept.patterns:
+            assert torch.equal(values[name].full_tensor() == 0, zeros[name]), name
+            assert torch.equal(again[name] == 0, zeros[name]), name
+
+
 def merge(_: int, folder: Path, call: str) -> None:
-    """Merges an adapter as `train` trains, and compares with what one process gives."""
+    """Merges an adapter after an evaluation, and compares with what one process gives; see `evaluate`."""
     whole, model = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
     kept = permtriton.keep_pattern(model) if call == "before" else None
     wrapped, other = adapted(model), adapted(whole)
     wrapped.load_state_dict(other.state_dict())
-    divide(wrapped, model.model.layers)
+    divide(wrapped, model.model.layers, reshard_after_forward=False)
+    look(wrapped)
     kept = kept or permtriton.keep_pattern(wrapped)
     merged, expected = kept.merge_and_unload(wrapped), permtriton.keep_pattern(other).merge_and_unload(other)
     assert merged.lost_by_weight == pytest.approx(expected.lost_by_weight)
@@ -72,7 +107,7 @@ def merge(_: int, folder: Path, call: str) -> None:
 def run(rank: int, work: str, folder: Path, call: str) -> None:
     store = dist.FileStore(str(folder.parent / f"store-{call}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    {"train": train, "merge": merge}[work](rank, folder, call)
+    {"train": train, "evaluate": evaluate, "merge": merge}[work](rank, folder, call)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -207,7 +207,10 @@ class KeptPattern:
 
     @torch.compiler.disable
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._began and (model := self._model()) is not None:
+        model = self._model()
+        if torch._C._current_graph_task_id() == -1:  # not in a backward pass, which may still need them whole
+            _divide_again(model)
+        if not self._began and model is not None:
             _refuse_replaced(model)  # Trainer puts Liger's norms in only when training begins
         self._began = True
         self._graded[id(optimizer)] = _places(optimizer, graded=True)
@@ -240,6 +243,7 @@ class KeptPattern:
 
     def restore(self) -> None:
         """Sets the weights that were zero to zero now, such as after a change that no optimizer made."""
+        _divide_again(self._model())
         for weight in self._weights.values():
             weight.restore()
 
@@ -279,6 +283,7 @@ class KeptPattern:
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
                     "read: keep the adapter beside the model, or train one of the layout portable"
                 )
+        _divide_again(model)
         before = {name: weight.before_merging() for name, weight in self._weights.items()}
         try:
             with reading("the adapters cannot be merged", ModelError):
@@ -324,6 +329,7 @@ class KeptPattern:
             )
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
+        _divide_again(model)
         state: dict[str, Any] | None = None
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -384,6 +390,13 @@ def _unwrapped(model: Any) -> nn.Module:
             model = model.get_base_model()
         else:
             return model
+
+
+def _divide_again(model: nn.Module | None) -> None:
+    """Has FSDP2 take back the whole weights that a forward pass without a backward one leaves in the modules."""
+    for module in () if model is None else model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _refuse_unsupported(model: nn.Module) -> None:
