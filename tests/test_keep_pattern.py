@@ -510,6 +510,11 @@ def test_fsdp2_with_two_ranks_after_a_forward_pass_alone(tmp_path):
     run_two_ranks("evaluate", tmp_path)
 
 
+@pytest.mark.slow
+def test_fsdp2_with_two_ranks_refuses_the_layout_fused(tmp_path):
+    run_two_ranks("fused", tmp_path)
+
+
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 import permtriton
-from permtriton.errors import OutputError
-from tests import zoo
+from permtriton.errors import ModelError, OutputError
+from tests import folders, zoo
 from tests.keeping import adapted
 
 RANKS = 2
@@ -88,6 +88,21 @@ def evaluate(rank: int, folder: Path, call: str) -> None:
             assert torch.equal(again[name] == 0, zeros[name]), name
 
 
+def fused(_: int, folder: Path, call: str) -> None:
+    """Is refused where it is divided: by the call, or by the first step and by what saves."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    folders.fuse(model, folders.FUSED_NORMS["llama"], [])
+    kept = permtriton.keep_pattern(model) if call == "before" else None
+    divide(model, ())
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    refused = [lambda: permtriton.keep_pattern(model)]
+    if kept:
+        refused = [optimizer.step, lambda: kept.save_pretrained(folder.parent / call)]
+    for begin in refused:
+        with pytest.raises(ModelError, match=r"0\.input_layernorm permutes channels.*divided among ranks.*portable"):
+            begin()
+
+
 def merge(_: int, folder: Path, call: str) -> None:
     """Merges an adapter after an evaluation, and compares with what one process gives; see `evaluate`."""
     whole, model = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
@@ -107,7 +122,7 @@ def merge(_: int, folder: Path, call: str) -> None:
 def run(rank: int, work: str, folder: Path, call: str) -> None:
     store = dist.FileStore(str(folder.parent / f"store-{call}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    {"train": train, "evaluate": evaluate, "merge": merge}[work](rank, folder, call)
+    {"train": train, "evaluate": evaluate, "fused": fused, "merge": merge}[work](rank, folder, call)
     dist.barrier()
     dist.destroy_process_group()
 

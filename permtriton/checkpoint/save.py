@@ -85,8 +85,6 @@ def save_trained(
     """
     sparsity = record["config"]["sparsity"]
     permuted = checkpoint_config(model, sparsity) is not None
-    if permuted and state is not None:
-        raise ModelError("a model in layout fused cannot be saved while it is divided among ranks: use portable")
     names = stored_names(model, pruned, original=not permuted)
     with replacing_folder(output, overwrite=overwrite) as partial:
         source = Source(model.name_or_path).at_commit(model.config)

@@ -58,8 +58,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         What saves the trained model, merges an adapter, or ends it.
 
     Raises:
-        ModelError: no weight is N:M, a listed one is not, the weights are packed, empty or flattened by FSDP1, or the
-            hub refuses to be asked for what is beside the weights: of a private model, ``HF_TOKEN`` has to be set.
+        ModelError: no weight is N:M, a listed one is not, the weights are packed, empty, flattened by FSDP1 or, in the
+            layout ``fused``, divided among ranks, or the hub refuses to be asked for what is beside the weights: of a
+            private model, ``HF_TOKEN`` has to be set.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -211,7 +212,7 @@ class KeptPattern:
         if torch._C._current_graph_task_id() == -1:  # not in a backward pass, which may still need them whole
             _divide_again(model)
         if not self._began and model is not None:
-            _refuse_replaced(model)  # Trainer puts Liger's norms in only when training begins
+            _refuse_changed(model)  # Trainer puts Liger's norms in only when training begins
         self._began = True
         self._graded[id(optimizer)] = _places(optimizer, graded=True)
         places = _places(optimizer)
@@ -330,6 +331,7 @@ class KeptPattern:
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
         _divide_again(model)
+        _refuse_changed(model)
         state: dict[str, Any] | None = None
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -407,7 +409,7 @@ def _refuse_unsupported(model: nn.Module) -> None:
             f"{listed(packed)}: packed weights cannot be trained: write the folder with permtriton export --format "
             "dense, and load that"
         )
-    _refuse_replaced(model)
+    _refuse_changed(model)
     if any(hasattr(module, "quantization_scheme") for module in model.modules()):
         raise ModelError(
             "weights in 8 bits cannot be trained: train the folder that they were made of, then write that one with "
@@ -417,13 +419,22 @@ def _refuse_unsupported(model: nn.Module) -> None:
         raise ModelError(f"{empty[0]} has no values, so where it is zero is not known: load the weights first")
 
 
-def _refuse_replaced(model: nn.Module) -> None:
-    """Refuses modules in whose place others were put that hide what permutes, or give weights other names."""
+def _refuse_changed(model: nn.Module) -> None:
+    """Refuses modules in whose place others were put that hide what permutes, or give weights other names.
+
+    Refused, too, are modules that permute while weights are divided among ranks: their folder could not be written.
+    """
+    divided = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             raise ModelError(
                 f"{name} is another module now, torch.compile's, which changes the names of its weights: put its "
                 "_orig_mod back, and compile that in place, with its method compile()"
+            )
+        if divided and is_permuted(module):
+            raise ModelError(
+                f"{name} permutes channels (layout fused), and such a model cannot be saved while its weights are "
+                "divided among ranks: train it undivided, or one of the layout portable"
             )
         runs = getattr(vars(module).get("forward"), "__module__", "")
         if is_permuted(module) and runs.startswith("liger_kernel"):
