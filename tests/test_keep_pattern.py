@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 import permtriton
 from permtriton.errors import ModelError, OutputError, VerificationError
@@ -513,6 +514,12 @@ def test_fsdp2_with_two_ranks_after_a_forward_pass_alone(tmp_path):
 @pytest.mark.slow
 def test_fsdp2_with_two_ranks_refuses_the_layout_fused(tmp_path):
     run_two_ranks("fused", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(DistributedConfig, "fsdp_size"), reason="this transformers divides no model by FSDP2")
+def test_a_model_that_transformers_divides_while_loading_it_is_saved_by_two_ranks(tmp_path):
+    run_two_ranks("loaded_divided", tmp_path)
 
 
 # -- saving ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import permtriton
 from permtriton.errors import ModelError, OutputError
@@ -103,6 +104,16 @@ def fused(_: int, folder: Path, call: str) -> None:
             begin()
 
 
+def loaded_divided(_: int, folder: Path, call: str) -> None:
+    """Saves a model that transformers itself divided while loading it: by FSDP2, then by tensor parallelism."""
+    divided = DistributedConfig(fsdp_size=RANKS) if call == "before" else DistributedConfig(tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=divided)
+    saved = permtriton.keep_pattern(model).save_pretrained(folder.parent / call)
+    assert model.config.distributed_config is not None
+    whole, again = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (folder, saved))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
 def merge(_: int, folder: Path, call: str) -> None:
     """Merges an adapter after an evaluation, and compares with what one process gives; see `evaluate`."""
     whole, model = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
@@ -122,7 +133,8 @@ def merge(_: int, folder: Path, call: str) -> None:
 def run(rank: int, work: str, folder: Path, call: str) -> None:
     store = dist.FileStore(str(folder.parent / f"store-{call}"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=120))
-    {"train": train, "evaluate": evaluate, "fused": fused, "merge": merge}[work](rank, folder, call)
+    works = {each.__name__: each for each in (train, evaluate, fused, loaded_divided, merge)}
+    works[work](rank, folder, call)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -119,7 +119,8 @@ def _write(
     Raises:
         ModelError: transformers cannot save the model; a full disk or memory has an error of its own.
     """
-    try:
+    ranks = vars(model.config).pop("distributed_config", None) if state is not None else None
+    try:  # without what transformers would read there, and then have all ranks gather what is whole
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -127,6 +128,9 @@ def _write(
         if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
+    finally:
+        if ranks is not None:
+            model.config.distributed_config = ranks
     if source is not None:
         _copy_beside(source, partial)
     share_mode(partial)
