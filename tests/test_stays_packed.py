@@ -197,6 +197,16 @@ def test_tensor_parallelism_is_refused(place, monkeypatch):
         load(fused)
 
 
+def test_being_divided_by_fsdp2_while_loading_is_refused(place, monkeypatch):
+    """Each rank would hold a part of tensors that are unpacked, or take another shape, when they are loaded."""
+    packed, fused = place("llama", "packed"), place("llama", "saved", fused=True)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_fsdp_size", 2, raising=False)
+    with pytest.raises(ModelError, match=r"packed checkpoints cannot be divided by FSDP2.*--format dense"):
+        load(packed)
+    with pytest.raises(ModelError, match=r"layout fused cannot be divided by FSDP2.*call fully_shard.*portable"):
+        load(fused)
+
+
 def test_adapters_and_models_may_read_the_dtype_and_the_device_of_a_packed_weight(as_on_a_gpu, place):
     peft = pytest.importorskip("peft")
     model = load(place("llama", "packed"))

@@ -180,17 +180,7 @@ class PermTritonQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._refuse_offloading(getattr(model, "hf_device_map", None))
-        if (getattr(model, "_tp_size", None) or 1) > 1:
-            if self._packed:
-                raise ModelError(
-                    "packed checkpoints cannot be divided by tensor parallelism: export the model as dense "
-                    "(permtriton export --format dense), or leave tp_plan out"
-                )
-            if self.quantization_config.gathers:
-                raise ModelError(
-                    "linears that gather their inputs cannot be divided by tensor parallelism: compile the model in "
-                    "the layout portable, or leave tp_plan out"
-                )
+        self._refuse_dividing(model)
         self._check_loaded(model)
         for name in self._packed:
             self._keep_or_unpack(model, name)
@@ -228,6 +218,29 @@ class PermTritonQuantizer(HfQuantizer):
             raise ModelError(
                 "permtriton checkpoints cannot be offloaded to disk, nor divided between CPU and GPUs, which this "
                 'device_map does: choose another, such as "cuda" or "cpu"'
+            )
+
+    def _refuse_dividing(self, model: Any) -> None:
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            if self._packed:
+                raise ModelError(
+                    "packed checkpoints cannot be divided by tensor parallelism: export the model as dense "
+                    "(permtriton export --format dense), or leave tp_plan out"
+                )
+            if self.quantization_config.gathers:
+                raise ModelError(
+                    "linears that gather their inputs cannot be divided by tensor parallelism: compile the model in "
+                    "the layout portable, or leave tp_plan out"
+                )
+        if (getattr(model, "_fsdp_size", None) or 1) > 1:
+            if self._packed:
+                raise ModelError(
+                    "packed checkpoints cannot be divided by FSDP2 while they are loaded: export the model as dense "
+                    "(permtriton export --format dense)"
+                )
+            raise ModelError(
+                "a model of the layout fused cannot be divided by FSDP2 while it is loaded: load it whole and call "
+                "fully_shard, or compile the model in the layout portable"
             )
 
     def _replace(
