@@ -125,6 +125,21 @@ def test_a_header_and_tensors_that_change_nothing(pristine, tmp_path):
     same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
 
 
+def test_experts_whose_gates_and_ups_transformers_merges(tmp_path):
+    """They are used, by another name than that of the file."""
+    model, (experts, width) = llama(), (4, 768)
+    for layer in model.model.layers:
+        layer.mlp = torch.nn.Module()
+    shapes = {
+        "ffn_gate_exps": (experts, width, 32), "ffn_up_exps": (experts, width, 32),
+        "ffn_down_exps": (experts, 32, width), "ffn_gate_inp": (experts, 32), "attn_q_norm": (8,), "attn_k_norm": (8,),
+    }  # fmt: skip
+    further = {f"blk.{i}.{name}.weight": np.ones(shape, np.float32) for i in range(2) for name, shape in shapes.items()}
+    fields = {"expert_count": experts, "expert_used_count": 2, "attention.key_length": 8}
+    write_gguf(tmp_path / FILE, model, "qwen3moe", further=further, **fields)
+    assert (load_model(Source(str(tmp_path / FILE))).model.layers[1].mlp.experts.gate_up_proj == 1).all()
+
+
 # Architecture -> how its layers rotate 8 channels a head, where transformers reads it as that.
 ROTATIONS: dict[str, dict[str, Any]] = {
     "qwen2": {"rope.freq_base": 1e6, "rope.dimension_count": 8},
@@ -246,7 +261,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "an endless array": (endless, ["it ends before"]),
     "a tensor in another's place": (elsewhere, ["blk.0.ffn_up.weight is said to begin at byte"]),
     "a part": (written(**{"split.count": 2}), ["is one of 2 parts", "llama-gguf-split --merge"]),
-    "biases": (holding("blk.1.attn_q.bias", *[0, 1] * 16), ["blk.1.attn_q.bias", "no such bias", "safetensors"]),
+    "biases": (holding("blk.1.attn_q.bias", *[0, 1] * 16), ["blk.1.attn_q.bias", "no such tensor", "safetensors"]),
+    "norms of queries": (holding("blk.0.attn_q_norm.weight", *[3] * 8), ["blk.0.attn_q_norm.weight", "no such tensor"]),
+    "scales of weights": (holding("blk.0.ffn_down.scale", 0.01), ["blk.0.ffn_down.scale", "safetensors"]),
+    "further layers": (written(block_count=1), ["blk.1.attn_k.weight", "no such tensor"]),
     "factors of positions": (holding("rope_freqs.weight", 1, 1, 2, 8), ["rope_freqs.weight", "safetensors"]),
     "another base": (written("starcoder2", **{"rope.freq_base": 1e6}), ["rope.freq_base is 1000000.0", "10000.0"]),
     "scaling": (written(**{"rope.scaling.type": "linear"}), ["llama.rope.scaling.type is linear", "safetensors"]),

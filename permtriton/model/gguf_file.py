@@ -17,6 +17,8 @@ from permtriton.util.extras import require
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
 FACTORS = ("rope_freqs", "rope_factors_")  # of rotations by position: tensors of LLaMA 3.1 and of Phi-3 with 128k
+# `_check_rotation` knows what the factors mean; T5 stores positions of the encoder's outputs, which nothing adds.
+MAY_BE_UNUSED = (*FACTORS, "dec.blk.0.cross_attn_rel_b")
 LLAMA3 = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
@@ -31,16 +33,14 @@ class GgufFile:
     Attributes:
         path: the file.
         stored: tensor name -> description; its dtype is GGUF's, such as ``Q4_1``.
-        has_tokenizer: whether it holds a tokenizer.
-        rotation: fields that say how a model rotates by position, such as ``llama.rope.freq_base`` -> value.
+        header: field, such as ``llama.rope.freq_base`` -> value; of all fields but the tokenizer's lists.
         factors: tensors by which rotations divide frequencies, where these are not all 1 -> their values.
         biases: names of the biases that are not 0.
     """
 
     path: Path
     stored: dict[str, StoredTensor]
-    has_tokenizer: bool
-    rotation: Mapping[str, Any]
+    header: Mapping[str, Any]
     factors: Mapping[str, Sequence[float]]
     biases: frozenset[str]
 
@@ -77,13 +77,17 @@ def read_gguf(path: Path) -> GgufFile:
             raise ModelError(f"{path} is one of {parts} parts: merge them with llama-gguf-split --merge")
         if not stored:
             raise ModelError(f"{path} holds no tensors: give a GGUF file with weights")
-        rotation = {name: field.contents() for name, field in file.fields.items() if ".rope." in name}
+        header = {
+            name: field.contents()
+            for name, field in file.fields.items()
+            if not (name.startswith("tokenizer.") and len(field.types) > 1)
+        }
         factors = {
             str(e.name): e.data.tolist() for e in file.tensors if e.name.startswith(FACTORS) and (e.data != 1).any()
         }
         biases = frozenset(str(each.name) for each in file.tensors if each.name.endswith(".bias") and each.data.any())
     check_numbers(counts, stored, str(path))
-    return GgufFile(path, stored, "tokenizer.ggml.model" in file.fields, rotation, factors, biases)
+    return GgufFile(path, stored, header, factors, biases)
 
 
 def check_config(file: GgufFile, config: Any) -> None:
@@ -130,7 +134,7 @@ def _check_rotation(file: GgufFile, config: Any) -> None:
     if not by_layer:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         known["dimension_count"] = [round(size * rope.get("partial_rotary_factor", 1))]
-    for name, value in file.rotation.items():
+    for name, value in file.header.items():
         read = known.get(name.partition(".rope.")[2], [value])
         if value not in read:
             raise ModelError(f"{file.path}: {name} is {value}, but transformers reads it as {read[0]}, {ANOTHER}")

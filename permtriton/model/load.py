@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.kernels import autotune
-from permtriton.model.gguf_file import ANOTHER, GgufFile, check_config
+from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -87,7 +87,8 @@ def load_model(
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
             missing weights, weights that are integers, not finite or without their scales, a quantization that
-            transformers does not know, biases that the class does not use, or a compiled model that is not accepted.
+            transformers does not know, biases that the class does not use, any such tensor of a GGUF file, or a
+            compiled model that is not accepted.
         ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
         OutputError: the disk of ``offload`` is full.
     """
@@ -144,7 +145,7 @@ def load_model(
         _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
-        _check_biases(model, source.gguf)
+        _check_tensors(model, source.gguf, unused)
         model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
@@ -232,18 +233,24 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
             )
 
 
-def _check_biases(model: PreTrainedModel, file: GgufFile) -> None:
-    """Refuses biases that transformers left out; for most architectures of GGUF, they are not in its loading info."""
-    with suppress(ImportError, NotImplementedError):  # of an architecture or a version where they are
-        from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> None:
+    """Refuses tensors that transformers left out, except for biases that are 0, and what changes no output.
 
-        used = get_gguf_hf_weights_map(model, TensorProcessor())
-        for name in sorted(file.biases - used.keys()):
-            if name.removesuffix("bias") + "weight" in used:
-                raise ModelError(
-                    f"{file.path} holds {name}, but {type(model).__name__} as transformers reads it from the file has "
-                    f"no such bias, {ANOTHER}"
-                )
+    Args:
+        unused: those that its loading info names; for most architectures of GGUF, it names none.
+    """
+    with suppress(ImportError, NotImplementedError):  # of an architecture or a version where it names them
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+        processor = TENSOR_PROCESSORS.get(file.header["general.architecture"], TensorProcessor)
+        used = get_gguf_hf_weights_map(model, processor()).keys()  # those of merged experts without ".weight"
+        unused = unused | {name for name in file.stored if used.isdisjoint((name, name.removesuffix(".weight")))}
+    for name in sorted(unused):
+        if (name in file.biases or not name.endswith(".bias")) and not name.startswith(MAY_BE_UNUSED):
+            raise ModelError(
+                f"{file.path} holds {name}, but {type(model).__name__} as transformers reads it from the file has no "
+                f"such tensor, {ANOTHER}"
+            )
 
 
 def _is_not_zero(stored: Mapping[str, StoredTensor], name: str) -> bool:

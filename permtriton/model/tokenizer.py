@@ -67,7 +67,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
             _check_vocabulary(source, tokenizer)
             return tokenizer
     except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
-        found = any(map(source.find, TOKENIZERS)) or (source.gguf and source.gguf.has_tokenizer)
+        found = any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header)
         if source.folder is None and (_is_connection_lost(error) or (not found and source.fetch(TOKENIZERS))):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
