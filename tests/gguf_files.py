@@ -54,7 +54,7 @@ def write_gguf(
         "attention.head_count_kv": config.num_key_value_heads,
         "vocab_size": config.vocab_size,
     }
-    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
     for name, value in {**sizes, **fields}.items():
         add[type(value)](name if name.startswith("split.") else f"{architecture}.{name}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)

@@ -162,11 +162,15 @@ UNSAID: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Flan-T5": ("t5", {}, {"dense_act_fn": "gelu_new", "feed_forward_proj": "gated-gelu"}),
     "Gemma 2 9B": ("gemma2", {"block_count": 42, "attention.key_length": 8}, {"query_pre_attn_scalar": 256}),
     "Gemma 2 27B": ("gemma2", {"block_count": 46, "attention.key_length": 8}, {"query_pre_attn_scalar": 8}),
+    "Phi-3": ("phi3", {"attention.sliding_window": 8}, {"sliding_window": 8}),
+    "Phi-4": ("phi3", {"attention.sliding_window": 0}, {"sliding_window": None}),
+    "Qwen 2, whose window is turned off": ("qwen2", {"attention.sliding_window": 8}, {"sliding_window": None}),
+    "a window that no text exceeds": ("llama", {"attention.sliding_window": 4096}, {"model_type": "llama"}),
 }
 
 
 @pytest.mark.parametrize("name", UNSAID)
-def test_what_the_header_has_no_field_for(tmp_path, name):
+def test_what_transformers_does_not_read_from_the_header(tmp_path, name):
     architecture, fields, expected = UNSAID[name]
     layers = {f"blk.{layer}.ffn_norm.weight": np.ones(32, dtype=np.float32) for layer in range(2, 46)}
     write_gguf(tmp_path / FILE, llama(), architecture, further=layers, **fields)
@@ -274,6 +278,10 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         written("gemma3", **{"rope.freq_base_swa": 5e4}), ["rope.freq_base_swa is 50000.0", "10000.0"]
     ),
     "partly rotated": (written("stablelm", **{"rope.dimension_count": 4}), ["rope.dimension_count is 4", "as 2"]),
+    "a window": (written(**{"attention.sliding_window": 8}), ["attention.sliding_window is 8", "reads it as 0"]),
+    "FalconMamba": (
+        written("mamba", **{"ssm.dt_b_c_rms": True}), ["mamba.ssm.dt_b_c_rms is True", "reads it as False"]
+    ),
     "a layer is missing": (written(block_count=3), ["holds no weights for model.layers.2"]),
 }  # fmt: skip
 

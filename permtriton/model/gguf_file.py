@@ -1,5 +1,6 @@
 """What is in a GGUF file, before transformers reads and dequantizes it?"""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,16 +95,41 @@ def check_config(file: GgufFile, config: Any) -> None:
     """Completes the config that transformers read from a file, and refuses that of another model.
 
     GGUF has no field for the activation of T5 and for the scale of Gemma 2's queries: llama.cpp takes GELU where a
-    feed-forward is gated, and knows Gemma 2 27B by its layers.
+    feed-forward is gated, and knows Gemma 2 27B by its layers. transformers does not read the window of Phi-3; where a
+    config has its window turned off, it stays so.
 
     Raises:
-        ModelError: as `_check_rotation`.
+        ModelError: as `_refuse_others` and `_check_rotation`.
     """
     if config.model_type == "t5" and config.is_gated_act:
         config.feed_forward_proj, config.dense_act_fn = "gated-gelu", "gelu_new"
     if config.model_type == "gemma2" and config.num_hidden_layers == GEMMA_2_27B:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    prefix = file.header["general.architecture"]
+    read: dict[str, list[int]] = {"ssm.dt_b_c_rms": [False]}  # of FalconMamba, which transformers reads as Mamba
+    window = file.header.get(f"{prefix}.attention.sliding_window", 0)
+    if 0 < window < file.header.get(f"{prefix}.context_length", math.inf):
+        if not hasattr(config, "sliding_window"):
+            read["attention.sliding_window"] = [0]
+        elif getattr(config, "use_sliding_window", True):
+            config.sliding_window = window
+    _refuse_others(file, read)
     _check_rotation(file, config)
+
+
+def _refuse_others(file: GgufFile, read: Mapping[str, Sequence[Any]]) -> None:
+    """Refuses a file that says something else than what transformers reads.
+
+    Args:
+        read: field, without the architecture -> the value that transformers reads, and others that mean the same.
+
+    Raises:
+        ModelError: naming the field.
+    """
+    for name, value in file.header.items():
+        known = read.get(name.partition(".")[2], [value])
+        if value not in known:
+            raise ModelError(f"{file.path}: {name} is {value}, but transformers reads it as {known[0]}, {ANOTHER}")
 
 
 def _check_rotation(file: GgufFile, config: Any) -> None:
@@ -134,10 +160,7 @@ def _check_rotation(file: GgufFile, config: Any) -> None:
     if not by_layer:
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         known["dimension_count"] = [round(size * rope.get("partial_rotary_factor", 1))]
-    for name, value in file.header.items():
-        read = known.get(name.partition(".rope.")[2], [value])
-        if value not in read:
-            raise ModelError(f"{file.path}: {name} is {value}, but transformers reads it as {read[0]}, {ANOTHER}")
+    _refuse_others(file, {f"rope.{name}": values for name, values in known.items()})
 
 
 def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
