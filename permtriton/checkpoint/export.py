@@ -28,6 +28,7 @@ WAYS: dict[Format, type[Storing]] = {
     Format.PLAIN: Storing,
     Format.FP8: Fp8,
 }
+THEIRS = (".git", ".cache")
 
 
 def export(
@@ -164,9 +165,10 @@ def _write(storing: Storing, partial: Path, format: Format, shard_bytes: int, pr
 def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:
     """Copies the tokenizer, the generation config and all other files that export does not write itself.
 
-    Links to folders are not followed, nor what `copy_file` leaves out.
+    Links to folders are not followed, nor what `copy_file` leaves out. What git and the hub keep there is not copied.
     """
-    for place, _, names in os.walk(folder):
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in THEIRS]
         for path in (Path(place, name) for name in names):
             ours = path.suffix == ".safetensors" or path.name in (CONFIG_FILE, INDEX_FILE, REPORT_FILE)
             if path.is_file() and not (ours and path.parent == folder) and not copy_file(path, folder, partial):
