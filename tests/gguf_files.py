@@ -1,7 +1,7 @@
 """Tiny GGUF files, as llama.cpp writes them."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,30 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return expected
+
+
+def write_tokenizer(path: Path, architecture: str, kind: str, tokens: Sequence[str], **fields: int | str) -> None:
+    """Writes a GGUF file of a tokenizer, whose first token is special, and of one tensor.
+
+    Args:
+        kind: ``gpt2`` for byte-level BPE, which merges two spaces; ``llama`` for SentencePiece.
+        fields: further values of the header, without ``tokenizer.ggml.`` before their names.
+    """
+    writer = GGUFWriter(path, architecture)
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types([TokenType.CONTROL, *[TokenType.NORMAL] * (len(tokens) - 1)])
+    writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    if kind == "gpt2":
+        writer.add_token_merges(["Ġ Ġ"])
+    add = {int: writer.add_uint32, str: writer.add_string, bool: writer.add_bool}
+    for name, value in fields.items():
+        add[type(value)](f"tokenizer.ggml.{name}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _gguf_name(name: str) -> str:

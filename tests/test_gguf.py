@@ -5,6 +5,7 @@ import math
 import shutil
 import struct
 import sys
+import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import permtriton
 from permtriton.checkpoint.card import CARD_FILE
@@ -25,10 +27,11 @@ from permtriton.model.prunable import check_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
 from permtriton.util.extras import install_command
+from permtriton.util.progress import Event, EventProgress
 
 from . import zoo
 from .desk import RUNNER, Desk
-from .gguf_files import llama, write_gguf
+from .gguf_files import llama, write_gguf, write_tokenizer
 from .sentences import SENTENCE, trained_tokenizer
 
 FILE, WORDS = "tiny.Q8_0.gguf", "15 tensors of Q8_0, 5 of F32"
@@ -217,6 +220,44 @@ def test_blocks_whose_names_sound_like_integers(file):
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
     write_gguf(tmp_path / "bare.gguf", llama(), tokenizer=False)
     assert load_tokenizer(Source(str(tmp_path / "bare.gguf"))) is None
+
+
+BYTES = ["<end>", *sorted(ByteLevel.alphabet()), "ĠĠ", "zq"]  # no merges lead to the last one
+PIECES = ["<unk>", "\u2581", "a", "\u2581a"]
+# Architecture, kind, tokens and fields of the header -> a text, and its tokens by the original tokenizer.
+TOKENIZERS: dict[str, tuple[str, str, list[str], dict[str, Any], str, list[str]]] = {
+    "LLaMA 3": ("llama", "gpt2", BYTES, {"pre": "llama-bpe", "bos_token_id": 0}, "zq", ["<end>", "zq"]),
+    "LLaMA 3 that adds none": (
+        "llama", "gpt2", BYTES, {"pre": "llama-bpe", "bos_token_id": 0, "add_bos_token": False}, "zq", ["zq"]
+    ),
+    "LLaMA 3 that has none": ("llama", "gpt2", BYTES, {"pre": "llama-bpe"}, "zq", ["zq"]),
+    "SmolLM2": ("llama", "gpt2", BYTES, {"pre": "smollm"}, "z  12", ["z", "ĠĠ", "1", "2"]),
+    "Qwen 2": ("qwen2", "gpt2", BYTES, {"pre": "qwen2"}, "e\u0301", ["Ã", "©"]),
+    "SentencePiece": ("llama", "llama", PIECES, {"add_bos_token": False}, "a a", ["\u2581a", "\u2581a"]),
+    "SentencePiece without a space before": (
+        "llama", "llama", PIECES, {"add_bos_token": False, "add_space_prefix": False}, " a a", ["\u2581a", "\u2581a"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokens_are_those_of_the_original_also_once_saved(tmp_path, name):
+    architecture, kind, vocabulary, fields, text, tokens = TOKENIZERS[name]
+    write_tokenizer(tmp_path / FILE, architecture, kind, vocabulary, **fields)
+    tokenizer = load_tokenizer(Source(str(tmp_path / FILE)))
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text).input_ids) == tokens
+    assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == unicodedata.normalize("NFC", text)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": architecture}))
+    assert AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == tokenizer(text).input_ids
+
+
+@pytest.mark.parametrize(("split", "said"), [("falcon", True), ("gpt-2", False), ("qwen2", False), ("smollm", False)])
+def test_a_split_that_transformers_does_not_know_is_named(tmp_path, split, said):
+    events: list[Event] = []
+    write_tokenizer(tmp_path / FILE, "llama", "gpt2", BYTES, pre=split)
+    load_tokenizer(Source(str(tmp_path / FILE)), EventProgress(events.append))
+    assert [split in event.text and "may differ" in event.text for event in events] == [True] * said
 
 
 def test_a_file_that_changes_while_it_is_in_use(file):

@@ -87,7 +87,7 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         # What lies beside a GGUF file is not its record.
         record = None if source.gguf is not None else find_record(source.location, source.hub)
         _say_pattern(source, measured, record, shown)
-        tokenizer = tokenizer or load_processor(source, measured)
+        tokenizer = tokenizer or load_processor(source, measured, shown)
         if against is not None and record is not None:
             hidden_order = hidden_order_of(record)
     else:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import StoredTensor
 from permtriton.model.sizes import check_numbers
 from permtriton.util.extras import require
+from permtriton.util.progress import Progress
 
 SUFFIX = ".gguf"
 COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
@@ -23,6 +25,12 @@ MAY_BE_UNUSED = (*FACTORS, "dec.blk.0.cross_attn_rel_b")
 LLAMA3 = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
+# Names of the ways to split a text before byte-level BPE, as llama.cpp groups them: those of LLaMA 3, whose tokens need
+# no merges, and those with a token per digit.
+SPLIT_AS_LLAMA_3 = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
+)  # fmt: skip
+SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class forgets it when it is loaded again
 GEMMA_2_27B = 46  # layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
@@ -115,6 +123,38 @@ def check_config(file: GgufFile, config: Any) -> None:
             config.sliding_window = window
     _refuse_others(file, read)
     _check_rotation(file, config)
+
+
+def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> None:
+    """Completes the tokenizer that transformers read from a file by what transformers leaves out of it.
+
+    For LLaMA 3 and digits, it takes what llama.cpp takes; Qwen's originals normalize texts, and llama.cpp does not.
+
+    Args:
+        progress: what says that the ids of a text may be others than the original's.
+    """
+    backend, says = tokenizer.backend_tokenizer, file.header.get
+    split = says("tokenizer.ggml.pre", "default")
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace) and says("tokenizer.ggml.add_space_prefix") is False:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]  # keeps a first space
+        backend.decoder = decoders.Sequence(parts)
+    if says("tokenizer.ggml.model") != "gpt2":
+        return
+    if split in SPLIT_AS_LLAMA_3:
+        backend.model.ignore_merges = True
+        if tokenizer.bos_token is not None:
+            tokenizer.add_bos_token = says("tokenizer.ggml.add_bos_token", True)
+    elif split in SPLIT_DIGITS:
+        digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    elif split in ("qwen2", "qwen35"):
+        backend.normalizer = normalizers.NFC()
+    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and split not in ("gpt-2", "default"):
+        progress.say(
+            f"{file.path}: transformers splits texts as GPT-2 does, and does not know {split} (tokenizer.ggml.pre): "
+            "ids may differ from the original's; give ids in place of text, or the model in safetensors"
+        )
 
 
 def _refuse_others(file: GgufFile, read: Mapping[str, Sequence[Any]]) -> None:

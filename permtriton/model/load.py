@@ -51,7 +51,8 @@ def load_original(
     Args:
         saved: whether the model will be saved, so that what could not be saved is refused now, and what is copied
             then is fetched.
-        progress: what says which tensors of the checkpoint, and which files of the hub, are left out.
+        progress: what says which tensors of the checkpoint, and which files of the hub, are left out, and what
+            `load_processor` says.
 
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
@@ -62,7 +63,7 @@ def load_original(
     model = load_model(source, allow_compiled=False, offload=offload, progress=progress)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
         vars(text).pop("quantization_config", None)
-    tokenizer = load_processor(source, model)
+    tokenizer = load_processor(source, model, progress)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
         unknown = source.at_commit(model.config).fetch(BESIDE)

@@ -14,8 +14,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ModelError, first_line, reading, shown, without_panics
+from permtriton.model.gguf_file import complete_tokenizer
 from permtriton.model.headers import read_json
 from permtriton.model.source import PROCESSOR_FILES, Source
+from permtriton.util.progress import NoProgress, Progress
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -23,14 +25,17 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MOST_TOKENS, MOST_GROWTH = 2**24, 1000
 
 
-def load_processor(source: Source, model: PreTrainedModel) -> Any:
+def load_processor(source: Source, model: PreTrainedModel, progress: Progress | None = None) -> Any:
     """Loads what makes a model's inputs: its tokenizer, or the processor of images or sound; None if there is none.
+
+    Args:
+        progress: as `load_tokenizer` takes it.
 
     Raises:
         ModelError: the folder holds one that cannot be loaded, or the connection to the hub is lost.
     """
     if model.main_input_name == "input_ids":
-        return load_tokenizer(source)
+        return load_tokenizer(source, progress)
     problems: list[Exception] = []
     loaders: list[Any] = [
         transformers.AutoProcessor,
@@ -54,8 +59,11 @@ def tokenizer_of(processor: Any) -> Any:
     return getattr(processor, "tokenizer", None) if isinstance(processor, transformers.ProcessorMixin) else processor
 
 
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:
     """Loads the tokenizer; returns None if there is none.
+
+    Args:
+        progress: what says which tokenizer of a GGUF file may give other ids than the original.
 
     Raises:
         ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
@@ -65,6 +73,8 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase | None:
             _check_growth(source)
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
             _check_vocabulary(source, tokenizer)
+            if source.gguf is not None:
+                complete_tokenizer(source.gguf, tokenizer, progress or NoProgress())
             return tokenizer
     except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
         found = any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header)
