@@ -134,12 +134,13 @@ def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> No
         progress: what says that the ids of a text may be others than the original's.
     """
     backend, says = tokenizer.backend_tokenizer, file.header.get
-    split = says("tokenizer.ggml.pre", "default")
-    if isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace) and says("tokenizer.ggml.add_space_prefix") is False:
+    kind, split = says("tokenizer.ggml.model"), says("tokenizer.ggml.pre", "default")
+    prefix = says("tokenizer.ggml.add_space_prefix", True)
+    if kind == "llama" and not prefix and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
         parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]  # keeps a first space
         backend.decoder = decoders.Sequence(parts)
-    if says("tokenizer.ggml.model") != "gpt2":
+    if kind != "gpt2":
         return
     if split in SPLIT_AS_LLAMA_3:
         backend.model.ignore_merges = True
