@@ -257,6 +257,30 @@ def test_a_weight_that_would_be_rounded_to_zero_keeps_its_value():
     assert torch.equal(weight, expected)
 
 
+def test_biases_of_zeros_move_in_the_unit_of_what_they_are_added_to():
+    """The unit of the residual stream is no part of the function; what is added to the stream bears it."""
+
+    def in_unit(unit: float) -> Pruned:
+        model = zoo.tiny_llama(attention_bias=True, rms_norm_eps=1e-6 * unit**2)
+        zoo.randomize(model)
+        with torch.no_grad():
+            for name, each in model.named_parameters():
+                if name.endswith("bias"):
+                    each.zero_()
+                if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+                    each.mul_(unit)
+        return Pruned(model, copy.deepcopy(tiny().plan), IDS)
+
+    usual, small = in_unit(1.0), in_unit(2.0**-6)
+    results = [tuned(each) for each in (usual, small)]
+    histories = [torch.tensor([each.held_out for each in result.history]) for result in results]
+    torch.testing.assert_close(*histories, rtol=1e-3, atol=0)
+    assert results[0].kept == results[1].kept > 0
+    biases = [each.model.get_parameter("model.layers.0.self_attn.o_proj.bias") for each in (usual, small)]
+    assert biases[0].any()
+    torch.testing.assert_close(biases[0], biases[1] * 2**6, rtol=1e-3, atol=1e-6)
+
+
 def odd_norm(self: nn.Module, hidden: Tensor) -> Tensor:
     """No norm that anything knows: it divides by the largest entry."""
     return self.weight * hidden / hidden.abs().amax(-1, keepdim=True).clamp_min(1e-3)

@@ -111,7 +111,7 @@ class Tuning:
     learning_rate: float = option(
         2.5e-3,
         "Peak Adam learning rate, with cosine decay to 0: relative to a scale, and to the root mean square of a norm's "
-        "gains or of a bias.",
+        "gains or of a bias; where a bias is all 0, to that of the weight beside it.",
         positive=True,
     )
     batch_size: int = option(1, "Sequences per optimiser step.", minimum=1)

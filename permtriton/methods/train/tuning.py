@@ -100,8 +100,9 @@ def _course(samples: int, tokens: int, options: Tuning) -> Course:
 class TunedValues(Trainable):
     """The vectors of a model, copied in float32, and the logarithms of the scales of its pruned linears' rows.
 
-    Adam changes them, by a learning rate that is relative to the root mean square of a vector; to 1 for the logarithms,
-    which are relative already. What the head has stays as it is, because the dense model's logits follow from it, too.
+    Adam changes them, by a learning rate that is relative to the root mean square of a vector, or where it is all 0, of
+    the weight beside it, which bears the unit of its outputs, too; to 1 for the logarithms, which are relative already.
+    What the head has stays as it is, because the dense model's logits follow from it, too.
 
     Attributes:
         values: parameter -> its values, and ``LINEAR.scale`` -> float32 ``[out_features]``, each once, however many
@@ -119,15 +120,13 @@ class TunedValues(Trainable):
             name: start.to(model.device, torch.promote_types(start.dtype, torch.float32), copy=True).requires_grad_()
             for name, start in starts.items()
         }
-        groups = [{"params": [values], "pace": self._pace(name)} for name, values in self.values.items()]
+        every = dict(model.named_parameters(remove_duplicate=False))
+        beside = {name: every.get(f"{name.removesuffix('bias')}weight") for name in self.values}
+        groups = [{"params": [values], "pace": _pace(values, beside[name])} for name, values in self.values.items()]
         self._optimizer = torch.optim.Adam(groups, foreach=False)
         for values in self.values.values():
             moments = {key: torch.zeros_like(values, requires_grad=False) for key in MOMENTS}
             self._optimizer.state[values] = {"step": torch.tensor(0.0), **moments}
-
-    def _pace(self, name: str) -> float:
-        """Returns the size of some values, to which the learning rate is relative; 1 where all are 0."""
-        return float(self.values[name].detach().square().mean().sqrt()) or 1.0
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
@@ -227,6 +226,12 @@ class TunedValues(Trainable):
     @property
     def dtype(self) -> torch.dtype:
         return self._dtype
+
+
+def _pace(values: Tensor, weight: Tensor | None) -> float:
+    """Returns what the learning rate is relative to: the size of values, or if all are 0, of the weight beside them."""
+    given = (each.detach().to(values.dtype) for each in (values, weight) if each is not None)
+    return next(filter(None, (float(each.square().mean().sqrt()) for each in given)), 1.0)
 
 
 def _linears(model: PreTrainedModel, plan: Plan) -> dict[str, list[nn.Module]]:
