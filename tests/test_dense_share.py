@@ -38,7 +38,7 @@ def test_the_share_is_not_exceeded(share):
     model = zoo.build("llama")
     plan, importances, rows = alike(model)
     every = [name for _, name in plan.linears()]
-    found = costliest(model, plan, importances, rows, share)
+    found = costliest(model, plan, importances, importances, rows, share)
     assert sizes(model, found) <= share * sizes(model, every)
     left = share * sizes(model, every) - sizes(model, found)
     passed_over = [name for name in every if name not in found]
@@ -67,9 +67,21 @@ def test_the_costliest_per_weight_come_first(power):
                 dropped = group.sort().values[:2]
                 cost += float(rows[name][row] * (dropped ** (2 / power)).sum())
         costs[name] = cost / weight.numel()
-    found = costliest(model, plan, importances, rows, 0.9)
+    found = costliest(model, plan, importances, importances, rows, 0.9)
     assert found[:3] == sorted(costs, key=costs.__getitem__, reverse=True)[:3]
     assert found[:3] != sorted(costs)[:3]
+
+
+@pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
+def test_units_decide_nothing(importance):
+    """A power of 2 that moves from one linear to the next changes no output, and so no choice."""
+
+    def dense(**factors: float) -> list[str]:
+        config = config_from({"dense_share": 0.4, "importance": importance}, "mask")
+        compiled = compile_model(zoo.rescaled(zoo.build("llama"), **factors), None, config, ids=zoo.token_ids(4, 12))
+        return [name for name, why in compiled.report["skipped"].items() if why == REASON]
+
+    assert dense() == dense(v_proj=2.0**-4, o_proj=2.0**4, up_proj=2.0**4, down_proj=2.0**-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])

@@ -163,6 +163,15 @@ def randomize(module: nn.Module) -> None:
             parameter.normal_(std=0.2)
 
 
+@torch.no_grad()
+def rescaled(model: PreTrainedModel, **factors: float) -> PreTrainedModel:
+    """Multiplies the weights of linears by a factor, by the last part of their names."""
+    for name, module in model.named_modules():
+        if (factor := factors.get(name.rpartition(".")[2])) is not None:
+            module.weight.mul_(factor)
+    return model
+
+
 def token_ids(sequences: int = 8, tokens: int = 24, seed: int = 1) -> Tensor:
     """Returns random token ids ``[sequences, tokens]`` without special tokens."""
     return torch.randint(3, VOCABULARY, (sequences, tokens), generator=torch.Generator().manual_seed(seed))

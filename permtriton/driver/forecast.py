@@ -193,7 +193,7 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     Args:
         held_out: number of held-out tokens.
     """
-    calibrates = config.uses_importance and reads_activations(config.importance)
+    calibrates = config.dense_share or (config.uses_importance and reads_activations(config.importance))
     times = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
     if held_out:
         times["evaluate"] = 2 * held_out * speed.forward / facts.positions

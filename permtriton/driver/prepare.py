@@ -25,7 +25,7 @@ from permtriton.driver.traced import graph_outputs, traced_batches, why_not_comp
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
-from permtriton.methods.measure.importance import inverts_hessians
+from permtriton.methods.measure.importance import importances_of, inverts_hessians, of_errors
 from permtriton.methods.measure.statistics import describe_few, site_statistics, tokens_of_experts
 from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest
 from permtriton.model.checks import check_same_outputs, model_outputs
@@ -145,9 +145,8 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
                 evaluation = Evaluation(runs, start.held_out, progress, layers, workspace.store)
         if config.uses_importance:
             with workspace.timed("calibrate"):
-                statistics = site_statistics(
-                    runs, start.plan, config.importance, samples, batch, progress, workspace.store
-                )
+                method = of_errors(config.importance) if config.dense_share else config.importance
+                statistics = site_statistics(runs, start.plan, method, samples, batch, progress, workspace.store)
             expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)
             few = describe_few(runs, expert_tokens)
             if few and not config.calibration.calibrate_all_experts:
@@ -264,7 +263,8 @@ def without_dense_share(run: Run) -> Run:
     model, config, sites = run.model, run.config, {name: site.name for site, name in run.plan.linears()}
     with run.workspace.timed(DENSE_SHARE):
         rows = run.row_weights()
-        chosen = costliest(model, run.plan, run.importances(), rows, config.dense_share)
+        errors = importances_of(model, run.plan, of_errors(config.importance), run.statistics)
+        chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share)
         run.workspace.note(dense=chosen)
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)

@@ -34,6 +34,11 @@ def inverts_hessians(method: ImportanceMethod) -> bool:
     return method == "obs"
 
 
+def of_errors(method: ImportanceMethod) -> ImportanceMethod:
+    """Returns the importance whose scores are in the unit of an output, with the same statistic where both have one."""
+    return "obs" if inverts_hessians(method) else "wanda"
+
+
 def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor) -> ImportanceFactors:
     """Returns the importance of one linear's weights.
 

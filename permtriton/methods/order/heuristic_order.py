@@ -71,7 +71,8 @@ def space_scores(
     """Returns the scores of a space's units in all linears that read them, float32 ``[units, rows]``.
 
     With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
-    Without them, each linear's scores are divided by their mean, so that no layer outweighs another. Rows are sampled
+    Without them, each linear's scores are divided by their mean, so that no layer outweighs another; with them, too,
+    where scores have no unit (RIA's): what is lost in one linear cannot be compared with another. Rows are sampled
     evenly where all linears together have more than ``max_rows``: a linear then counts by its sampled rows. Where
     several channels of a site share a unit, each of them adds its own rows.
     """
@@ -84,8 +85,8 @@ def space_scores(
             scores *= row_weights[name].pow(importances[name].power / 2)
         if (size := scores.shape[1]) > quota:
             scores = scores[:, torch.linspace(0, size - 1, quota, device=scores.device).long()]
-            scores *= size / quota  # with row weights, each stands for several; the mean takes this back without them
-        if row_weights is None:
+            scores *= size / quota  # each stands for several; a mean takes this back
+        if row_weights is None or importances[name].row is not None:
             scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
         rows += [scores[channels.to(scores.device)] for channels in site.by_unit.unbind(1)]
     return torch.cat(rows, 1)
