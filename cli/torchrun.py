@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 BEAT, SILENCE = 1.0, 30.0  # seconds between two signs of life; seconds without one after which a rank counts as dead
+START = 600.0  # the same before its first one: torchrun itself sees one that ends while it starts
 AGREEMENT = 5.0  # seconds in which the first rank may report the same error
 PATIENCE = timedelta(
     days=30
@@ -177,16 +178,19 @@ class _Watch:
                 self._end("torchrun's store does not answer: its machine is gone, or torchrun was killed there")
             if beat != last:
                 last, heard = beat, time.monotonic()
-            elif time.monotonic() - heard > SILENCE:
-                self._announce(f"rank {neighbour} has given no sign of life for {SILENCE:.0f} s")
-                self._end(f"rank {neighbour} has given no sign of life for {SILENCE:.0f} s")
+            elif time.monotonic() - heard > (limit := SILENCE if last else START):
+                self._announce(f"rank {neighbour} has given no sign of life for {limit:.0f} s")
+                self._end(f"rank {neighbour} has given no sign of life for {limit:.0f} s")
 
     def _who_is_gone(self) -> str:
-        """Returns what a signal of ``torchrun`` to end means: which ranks of this machine are gone."""
+        """Returns what a signal of ``torchrun`` to end means: which ranks of this machine are gone, or never began."""
         import psutil
 
-        gone = []
+        gone, missing = [], []
         for rank in range(self._ranks):
+            if not self._store.check([f"process {rank}"]):
+                missing.append(str(rank))
+                continue
             number, host = self._store.get(f"process {rank}").decode().split()
             try:
                 ended = psutil.Process(int(number)).status() == psutil.STATUS_ZOMBIE
@@ -194,9 +198,11 @@ class _Watch:
                 ended = True
             if ended and host == socket.gethostname():
                 gone.append(str(rank))
-        if not gone:
-            return "torchrun ends all ranks: it was told to, or a rank on another machine has ended"
-        return f"rank {', '.join(gone)} has ended (killed, or out of memory: torchrun's report names its exit code)"
+        if gone:
+            return f"rank {', '.join(gone)} has ended (killed, or out of memory: torchrun's report names its exit code)"
+        if missing:
+            return f"rank {', '.join(missing)} did not start (torchrun's report names its exit code)"
+        return "torchrun ends all ranks: it was told to, or a rank on another machine has ended"
 
     def _end(self, why: str) -> None:
         end_process(f"rank {self._rank} stops: {why}; no half-written output is left; {AGAIN}", 2)

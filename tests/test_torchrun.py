@@ -30,6 +30,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerF
 torchrun.BEAT, torchrun.SILENCE, torchrun.AGREEMENT = 0.2, 5.0, 5.0
 
 def work(rank, arguments, environment, log):
+    signal.alarm(200)  # ends a rank that waits forever
     with open(f"{log}.{rank}", "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -42,9 +43,11 @@ def work(rank, arguments, environment, log):
                 print("saving slowly", flush=True)
                 time.sleep(60)
         PreTrainedModel.save_pretrained = save_slowly
+    if rank and "LATE" in environment:
+        time.sleep(float(environment["LATE"]))
     code = 1
     try:
-        app(arguments[rank])
+        app(arguments[rank] or sys.exit(code))
         code = 0
     except SystemExit as ended:
         code = ended.code or 0
@@ -107,11 +110,18 @@ class Torchrun:
         return [str(word) for word in (*words, *QUICK, *options)]
 
     def run(
-        self, *commands: list[str], kill=None, after: str = "", agent: bool = True, restart: int = 0, **environment: str
+        self,
+        *commands: list[str] | None,
+        kill=None,
+        after: str = "",
+        agent: bool = True,
+        restart: int = 0,
+        **environment: str,
     ) -> list[int]:
         """Runs one command per rank, and returns their exit codes; ``kill`` is a signal and the rank that gets it.
 
-        ``restart`` is the number of the start by ``--max-restarts``, which keeps the store of the run before.
+        A rank without a command ends at once, with 1. ``restart`` is the number of the start by ``--max-restarts``,
+        which keeps the store of the run before.
         """
         for old in self._folder.glob("log.*"):
             old.unlink()
@@ -195,6 +205,19 @@ def test_a_rank_that_hangs_is_noticed_without_torchrun(torchrun, tmp_path):
     assert codes == [2, -9]
     (line,) = errors(torchrun.said(0))
     assert "rank 1 has given no sign of life" in line
+
+
+@pytest.mark.slow
+def test_a_rank_may_start_later_than_others_may_be_silent(torchrun, tmp_path):
+    command = torchrun.command(tmp_path / "out", "--recipe", "mask")
+    assert torchrun.run(command, command, LATE="8") == [0, 0], torchrun.said(0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_before_it_has_joined_ends_the_run(torchrun, tmp_path):
+    assert torchrun.run(torchrun.command(tmp_path / "out"), None, LATE="5") == [2, 1]
+    (line,) = errors(torchrun.said(0))
+    assert "rank 0 stops: rank 1 did not start (torchrun's report names its exit code)" in line
 
 
 def test_an_error_that_all_ranks_meet_is_said_once(torchrun, tmp_path):
