@@ -666,6 +666,12 @@ def packed(folder: Path) -> nn.Module:
     return model
 
 
+def divided_into_plain_tensors(folder: Path) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model._tp_size = 2  # as transformers 5.10 leaves it
+    return model
+
+
 def of_another_class(folder: Path) -> nn.Module:
     model = AutoModel.from_pretrained(folder)
     del model.layers[1]
@@ -678,10 +684,11 @@ def of_another_class(folder: Path) -> nn.Module:
         (changed_since, f"{UP} is not 2:4 any more: a group holds 4 nonzero weights"),
         (packed, "up_proj: packed weights cannot be trained: write the folder with permtriton export --format dense"),
         (of_another_class, r"lists the N:M weight model.layers.1\S+, which this LlamaModel does not have"),
+        (divided_into_plain_tensors, "by tensor parallelism into plain tensors.*call fully_shard"),
         (lambda folder: AutoModelForCausalLM.from_pretrained(folder).to("meta"), "has no values"),
         (lambda folder: zoo.tiny_llama(), "no weight of this LlamaForCausalLM is N:M"),
     ],
-    ids=["changed", "packed", "class", "meta", "dense"],
+    ids=["changed", "packed", "class", "tensor-parallel", "meta", "dense"],
 )
 def test_refusals(tmp_path, make, words):
     folder = folders.save(pruned_llama(), tmp_path / "pruned")

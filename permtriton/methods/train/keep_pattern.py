@@ -333,7 +333,7 @@ class KeptPattern:
         _divide_again(model)
         _refuse_changed(model)
         state: dict[str, Any] | None = None
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        if _is_divided(model):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
         return ranks.on_first(
@@ -401,6 +401,10 @@ def _divide_again(model: nn.Module | None) -> None:
             module.reshard()
 
 
+def _is_divided(model: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def _refuse_unsupported(model: nn.Module) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ModelError("FSDP1 flattens weights, so that their N:M pattern is lost: use FSDP2 (fully_shard)")
@@ -410,6 +414,11 @@ def _refuse_unsupported(model: nn.Module) -> None:
             "dense, and load that"
         )
     _refuse_changed(model)
+    if (getattr(model, "_tp_size", None) or 1) > 1 and not _is_divided(model):
+        raise ModelError(
+            "this version of transformers divided the model by tensor parallelism into plain tensors, which the first "
+            "rank alone could not save: use a newer one, or load the model whole and call fully_shard"
+        )
     if any(hasattr(module, "quantization_scheme") for module in model.modules()):
         raise ModelError(
             "weights in 8 bits cannot be trained: train the folder that they were made of, then write that one with "
@@ -424,7 +433,7 @@ def _refuse_changed(model: nn.Module) -> None:
 
     Refused, too, are modules that permute while weights are divided among ranks: their folder could not be written.
     """
-    divided = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    divided = _is_divided(model)
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
             raise ModelError(
