@@ -183,7 +183,7 @@ class _Watch:
                 self._end(f"rank {neighbour} has given no sign of life for {limit:.0f} s")
 
     def _who_is_gone(self) -> str:
-        """Returns what a signal of ``torchrun`` to end means: which ranks of this machine are gone, or never began."""
+        """Returns what a signal of ``torchrun`` to end means: which ranks of this machine are gone or have not begun."""
         import psutil
 
         gone, missing = [], []
@@ -201,7 +201,8 @@ class _Watch:
         if gone:
             return f"rank {', '.join(gone)} has ended (killed, or out of memory: torchrun's report names its exit code)"
         if missing:
-            return f"rank {', '.join(missing)} did not start (torchrun's report names its exit code)"
+            who = f"rank {', '.join(missing)} had not begun"
+            return f"{who}: it has ended (torchrun's report names its exit code), or torchrun was told to end"
         return "torchrun ends all ranks: it was told to, or a rank on another machine has ended"
 
     def _end(self, why: str) -> None:

@@ -81,7 +81,7 @@ def write_tokenizer(path: Path, architecture: str, kind: str, tokens: Sequence[s
     """Writes a GGUF file of a tokenizer, whose first token is special, and of one tensor.
 
     Args:
-        kind: ``gpt2`` for byte-level BPE, which merges two spaces; ``llama`` for SentencePiece.
+        kind: ``gpt2`` for byte-level BPE, which merges two spaces, and two of x; ``llama`` for SentencePiece.
         fields: further values of the header, without ``tokenizer.ggml.`` before their names.
     """
     writer = GGUFWriter(path, architecture)
@@ -90,7 +90,7 @@ def write_tokenizer(path: Path, architecture: str, kind: str, tokens: Sequence[s
     writer.add_token_types([TokenType.CONTROL, *[TokenType.NORMAL] * (len(tokens) - 1)])
     writer.add_token_scores([-float(i) for i in range(len(tokens))])
     if kind == "gpt2":
-        writer.add_token_merges(["Ġ Ġ"])
+        writer.add_token_merges(["Ġ Ġ", "x x"])
     add = {int: writer.add_uint32, str: writer.add_string, bool: writer.add_bool}
     for name, value in fields.items():
         add[type(value)](f"tokenizer.ggml.{name}", value)

@@ -217,7 +217,7 @@ def test_a_rank_may_start_later_than_others_may_be_silent(torchrun, tmp_path):
 def test_a_rank_that_ends_before_it_has_joined_ends_the_run(torchrun, tmp_path):
     assert torchrun.run(torchrun.command(tmp_path / "out"), None, LATE="5") == [2, 1]
     (line,) = errors(torchrun.said(0))
-    assert "rank 0 stops: rank 1 did not start (torchrun's report names its exit code)" in line
+    assert "rank 0 stops: rank 1 had not begun: it has ended (torchrun's report names its exit code)" in line
 
 
 def test_an_error_that_all_ranks_meet_is_said_once(torchrun, tmp_path):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,7 +134,7 @@ def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> No
         progress: what says that the ids of a text may be others than the original's.
     """
     backend, says = tokenizer.backend_tokenizer, file.header.get
-    kind, split = says("tokenizer.ggml.model"), says("tokenizer.ggml.pre", "default")
+    kind, split = says("tokenizer.ggml.model"), says("tokenizer.ggml.pre")
     prefix = says("tokenizer.ggml.add_space_prefix", True)
     if kind == "llama" and not prefix and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
@@ -151,11 +151,21 @@ def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> No
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     elif split in ("qwen2", "qwen35"):
         backend.normalizer = normalizers.NFC()
-    elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and split not in ("gpt-2", "default"):
+    if split not in (*_known_splits(), *SPLIT_DIGITS, "gpt-2") and says("general.architecture") != "gpt2":
         progress.say(
-            f"{file.path}: transformers splits texts as GPT-2 does, and does not know {split} (tokenizer.ggml.pre): "
-            "ids may differ from the original's; give ids in place of text, or the model in safetensors"
+            f"{file.path}: transformers does not know how its tokenizer splits texts (tokenizer.ggml.pre is "
+            f"{split or 'missing'}): ids may differ from the original's; give ids in place of text, or the model in "
+            "safetensors"
         )
+
+
+def _known_splits() -> Collection[str]:
+    """Returns the values of ``tokenizer.ggml.pre`` that transformers knows; an older one reads none."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        return ()
+    return GGUF_PRE_TOKENIZER_SPLITS.keys()
 
 
 def _refuse_others(file: GgufFile, read: Mapping[str, Sequence[Any]]) -> None:
