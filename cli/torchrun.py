@@ -183,7 +183,7 @@ class _Watch:
                 self._end(f"rank {neighbour} has given no sign of life for {limit:.0f} s")
 
     def _who_is_gone(self) -> str:
-        """Returns what a signal of ``torchrun`` to end means: which ranks of this machine are gone or have not begun."""
+        """Returns what ``torchrun``'s signal to end means: which ranks of this machine are gone or have not begun."""
         import psutil
 
         gone, missing = [], []

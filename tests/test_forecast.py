@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import permtriton
 from permtriton import config_from
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
@@ -187,6 +189,23 @@ def test_a_dry_run_writes_nothing(desk):
     assert desk.files() == before
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("options", [(), ("--devices", "1x80")], ids=["here", "elsewhere"])
+def test_a_dry_run_of_experts_that_one_parameter_holds(desk, name, options):
+    """The plan names each of them, the model only the parameter."""
+    model = zoo.build(name)
+    model.save_pretrained(desk.folder / name)
+    ids = {"input_ids": zoo.token_ids(4, 16)}
+    save_file(ids, desk.folder / "ids.safetensors")
+    words = desk.compile(
+        "--dry-run", "--json", *options, "--calibration", desk.folder / "ids.safetensors", model=desk.folder / name
+    )
+    result = RUNNER.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    assert permtriton.dry_run(model, data=ids, recipe="mask").pruned_parameters > experts > 0
+
+
 @pytest.fixture
 def never_run(monkeypatch):
     """Too little memory, and a model that must not be run."""
@@ -239,12 +258,12 @@ def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
     assert set(seen) == {desk.out.resolve().parent}
 
 
-@pytest.mark.parametrize("name", ["num_experts_per_tok", "top_k_experts"])
-def test_a_token_runs_the_experts_that_it_is_sent_to(name):
-    """Two of five, unless calibration has it run all of them; Gemma 4 calls their number by another name."""
+@pytest.mark.parametrize(("name", "number"), [("num_experts_per_tok", 2), ("top_k_experts", 2), ("moe_topk", [1, 3])])
+def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
+    """Two of five, unless calibration has it run all of them; Gemma 4 and HunYuan call their number otherwise."""
     model, gpu, needs = zoo.build("qwen3_moe"), memory.Devices("cuda", 1, 1), memory.Needs(0, 0, 0, {})
     model.config.num_experts_per_tok = 0
-    setattr(model.config, name, 2)
+    setattr(model.config, name, number)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     every = sum(p.numel() for p in model.parameters())
     with unstacked_experts(model):

@@ -229,6 +229,7 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     if not start.config.calibration.calibrate_all_experts:
         text = start.model.config.get_text_config()
         sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
+        sent = sum(sent) / len(sent) if isinstance(sent, list | tuple) else sent  # HunYuan: a number per layer
         experts = [module for module in start.model.modules() if isinstance(module, RoutedExperts)]
         idle = (sum(p.numel() for p in each.parameters()) * (1 - (sent or len(each)) / len(each)) for each in experts)
         weights -= sum(idle)

@@ -36,7 +36,7 @@ from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
 from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
 from permtriton.model.source import Source, resolve_device
-from permtriton.passes.plan import Plan, linear_module
+from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested_text
 from permtriton.running import ranks
 from permtriton.running.offload import OffloadFolder
@@ -244,10 +244,9 @@ class Job:
             devices = Devices.of(device or torch.device("cpu"), ways=given.ways, offloaded=given.offload is not None)
         if self.asked.restart or not fetched:
             given = replace(given, resume_path=None)
-        plan, forecast = forecast_model(model, given, devices)
-        pruned = sum(linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears())
+        start, forecast = forecast_model(model, given, devices)
         total = sum(each.numel() for each in model.parameters())
-        return DryRun(plan, forecast, given.config, pruned, total, fetched)
+        return DryRun(start.plan, forecast, given.config, start.facts.pruned, total, fetched)
 
     def _check_apart(self) -> None:
         """Refuses an output that is mixed with what is read; a GGUF file is a model by itself, not its folder."""

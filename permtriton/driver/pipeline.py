@@ -9,6 +9,7 @@ from permtriton.driver.forecast import Forecast, make_forecast
 from permtriton.driver.identity import identify
 from permtriton.driver.make_record import compilation_record
 from permtriton.driver.memory import Devices
+from permtriton.driver.planning import Planned
 from permtriton.driver.prepare import Given, check_way, placed, planned, prepare, with_needs
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
@@ -20,7 +21,6 @@ from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes, run_passes
-from permtriton.passes.plan import Plan
 from permtriton.running import ranks
 from permtriton.util.asking import asking
 
@@ -60,8 +60,8 @@ def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
 compile_model = asking(Given)(compile_given)
 
 
-def forecast_model(model: PreTrainedModel, given: Given, devices: Devices | None) -> tuple[Plan, Forecast]:
-    """Returns what `compile_given` would do to a model and what it would need; the model stays as it is.
+def forecast_model(model: PreTrainedModel, given: Given, devices: Devices | None) -> tuple[Planned, Forecast]:
+    """Returns what `compile_given` would start from and what it would need; the model stays as it is.
 
     Too little memory is no error here, but gives no time.
 
@@ -81,9 +81,7 @@ def forecast_model(model: PreTrainedModel, given: Given, devices: Devices | None
             start, needs = with_needs(start, devices, workspace.progress)
             check_way(needs.way, start, devices)
         identify(workspace, model, start.config, start.samples, model.device)
-        return start.plan, make_forecast(
-            start, needs, given.resume_path, devices, timed=True, save_format=given.save_format
-        )
+        return start, make_forecast(start, needs, given.resume_path, devices, timed=True, save_format=given.save_format)
 
 
 def run_steps(run: Run) -> None:
