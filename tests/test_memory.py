@@ -14,15 +14,18 @@ from permtriton.driver import memory
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
+from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.order import learning
 from permtriton.model.experts import unstacked_experts
 from permtriton.running import ranks
 from permtriton.running.placement import Way, ways_of
 from permtriton.running.store import MEMORY
 from permtriton.util.machine import available_memory, format_bytes, peak_memory
+from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
+from .expert_stacks import unstacked
 from .updating import Recording
 from .world import free_memory
 
@@ -141,6 +144,16 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     assert other.extra("learning") < found.extra("learning")
     assert "for each micro-batch" in memory.describe_low_memory(other, config_from(learned))
     assert not needs(model, plan, recipe="heuristic,searched,mask").low_memory, "it has no choice"
+
+
+def test_output_gradients_of_experts_are_of_the_tokens_that_are_sent_to_them():
+    model, plan = unstacked("qwen3_moe")
+    samples, config = Samples.of(zoo.token_ids(8, 12)), config_from({"refit_metric_tokens": 8 * 12}, "refit")
+    start = zoo.start(model, config, samples, plan)
+    estimated = memory.estimate(start, memory.Devices.of(CPU)).stages["output gradients"]["output gradients"]
+    gradients = output_gradients(model, plan, "kl", samples, config, NoProgress())
+    kept = sum(each.nbytes for each in gradients.values())
+    assert kept <= estimated <= 2 * kept
 
 
 def test_available_memory_is_in_bytes():

@@ -31,7 +31,8 @@ from permtriton.kernels.packing import position_bits
 from permtriton.methods.measure.importance import reads_activations
 from permtriton.methods.order.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.prune.dense_share import DENSE_SHARE
-from permtriton.model.expert_linears import RoutedExperts
+from permtriton.model.expert_linears import UnstackedExperts
+from permtriton.model.experts import share_sent
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import ChannelSpace, Plan, linear_module, weight_in_out
 from permtriton.running import ranks
@@ -49,7 +50,6 @@ FASTER, SLOWER = 0.6, 2.0  # ends of the range
 # copies from host memory, work that stays there, and reads of its own memory.
 PRODUCTS, LINK, HOST, MEMORY = 40e12, 20e9, 10e9, 2e12  # operations per second; the others are bytes per second
 ASSUMED = "if a GPU does 40 TFLOP/s and reads 20 GB/s from host memory: assumed, not measured"
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # what configs call their number
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
 
 
@@ -227,12 +227,8 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     facts = start.facts
     weights = facts.model / facts.element
     if not start.config.calibration.calibrate_all_experts:
-        text = start.model.config.get_text_config()
-        sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
-        sent = sum(sent) / len(sent) if isinstance(sent, list | tuple) else sent  # HunYuan: a number per layer
-        experts = [module for module in start.model.modules() if isinstance(module, RoutedExperts)]
-        idle = (sum(p.numel() for p in each.parameters()) * (1 - (sent or len(each)) / len(each)) for each in experts)
-        weights -= sum(idle)
+        experts = (module for module in start.model.modules() if isinstance(module, UnstackedExperts))
+        weights -= sum(sum(p.numel() for p in e.parameters()) * (1 - share_sent(start.model, e)) for e in experts)
     forward = 2 * weights * facts.positions / devices.count / PRODUCTS
     copy = facts.model / LINK if needs.way is Way.ONLOADED else 0.0
     forward += copy

@@ -13,7 +13,7 @@ from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import FLOAT32, Facts, without_gradients
 from permtriton.errors import ConfigError
 from permtriton.model.core import has_head
-from permtriton.model.experts import stacked_name, unstacked_experts
+from permtriton.model.experts import share_sent, stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.chosen import NOT_NAMED
 from permtriton.passes.fused_layout import fused_plan
@@ -77,7 +77,12 @@ class Planned:
             # When the first turns are done, inputs of the later ones wait, and outputs of all but the last of them.
             return max(sum(reads[done:]) + sum(writes[: max(done - 1, 0)]) for done in range(len(turns) + 1))
 
-        rows = sum(weights[name] // site.channels for site, name in plan.linears())
+        def share(site: Site, name: str) -> float:
+            if not site.routed and stacked_name(model, name) is None:
+                return 1.0
+            return share_sent(model, model.get_submodule(name.rsplit(".", 2)[0]))
+
+        rows = [(weights[name] // site.channels, share(site, name)) for site, name in plan.linears()]
         vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
         width, all_positions = max(widest, hidden), len(samples) * samples.longest
         tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
@@ -108,7 +113,8 @@ class Planned:
             ranks=ranks.count(),
             generated=config.generated,
             spare=0 if samples.spare is None else len(samples.spare),
-            vectors=vectors + rows,
+            vectors=vectors + sum(each for each, _ in rows),
+            rows=int(sum(each * reached for each, reached in rows)),
         )
 
 

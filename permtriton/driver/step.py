@@ -56,6 +56,7 @@ class Facts:
         generated: number of sequences that the dense model writes beside them, for the steps that read such text.
         spare: number of further samples of the same text, for the steps that read such.
         vectors: values of all parameters that are vectors, and rows of the pruned linears.
+        rows: rows of the pruned linears that a token runs through: of each expert, the share of tokens that it is sent.
         tokens: tokens of a sample that have logits.
         longest: positions of a sample, in the longer half of an encoder-decoder.
         positions: positions of all samples that the last hidden state has.
@@ -95,6 +96,7 @@ class Facts:
     generated: int = 0
     spare: int = 0
     vectors: int = 0
+    rows: int = 0
     at_once: int = 0
 
     def read_by(self, step: "Step") -> "Facts":

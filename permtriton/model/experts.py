@@ -12,9 +12,11 @@ checked by its outputs.
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from permtriton.errors import ConfigError
 from permtriton.model.checks import TOLERANCE
@@ -23,6 +25,7 @@ from permtriton.model.expert_linears import (
     FORMS,
     SECOND,
     SINGLE,
+    BatchedExperts,
     RoutedExperts,
     SortedLinears,
     UnstackedExperts,
@@ -34,6 +37,7 @@ from permtriton.model.expert_linears import (
     stacks,
 )
 
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # what configs call their number
 # Attributes that the decorator gives to classes of experts: the only supported value, and the meaning of any other. A
 # class without the decorator is taken to have the supported values.
 SUPPORTED = {"has_post_expert_norm": (False, "it has a norm after each expert")}
@@ -176,6 +180,18 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
     owner, _, projection = name[0].rpartition(".")
     experts = model.get_submodule(owner)
     return (experts, projection != SECOND) if isinstance(experts, RoutedExperts) else None
+
+
+def share_sent(model: PreTrainedModel, experts: nn.Module) -> float:
+    """Returns the share of all tokens that each expert of a module is sent, by the config; 1 where it does not say.
+
+    Several numbers are those of the layers, of which the mean counts.
+    """
+    text = model.config.get_text_config()
+    sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
+    if not sent or not isinstance(experts, nn.ModuleList) or isinstance(experts, BatchedExperts):
+        return 1.0
+    return (fmean(sent) if isinstance(sent, list | tuple) else sent) / len(experts)
 
 
 def _slots(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:

@@ -47,7 +47,7 @@ class Refit(Refitting, Step):
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         layer = facts.layer_by_layer()
         channels = facts.widest + facts.hidden if facts.low_memory else facts.between_turns
-        kept = {"output gradients": self.metric_tokens * facts.vectors * 2} if self.gradients else {}
+        kept = {"output gradients": self.metric_tokens * facts.rows * 2} if self.gradients else {}
         backward = {**replace(facts, micro_batch_size=1).gradients(), **kept}
         return {
             **({"output gradients": backward} if self.gradients else {}),
