@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from permtriton import CompileConfig, config_from
+from permtriton import CompileConfig, NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver import memory
 from permtriton.driver.forecast import check_disk
@@ -27,16 +27,18 @@ from permtriton.evaluation.held_out import Evaluation
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.measure.statistics import site_statistics
+from permtriton.methods.train.reconstruction import reconstruct
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.load import load_original
+from permtriton.model.seq2seq import samples_of
 from permtriton.model.source import Source
-from permtriton.passes.plan import named_layers
+from permtriton.passes.plan import linear_module, named_layers
 from permtriton.running import offload as module
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.offload import OffloadFolder
 from permtriton.util.progress import NoProgress
 
-from . import zoo
+from . import test_seq2seq, zoo
 from .expert_stacks import unstacked
 
 IDS = zoo.token_ids(6, 12)
@@ -180,6 +182,27 @@ def test_targets_are_in_files_in_any_order(offload):
     devices = memory.Devices.of(torch.device("cpu"), offloaded=True)
     needs = memory.estimate(zoo.start(model, config_from({}, "mask,tune,distill"), SAMPLES), devices)
     assert not [use for uses in needs.stages.values() for use in uses if "targets" in use], "none is in memory"
+
+
+def test_pruned_weights_wait_in_files_while_dense_ones_take_their_place(offload):
+    """T5's decoder has its dense weights while the inputs of the encoder's layers are recorded."""
+    model, config = test_seq2seq.build("t5"), config_from({"reconstruct_epochs": 1}, "mask,reconstruct")
+    plan, samples, seen = find_plan(model, NMPattern(2, 4)), samples_of(model, IDS), []
+    weights = {name: linear_module(model, name).weight for _, name in plan.linears()}
+    decoder = {name: weight.detach().clone() for name, weight in weights.items() if name.startswith("decoder")}
+    dense = {name: weight + 1 for name, weight in weights.items()}
+
+    def look(*_: object) -> None:
+        files = {bytes(each) for each in offload._maps.values()}
+        swapped = [name for name in decoder if torch.equal(weights[name], dense[name])]
+        seen.append([decoder[name].numpy().tobytes() in files for name in swapped])
+
+    model.encoder.register_forward_pre_hook(look)
+    reconstruct(model, plan, dense, samples, config.steps[1], config, NoProgress(), store=offload)
+    assert [True] * len(decoder) in seen
+    assert all(map(all, seen))
+    needs = memory.estimate(zoo.start(model, config, samples, plan), memory.Devices.of(torch.device("cpu")))
+    assert needs.stages["reconstruct"]["weights before"] == sum(each.nbytes for each in decoder.values())
 
 
 def test_released_pages_come_back_as_they_were(offload):

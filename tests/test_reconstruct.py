@@ -17,6 +17,7 @@ from permtriton.methods.train.trainer import split
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.plan import layer_modules
 from permtriton.running.layer_calls import find_chains, record_chain
+from permtriton.running.store import MEMORY
 
 from . import zoo
 from .updating import STEPS, Pruned, Recording, equal, facts, interrupt, only_kept_weights_change, tiny
@@ -55,7 +56,7 @@ def test_inputs_come_from_the_pruned_layers_and_targets_from_the_dense_ones():
     """The reported losses are those of the layers when the model runs as a whole."""
     pruned = tiny()
     layers, held_out = list(pruned.model.model.layers), pruned.ids[split(10, 0)[1]].inputs["input_ids"]
-    with module._swapped(pruned.weights, pruned.dense):
+    with module._swapped(pruned.weights, pruned.dense, MEMORY):
         targets = outputs(pruned.model, layers, held_out)
     start = float(squared_loss(outputs(pruned.model, layers, held_out)[0], targets[0]))
     result = pruned.reconstruct(loss="squared")

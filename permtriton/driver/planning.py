@@ -1,5 +1,6 @@
 """From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from permtriton.model.experts import share_sent, stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.chosen import NOT_NAMED
 from permtriton.passes.fused_layout import fused_plan
-from permtriton.passes.plan import Plan, Site, layer_modules, linear_module, sequential_groups
+from permtriton.passes.plan import Plan, Site, layer_modules, layer_names, linear_module, sequential_groups
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
@@ -82,6 +83,9 @@ class Planned:
                 return 1.0
             return share_sent(model, model.get_submodule(name.rsplit(".", 2)[0]))
 
+        layer_of, lists = layer_names(model, plan), Counter[str]()
+        for name, size in weights.items():
+            lists[layer_of.get(linear_module(model, name), "").rpartition(".")[0]] += size
         rows = [(weights[name] // site.channels, share(site, name)) for site, name in plan.linears()]
         vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
         width, all_positions = max(widest, hidden), len(samples) * samples.longest
@@ -91,6 +95,7 @@ class Planned:
             element=next(model.parameters()).element_size(),
             pruned=pruned,
             layer=max(sum(weights[name] for site in layer for name in site.linears) for layer in plan.layers()),
+            outside=pruned - min((size for path, size in lists.items() if path), default=pruned),
             largest_weight=max(weights.values()),
             layers=len(plan.layers()),
             hidden=hidden,

@@ -38,6 +38,7 @@ class Facts:
         element: bytes of a weight.
         pruned: number of weights that are pruned, kept ones included.
         layer: the same, in the largest layer.
+        outside: most pruned weights outside a list of layers: of an encoder-decoder, those of its larger half.
         largest_weight: number of weights in the largest linear that is pruned.
         layers: number of layers.
         hidden: channels of the hidden states.
@@ -72,6 +73,7 @@ class Facts:
     element: int
     pruned: int
     layer: int
+    outside: int
     largest_weight: int
     layers: int
     hidden: int

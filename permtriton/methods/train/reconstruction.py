@@ -140,11 +140,11 @@ def _problems(  # noqa: PLR0913
     for chain in chains:
         modules = {name: layers[name].module for name in chain}
         inside = {linear for name in chain for linear in layers[name].weights}  # whose values no argument depends on
-        with _swapped({name: each for name, each in weights.items() if name not in inside}, dense_weights):
+        with _swapped({name: each for name, each in weights.items() if name not in inside}, dense_weights, store):
             dense_calls, target = record_chain(model, modules, samples, store)
         calls, hidden = record_chain(model, modules, samples, store)
         for name in chain:
-            with _swapped(layers[name].weights, dense_weights):
+            with _swapped(layers[name].weights, dense_weights, store):
                 dense_calls[name].try_together(target)
                 target = _outputs(dense_calls[name], target, config, store)
             calls[name].try_together(hidden)
@@ -208,9 +208,13 @@ def squared_loss(hidden: Tensor, target: Tensor) -> Tensor:
 
 
 @contextmanager
-def _swapped(weights: Mapping[str, nn.Parameter], others: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the context, the weights have the values of ``others``; all is done in place."""
-    before = {name: weight.detach().to("cpu", copy=True) for name, weight in weights.items()}
+def _swapped(weights: Mapping[str, nn.Parameter], others: Mapping[str, Tensor], store: Store) -> Iterator[None]:
+    """Inside the context, the weights have the values of ``others``; all is done in place.
+
+    Args:
+        store: where their own values are meanwhile; never on a GPU.
+    """
+    before = {name: store.moved(weight.detach().to("cpu", copy=True)) for name, weight in weights.items()}
     try:
         _copy(weights, others)
         yield
