@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from permtriton.data.samples import Samples
 from permtriton.driver import memory
 from permtriton.driver.forecast import check_disk
 from permtriton.driver.pipeline import compile_model
+from permtriton.driver.prepare import _check_disks
+from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, OutputError
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.methods.measure.fisher import fisher_information
@@ -170,6 +173,20 @@ def test_a_file_that_cannot_be_made_is_one_line_and_no_killed_process(code, advi
 def test_a_disk_that_is_too_small_is_refused(offload):
     with pytest.raises(OutputError, match="this compilation writes"):
         check_disk({"the model": 1 << 60}, offload.folder)
+
+
+def test_output_and_files_on_one_disk_must_fit_together(offload, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=10))
+    needs = SimpleNamespace(offloaded={memory.IN_PLACE: 1000, "copies": 6})  # the model is in its files already
+    forecast = SimpleNamespace(disk={"the output": 6}, needs=needs)
+    workspace = Workspace(NoProgress(), offload.folder.parent / "state.safetensors", offload)
+    with pytest.raises(OutputError, match=r"12 B \(6 B for the output, 6 B for copies\)"):
+        _check_disks(workspace, forecast)
+    monkeypatch.setattr(Path, "stat", lambda folder: SimpleNamespace(st_dev=str(folder)))
+    assert _check_disks(workspace, forecast) == offload.folder.parent, "two disks hold 6 B each"
+    needs.offloaded["copies"] = 11
+    with pytest.raises(OutputError, match="11 B for copies"):
+        _check_disks(workspace, forecast)
 
 
 def test_targets_are_in_files_in_any_order(offload):

@@ -418,9 +418,13 @@ def check_spread(config: CompileConfig, samples: int, count: int) -> None:
 def _check_disks(workspace: Workspace, forecast: Forecast) -> Path | None:
     """Refuses disks that are too small, and returns the folder that the states are written to, if there is one."""
     folder = workspace.resume_path and workspace.resume_path.resolve().parent
+    store, written = workspace.store, dict(forecast.disk)
+    if isinstance(store, OffloadFolder):
+        filed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
+        if folder is not None and folder.stat().st_dev == store.folder.stat().st_dev:  # one disk holds both
+            written |= filed
+        else:
+            check_disk(filed, store.folder)
     if folder is not None:
-        ranks.on_first(lambda: check_disk(forecast.disk, folder))
-    if isinstance(workspace.store, OffloadFolder):
-        needed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
-        check_disk(needed, workspace.store.folder)
+        ranks.on_first(lambda: check_disk(written, folder))
     return folder
