@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -150,6 +151,17 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_file_system", lambda folder: "tmpfs")
     with pytest.raises(ConfigError, match="lies in memory"):
         OffloadFolder(tmp_path)
+
+
+@pytest.mark.parametrize("error", [ValueError, OSError])
+def test_a_limit_of_open_files_that_cannot_be_raised_stays(error, tmp_path, monkeypatch):
+    """macOS refuses more than its kernel allows, also where it says that the most is infinite."""
+
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(resource, "setrlimit", failing)
+    assert OffloadFolder(tmp_path).empty((512, 512), dtype=torch.float32).shape == (512, 512)
 
 
 def test_a_gpu_is_refused(offload):

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -57,7 +57,8 @@ class OffloadFolder(Store):
             raise ConfigError(f"offload folder {folder} lies in memory ({_file_system(self.folder)}): choose a disk")
         self._maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each mapping keeps a file open
+        with suppress(ValueError, OSError):  # macOS allows fewer than it names
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each mapping keeps a file open
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Returns a tensor of zeros in a file, or in memory if it is small; the space is on the disk already.
