@@ -179,8 +179,9 @@ class _Watch:
             if beat != last:
                 last, heard = beat, time.monotonic()
             elif time.monotonic() - heard > (limit := SILENCE if last else START):
-                self._announce(f"rank {neighbour} has given no sign of life for {limit:.0f} s")
-                self._end(f"rank {neighbour} has given no sign of life for {limit:.0f} s")
+                why = f"rank {neighbour} has given no sign of life for {limit:.0f} s"
+                self._announce(why)
+                self._end(why)
 
     def _who_is_gone(self) -> str:
         """Returns what ``torchrun``'s signal to end means: which ranks of this machine are gone or have not begun."""

@@ -119,8 +119,9 @@ def _write(
     Raises:
         ModelError: transformers cannot save the model; a full disk or memory has an error of its own.
     """
-    ranks = vars(model.config).pop("distributed_config", None) if state is not None else None
-    try:  # without what transformers would read there, and then have all ranks gather what is whole
+    # Where it says how the model is divided, transformers has all ranks gather weights, which here are whole already.
+    division = vars(model.config).pop("distributed_config", None) if state is not None else None
+    try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
@@ -129,8 +130,8 @@ def _write(
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
     finally:
-        if ranks is not None:
-            model.config.distributed_config = ranks
+        if division is not None:
+            model.config.distributed_config = division
     if source is not None:
         _copy_beside(source, partial)
     share_mode(partial)
