@@ -4,7 +4,16 @@ import math
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM, BertModel, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 
 import permtriton
 from permtriton.data.samples import Samples
@@ -176,6 +185,37 @@ def test_encoders_have_a_cosine_only(model_class):
     assert (found.perplexity, found.dense_perplexity, found.kl) == (None, None, None)
     assert found.cosine == pytest.approx(float(torch.cosine_similarity(*states, dim=-1).mean()), rel=1e-5)
     assert found.cosine < 0.99
+
+
+def xlm() -> XLMWithLMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": zoo.VOCABULARY, "emb_dim": 16, "n_layers": 2, "n_heads": 2, "n_words": zoo.VOCABULARY}
+    return XLMWithLMHeadModel(XLMConfig(**sizes, embed_init_std=0.4, init_std=0.4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("build", [lambda: encoder(BertLMHeadModel), xlm], ids=["bert", "xlm"])
+def test_a_model_that_reads_the_whole_text_has_no_perplexity(build, dtype):
+    """It would be that of tokens which the model sees; the KL, too, is of what it makes of them."""
+    model = build().to(dtype)
+    found = measure_model(model, windows=WINDOWS, dense=model)
+    assert (found.perplexity, found.dense_perplexity, found.kl) == (None, None, 0)
+    with pytest.raises(ConfigError, match=r"reads the whole text, so it has no perplexity.*`against=`"):
+        measure_model(model, windows=WINDOWS)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_model_that_reads_up_to_a_token_has_a_perplexity(name):
+    """In whatever mode, and of windows in which no token differs from the last one."""
+    model = zoo.build(name).to(torch.bfloat16).train()
+    assert measure_model(model, windows=WINDOWS).perplexity
+    assert measure_model(model, windows=torch.ones_like(WINDOWS)).perplexity
+
+
+def test_a_compilation_records_the_cosine_of_a_model_that_reads_the_whole_text():
+    compiled = permtriton.compile(encoder(BertLMHeadModel), recipe="mask", data=WINDOWS, eval_data=WINDOWS)
+    assert compiled.report["evaluation"]["measure"] == "cosine"
+    assert compiled.report["evaluation"]["dense"] == 1
 
 
 def test_what_cannot_be_measured_is_said():

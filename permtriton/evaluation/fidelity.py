@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError, ModelError
-from permtriton.evaluation.perplexity import Stopwatch, next_token_loss, perplexity_of
+from permtriton.evaluation.perplexity import Stopwatch, next_token_loss, perplexity_of, with_perplexity
 from permtriton.methods.measure.objective import LOGITS_AT_ONCE
 from permtriton.model.core import recorded_states, takes_decoder_ids
 from permtriton.model.forward import last_hidden_state, max_tokens, with_tokens, without_cache
@@ -96,8 +96,8 @@ class Fidelity(Distances, _Perplexities):  # fields of the last base come first
     """What was measured of a model on held-out text, averaged over all tokens.
 
     Attributes:
-        perplexity: perplexity of the model; None where it predicts no next token (encoders), or the tokens that it
-            should predict are unknown (sound without labels).
+        perplexity: perplexity of the model; None where it predicts no next token (encoders), sees the tokens that it
+            should predict, or these are unknown (sound without labels).
         dense_perplexity: the same of the dense model.
     """
 
@@ -128,7 +128,7 @@ def fidelity(
     check_comparable(model, dense)
     samples = with_tokens(model, with_decoder_ids(dense, Samples.of(windows)))
     _check_positions(dense, samples.tokens)
-    watch = watch or Stopwatch()
+    watch, predicts = watch or Stopwatch(), with_perplexity(model, samples)
 
     def totals(size: int) -> tuple[float, float, dict[str, float], int]:
         loss = dense_loss = watch.seconds = 0.0
@@ -142,7 +142,7 @@ def fidelity(
                 positions += hidden.shape[:-1].numel()
                 if logits is not None and dense_logits is not None:
                     pairs[True] = logits, dense_logits.to(logits.device)
-                    if (tokens := predicted(model, rows)) is not None:
+                    if predicts is not None and (tokens := predicted(model, rows)) is not None:
                         loss += next_token_loss(logits, tokens)
                         dense_loss += next_token_loss(dense_logits, tokens)
                 for name, distance in DISTANCES.items():
@@ -152,10 +152,9 @@ def fidelity(
         return loss, dense_loss, sums, positions
 
     loss, dense_loss, sums, positions = MicroBatch(batch).run(totals)
-    tokens = predicted(model, samples)
     return Fidelity(
-        perplexity=None if tokens is None else perplexity_of(model, loss, tokens.numel()),
-        dense_perplexity=None if tokens is None else perplexity_of(dense, dense_loss, tokens.numel()),
+        perplexity=None if predicts is None else perplexity_of(model, loss, predicts.numel()),
+        dense_perplexity=None if predicts is None else perplexity_of(dense, dense_loss, predicts.numel()),
         **{
             name: _finite(distance.short, sums[name] / positions, model)
             for name, distance in DISTANCES.items()

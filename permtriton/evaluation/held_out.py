@@ -1,4 +1,4 @@
-"""What a compilation measures on held-out samples: perplexity, or the agreement of an encoder with the dense model."""
+"""What a compilation measures on held-out samples: perplexity, or the agreement with the dense model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Inputs, Samples
-from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, windows_at_once
+from permtriton.evaluation.perplexity import perplexity, perplexity_by_layers, windows_at_once, with_perplexity
 from permtriton.model.forward import hidden_states, mean_cosine_loss, with_tokens
-from permtriton.model.seq2seq import arguments_of, predicted
+from permtriton.model.seq2seq import arguments_of
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
@@ -25,7 +25,7 @@ class Evaluation:
         windows: Held-out samples: token ids, int64 ``[windows, tokens]``, or what else the model reads.
 
     Attributes:
-        measure: ``perplexity`` for a language model whose tokens are known (`predicted`), else ``cosine``: the mean
+        measure: ``perplexity`` for a language model that has one (`with_perplexity`), else ``cosine``: the mean
             cosine similarity of the last hidden state with the dense model's.
         dense: The measure of the dense model.
     """
@@ -42,7 +42,7 @@ class Evaluation:
         windows = with_tokens(model, Samples.of(windows))
         self._windows, self._batch, self._progress = windows, windows_at_once(windows.longest), progress
         self._hidden = torch.empty(0)
-        if predicted(model, windows) is not None:
+        if with_perplexity(model, windows) is not None:
             self.measure = "perplexity"
             self.dense = self._perplexity(model)
         else:

@@ -12,7 +12,7 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import check_inputs
 from permtriton.errors import ConfigError
 from permtriton.evaluation.fidelity import DISTANCES, Fidelity, fidelity
-from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once
+from permtriton.evaluation.perplexity import Stopwatch, perplexity, windows_at_once, with_perplexity
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import in_eval_mode, with_tokens
 from permtriton.model.seq2seq import predicted, with_decoder_ids
@@ -89,17 +89,17 @@ def measure_model(  # noqa: PLR0913
             tokens.
 
     Raises:
-        ConfigError: there is nothing to measure, or the model is an encoder and there is no dense model, or there are
-            tasks.
+        ConfigError: there is nothing to measure, or the model has no perplexity and there is no dense model, or it is
+            an encoder and there are tasks.
         ModelError: the models cannot be compared.
         CalibrationError: a measure is not finite.
         TaskError: a task cannot be run.
     """
     windows = None if windows is None else check_inputs(model, windows)
-    _check(model, tokenizer, windows, dense, tasks, batch)
     started, watch = time.perf_counter(), Stopwatch()
     measured, count, window = Fidelity(), 0, 0
     with in_eval_mode(*filter(None, (model, dense))):
+        _check(model, tokenizer, windows, dense, tasks, batch)
         if windows is not None:
             samples = with_tokens(model, with_decoder_ids(dense or model, windows))
             count, window = len(samples), samples.tokens
@@ -157,8 +157,9 @@ def _check(
     if not (model.can_generate() and model.main_input_name == "input_ids") and tasks is not None:
         why = f"reads {model.main_input_name}, not text" if model.can_generate() else "predicts no next token"
         raise ConfigError(f"{kind} {why}, so it has no tasks: leave `tasks=` out")
-    if windows is not None and dense is None and predicted(model, windows) is None:
+    if windows is not None and dense is None and with_perplexity(model, windows) is None:
         why = "is given no labels to predict" if model.can_generate() else "predicts no next token"
+        why = why if predicted(model, windows) is None else "reads the whole text"
         raise ConfigError(
             f"{kind} {why}, so it has no perplexity: give the dense model with `against=` for the cosine of the hidden "
             "states"

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError
+from permtriton.model.checks import model_outputs, relative_difference
+from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import without_cache
 from permtriton.model.seq2seq import arguments_of, predicted
 from permtriton.running import ranks
@@ -24,6 +26,9 @@ from permtriton.util.progress import NoProgress, Progress
 
 TOKENS_WITH_LOGITS = 2048  # at once
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
+WINDOWS_ASKED, TOKENS_ASKED = 4, 32  # of the held-out text, to see what a model reads
+# Largest difference of logits that is rounding, in units of the dtype's precision, but at least so much of their size.
+ROUNDING, LEAST_ROUNDING = 4, 1e-4
 
 
 class Stopwatch:
@@ -80,6 +85,32 @@ def perplexity_of(model: PreTrainedModel, loss: float, tokens: int) -> float:
     return math.exp(min(loss / tokens, MAX_LOSS))
 
 
+def with_perplexity(model: PreTrainedModel, samples: Samples) -> Tensor | None:
+    """Returns the tokens that a model in eval mode predicts, as `predicted` does, if it has a perplexity; else None.
+
+    It has none where it sees a token that it predicts, as where attention goes both ways.
+    """
+    tokens = predicted(model, samples)
+    if tokens is None or samples.ids is None or takes_decoder_ids(model):
+        return tokens
+    windows = samples.ids[:WINDOWS_ASKED, :TOKENS_ASKED].split(1)
+    if _change(model, windows[0]) <= LEAST_ROUNDING:  # without more passes: each reads all layers that are on the disk
+        return tokens
+    # In a mixture, rounding may send a token elsewhere, so that one window shows too much: two must show it.
+    change = sorted(_change(model, window) for window in windows)[-2:][0]
+    return None if change > max(ROUNDING * torch.finfo(model.dtype).eps, LEAST_ROUNDING) else tokens
+
+
+def _change(model: PreTrainedModel, window: Tensor) -> float:
+    """Returns how much the prediction of the last token of ``[1, tokens]`` changes with that token."""
+    others = window[window != window[0, -1]]
+    if not others.numel():
+        return 0.0
+    changed = torch.cat([window[:, :-1], others[None, -1:]], 1)
+    before, after = (model_outputs(model, Samples.of(ids))[:, -2] for ids in (window, changed))
+    return relative_difference(before, after)
+
+
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel,
@@ -91,7 +122,7 @@ def perplexity(
     """Returns exp of the mean next-token loss.
 
     Args:
-        model: Causal language model, or an encoder-decoder.
+        model: model that has one, see `with_perplexity`.
         windows: token ids, int64 ``[windows, tokens]``, or the inputs of an encoder and labels; see `predicted`.
         watch: Stopwatch of the forward passes.
 

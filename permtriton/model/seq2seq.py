@@ -69,7 +69,7 @@ def with_decoder_ids(model: PreTrainedModel, samples: Samples) -> Samples:
 
 
 def predicted(model: PreTrainedModel, samples: Samples) -> Tensor | None:
-    """Returns the tokens that a language model predicts of samples, so that they have a perplexity.
+    """Returns the tokens that a language model predicts of samples, whether it sees them or not.
 
     Returns:
         int64 ``[samples, predicted tokens]``: of a causal model all but the first of each sample, of an encoder-decoder
