@@ -18,8 +18,9 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
 from permtriton.util.extras import WHERE, install_command
 
-from . import zoo
+from . import media, zoo
 from .folders import record
+from .test_seq2seq import IDS, build
 
 REPORT = record(
     pruned_weights={"a": 1},
@@ -115,6 +116,21 @@ def test_content():
     assert "| text that the dense model wrote | 32 x 256 tokens |" in wrote
     assert "import permtriton" not in text
     assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON, "out")
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "words"),
+    [
+        (lambda: build("t5"), IDS, "6 x 16 tokens"),
+        (lambda: build("t5"), {"input_ids": IDS[:, :11], "labels": IDS[:, :7]}, "6 x 18 tokens"),
+        (lambda: media.build("vit"), media.inputs("vit"), r"\d+ x \d+ positions"),
+    ],
+    ids=["text", "pairs", "images"],
+)
+def test_a_card_counts_all_that_was_read(tmp_path, model, data, words):
+    """Of an encoder-decoder, what both halves read; images hold no tokens."""
+    folder = permtriton.compile(model(), recipe="mask", data=data).save_pretrained(tmp_path / "out")
+    assert re.search(rf"\| calibration \| .*, {words} \|", (folder / "README.md").read_text())
 
 
 def test_the_hub_reads_the_front_matter():

@@ -166,11 +166,9 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"what {report['export']['format']} costs", loss_in_words(loss)
     for key in ("recipe", "importance", "layout", "seed"):
         yield key, _code(config[key])
-    shape = " x ".join(str(size) for size in report["calibration"]["shape"])
-    yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {shape} tokens"
+    yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {sizes_in_words(report['calibration'])}"
     if report["generated"]:
-        shape = " x ".join(str(size) for size in report["generated"]["shape"])
-        yield "text that the dense model wrote", f"{shape} tokens"
+        yield "text that the dense model wrote", sizes_in_words(report["generated"])
     yield "parameters pruned", f"{report['pruned_parameters']:,} of {report['parameters']:,}"
     if "trained" in report:
         yield "trained after pruning", "with its zeros kept"
@@ -178,6 +176,11 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "stored size of the pruned weights", f"{report['export']['ratio']:.1%} of dense"
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     yield "made on", f"{report['device']}; {versions}"
+
+
+def sizes_in_words(samples: Mapping[str, Any]) -> str:
+    """Returns how much samples hold, as `permtriton.checkpoint.record.Calibration` has it, in words."""
+    return f"{' x '.join(str(size) for size in samples['shape'])} {samples.get('unit', 'tokens')}"
 
 
 def _loss(report: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field
@@ -213,6 +213,7 @@ class Calibration(TypedDict):
 
     sha256: str
     shape: list[Integer]
+    unit: NotRequired[Literal["tokens", "positions"]]  # of the second number; tokens where it is not there
 
 
 class Evaluation(TypedDict, total=False):

@@ -9,7 +9,7 @@ from permtriton.checkpoint.plan_entries import (
     permutation_report,
     rows_report,
 )
-from permtriton.checkpoint.record import Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
+from permtriton.checkpoint.record import Calibration, Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.data.samples import Samples
 from permtriton.driver.run import Run, corners
 from permtriton.model.name import asked_name, is_hub_name
@@ -54,7 +54,7 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
         "determinism": {"seed": config.seed, **determinism()},
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": config.to_dict(),
-        "calibration": {"sha256": run.samples.sha256, "shape": [len(run.samples), run.samples.tokens]},
+        "calibration": _calibration(run.samples),
         "generated": None
         if run.generated is None
         else {"sha256": Samples.of(run.generated).sha256, "shape": list(run.generated.shape)},
@@ -94,3 +94,14 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
     if origin and origin.gguf:
         record["gguf"] = origin.gguf
     return record
+
+
+def _calibration(samples: Samples) -> Calibration:
+    """Returns the samples' hash, and how much they hold: of an encoder-decoder's text, what both halves read."""
+    widths = [tensor.shape[1] for name, tensor in samples.inputs.items() if name.endswith("input_ids")]
+    width = sum(widths) if samples.is_text and widths else samples.tokens
+    return {
+        "sha256": samples.sha256,
+        "shape": [len(samples), width],
+        "unit": "tokens" if samples.is_text else "positions",
+    }

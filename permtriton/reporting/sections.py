@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.card import loss_in_words
+from permtriton.checkpoint.card import loss_in_words, sizes_in_words
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.comparison.methods import DENSE, FUSED
@@ -293,8 +293,7 @@ def beside(folders: Sequence[Compiled], rows: Mapping[str, Value], caption: str)
 
 
 def _calibration(folder: Compiled) -> str:
-    shape = " x ".join(map(str, folder.record["calibration"]["shape"]))
-    return f"{Path(folder.record['config']['calibration']).name}, {shape} tokens"
+    return f"{Path(folder.record['config']['calibration']).name}, {sizes_in_words(folder.record['calibration'])}"
 
 
 def _pruned(folder: Compiled) -> str:
