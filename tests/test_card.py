@@ -196,6 +196,17 @@ def test_saving_and_exporting_write_cards_that_load_what_they_say(folders, tmp_p
     assert "of dense" in (tmp_path / "portable-packed" / "README.md").read_text()
 
 
+def test_a_card_tells_the_checks_of_an_export_from_those_before_it(folders, tmp_path):
+    export(folders["portable"], tmp_path / "packed")
+    before, after = ((each / "README.md").read_text() for each in (folders["portable"], tmp_path / "packed"))
+    checks = re.findall(r"^- (\d+ pruned weights were read back.*|Reloaded with transformers.*)", before, re.MULTILINE)
+    assert len(checks) == 2
+    for check in checks:
+        assert f"- Before the export: {check}\n" in after
+        assert f"- {check}\n" not in after
+    assert "bit by bit. Reloaded: same model." in after
+
+
 def test_a_card_says_from_any_folder_what_the_model_was(tmp_path, monkeypatch):
     """It was a folder where the model was compiled; from elsewhere, its path might be a name on the hub."""
     monkeypatch.chdir(tmp_path)

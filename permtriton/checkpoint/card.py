@@ -224,6 +224,7 @@ def _source(name: str) -> str:
 
 def _checks(report: Mapping[str, Any]) -> Iterator[str]:
     proof, verification = report["proof"], report["verification"]
+    when = "Before the export: " if "export" in report else ""
     yield (
         "Before pruning, the permuted model gave the dense model's outputs up to rounding (largest relative difference "
         f"{proof['fold_difference']:.1e})."
@@ -233,17 +234,20 @@ def _checks(report: Mapping[str, Any]) -> Iterator[str]:
     for inputs, why in proof["unverified_inputs"].items():
         yield f"Not compared: {inputs} ({why})."
     yield (
-        f"{verification['pruned_weights']} pruned weights were read back; each is N:M and equal to the model in "
+        f"{when}{verification['pruned_weights']} pruned weights were read back; each is N:M and equal to the model in "
         "memory, bit for bit."
     )
-    yield f"Reloaded with transformers: {verification['reloaded']}."
+    yield f"{when}Reloaded with transformers: {verification['reloaded']}."
     if _loss(report) is not None:
         yield (
             "Rewritten by `permtriton export`: all zeros are zeros still, no weight moved by more than rounding, and "
-            "all that is not in 8 bits is the same bit for bit."
+            f"all that is not in 8 bits is the same bit for bit. Reloaded: {report['export']['reloaded']}."
         )
     elif "export" in report:
-        yield "Rewritten by `permtriton export`, and compared with the exported folder bit by bit."
+        yield (
+            "Rewritten by `permtriton export`, and compared with the exported folder bit by bit. Reloaded: "
+            f"{report['export']['reloaded']}."
+        )
 
 
 def _code(text: object) -> str:

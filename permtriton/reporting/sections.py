@@ -242,7 +242,7 @@ def details(folders: Sequence[Compiled]) -> Section:
         "inputs compared": lambda each: ", ".join(each.record["proof"]["verified_inputs"]),
         "inputs not compared": _unverified,
         "pruned weights checked on disk": lambda each: str(each.record["verification"]["pruned_weights"]),
-        "reloaded": lambda each: each.record["verification"]["reloaded"],
+        "reloaded": lambda each: each.record.get("export", each.record["verification"])["reloaded"],
     }
     text = (
         "A folder is only written if every check passes; differences are relative to the largest output. Speed at run "
