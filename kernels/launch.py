@@ -90,12 +90,14 @@ class GpuLimits:
         shared_bytes: Shared memory of one multiprocessor.
         block_bytes: Shared memory that one block may have.
         has_clusters: Whether blocks of a cluster read each other's shared memory (sm_90 and newer).
+        has_wgmma: Whether four warps multiply matrices in shared memory (sm_90 alone).
     """
 
     multiprocessors: int
     shared_bytes: int = 228 << 10
     block_bytes: int = 227 << 10
     has_clusters: bool = True
+    has_wgmma: bool = False
 
 
 @dataclass(frozen=True)

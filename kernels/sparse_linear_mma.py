@@ -53,6 +53,7 @@ RESERVED = 1024  # bytes of shared memory per block that CUDA takes
 MAX_TOKENS = 256
 ROOM = 64  # tokens of a block at most
 FEW_TOKENS = 16  # up to which rows of 128 bytes are the default
+WIDE_CHUNK, WIDE_ROOM, ALIGNMENT = 128, 128, 1024  # channels, tokens of a block, and bytes that wgmma's matrices begin at
 
 # ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at;
 # EARLY: whether it may begin while the kernel before it ends.
@@ -65,11 +66,22 @@ CONFIGS: tuple[Config, ...] = (
     Config({"ROWS": 64, "ROW_WARPS": 1, "CHUNK": 64, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
     Config({"ROWS": 32, "ROW_WARPS": 1, "CHUNK": 128, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=3),
 )
+# By Hopper's wgmma, of four warps each: all warps of a block share the rows, and a chunk has 128 channels.
+WIDE_CONFIGS: tuple[Config, ...] = tuple(
+    Config({"ROWS": rows, "BLOCKS": blocks, "EARLY": 1}, num_warps=warps, num_stages=stages)
+    for rows, blocks, warps, stages in (
+        (64, 2, 4, 6), (128, 2, 8, 4), (128, 1, 8, 6), (256, 1, 8, 4), (64, 3, 4, 4), (128, 2, 4, 4), (64, 4, 4, 4),
+    )
+)  # fmt: skip
 
 
-def configs_for(tokens: int) -> tuple[Config, ...]:
-    """Returns the table for a number of tokens, the default first."""
-    return (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
+def configs_for(tokens: int, in_features: int, gpu: GpuLimits) -> tuple[Config, ...]:
+    """Returns the table for a product on a GPU, the default first."""
+    few = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
+    if not gpu.has_wgmma or in_features % WIDE_CHUNK:
+        return few
+    first = WIDE_CONFIGS[0 if tokens <= FEW_TOKENS else 1 if tokens <= ROOM else 3]
+    return (first, *(config for config in WIDE_CONFIGS if config != first), few[0])
 
 
 def limits_of(device: torch.device) -> GpuLimits:
@@ -79,7 +91,7 @@ def limits_of(device: torch.device) -> GpuLimits:
     properties: Any = torch.cuda.get_device_properties(device)
     return GpuLimits(
         properties.multi_processor_count, properties.shared_memory_per_multiprocessor,
-        properties.shared_memory_per_block_optin, properties.major >= 9,
+        properties.shared_memory_per_block_optin, properties.major >= 9, properties.major == 9,
     )  # fmt: skip
 
 
@@ -108,6 +120,7 @@ class Variant:
         row_warps: Warps per team: they split the rows; the teams split the channels.
         splits: Blocks per cluster; they split the channels too.
         early: Whether it may begin while the kernel before it ends; no template argument.
+        wide: Whether it multiplies by Hopper's wgmma; then its warps are one team, and ``chunk`` is 128.
     """
 
     dtype: torch.dtype
@@ -119,6 +132,7 @@ class Variant:
     row_warps: int
     splits: int
     early: bool = False
+    wide: bool = False
 
     @property
     def teams(self) -> int:
@@ -134,13 +148,17 @@ class Variant:
     def kernel(self) -> CudaKernel:
         """The kernel; shared memory holds the stages, at the end the sums of all teams."""
         shared_bytes = max(self.stages * self.stage_bytes, 4 * self.teams * self.tokens * (self.rows + 4))
-        constants = (
+        constants = [
             ("BF16", int(self.dtype == torch.bfloat16)), ("ROWS", self.rows), ("TOKENS", self.tokens),
             ("CHUNK", self.chunk), ("STAGES", self.stages), ("WARPS", self.warps), ("ROW_WARPS", self.row_warps),
             ("SPLITS", self.splits),
-        )  # fmt: skip
+        ]  # fmt: skip
+        function = "sparse_linear_mma"
+        if self.wide:
+            function, shared_bytes = "sparse_linear_wgmma", shared_bytes + ALIGNMENT
+            constants = [one for one in constants if one[0] not in ("CHUNK", "ROW_WARPS")]
         threads = 32 * self.warps
-        return CudaKernel("sparse_linear_mma.cu", "sparse_linear_mma", threads, shared_bytes, constants, self.early)
+        return CudaKernel("sparse_linear_mma.cu", function, threads, shared_bytes, tuple(constants), self.early)
 
     def grid(self, tokens: int, out_features: int) -> tuple[int, int, int]:
         """Returns the blocks in each direction: rows, the splits of a cluster, tokens."""
@@ -168,9 +186,11 @@ def variant_of(
     over a cluster as far as all blocks still run at once and every team has a chunk.
     """
     given = config.arguments()
-    room, blocks, row_warps = min(max(1 << (tokens - 1).bit_length(), 8), ROOM), given["BLOCKS"], given["ROW_WARPS"]
+    wide, blocks, warps = "ROW_WARPS" not in given, given["BLOCKS"], given["num_warps"]
+    room = min(max(1 << (tokens - 1).bit_length(), 8), WIDE_ROOM if wide else ROOM)
+    row_warps, chunk = (warps, WIDE_CHUNK) if wide else (given["ROW_WARPS"], given["CHUNK"])
     early = bool(given["EARLY"]) and gpu.has_clusters  # both came with sm_90
-    variant = Variant(dtype, given["ROWS"], room, given["CHUNK"], 2, given["num_warps"], row_warps, 1, early)
+    variant = Variant(dtype, given["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide)
     layers = -(-tokens // room)
     most = MAX_CLUSTER if gpu.has_clusters else 1
 
@@ -184,7 +204,7 @@ def variant_of(
 
     while variant.rows > 16 * row_warps and too_large(variant):
         variant = replace(variant, rows=variant.rows // 2)
-    while variant.chunk > 32 and stages(variant) < 3:
+    while variant.chunk > 32 and stages(variant) < 3 and not wide:
         variant = replace(variant, chunk=variant.chunk // 2)
     at_once = blocks * gpu.multiprocessors // (-(-out_features // variant.rows) * layers)
     most, splits = min(at_once, in_features // (variant.chunk * variant.teams), most), 1
@@ -201,9 +221,9 @@ def chosen(
     Where the clusters of a launch would not run all at once, they are halved; where a variant is not right, the same
     one that begins late is tried.
     """
-    shape = (tokens, out_features, in_features)
+    shape, gpu = (tokens, out_features, in_features), limits_of(device)
     variant = variant_of(
-        config_for("sparse_linear_mma", configs_for(tokens), shape, dtype), *shape, dtype, limits_of(device)
+        config_for("sparse_linear_mma", configs_for(tokens, in_features, gpu), shape, dtype), *shape, dtype, gpu
     )
     while is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
         early = variant.early and _TRUSTED.get((variant, device), device.type == "meta")  # not tried while captured
@@ -293,7 +313,8 @@ def is_right(variant: Variant, device: torch.device) -> bool:
         PermTritonError: the kernel could not be compiled or launched.
     """
     out_features = 2 * variant.rows + 5
-    in_features = variant.chunk * variant.teams * variant.splits * (variant.stages + 1) + CHANNELS
+    in_features = variant.chunk * variant.teams * variant.splits * (variant.stages + 1)
+    in_features += variant.chunk if variant.wide else CHANNELS
     generator = torch.Generator().manual_seed(0)
 
     def integers(*shape: int) -> Tensor:

@@ -154,7 +154,7 @@ def compiled(kernel: CudaKernel, device: int) -> Loaded:
     if device < 0 or torch.version.cuda is None:
         raise PermTritonError(f"{kernel.source}: it runs on an NVIDIA GPU, and torch sees none on this machine")
     major, minor = torch.cuda.get_device_capability(device)
-    code, symbol = machine_code(kernel, f"sm_{major}{minor}")
+    code, symbol = machine_code(kernel, f"sm_{major}{minor}" + "a" * (major == 9))  # wgmma is sm_90a's alone
     torch.cuda.current_stream().synchronize()  # makes the GPU's context the current one
     context, module, function, driver = _Pointer(), _Pointer(), _Pointer(), _driver()
     problem = (
@@ -174,7 +174,7 @@ def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
 
     Args:
         kernel: The kernel.
-        architecture: Such as ``sm_90``.
+        architecture: Such as ``sm_90a``.
 
     Raises:
         PermTritonError: NVRTC is not there or refuses the source.
