@@ -3,18 +3,16 @@
 The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y``
 ``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of four routes:
 
-    mma         the CUDA kernel of sparse_linear_mma.py, 1 to 256 tokens, 16 bits: the sparse tensor cores multiply the
-                packed weight as it is
-    packed      the Triton kernels of sparse_linear_triton.py, 1 to 64 tokens: only packed bytes are read of W, 9/16 of
-                the dense weight's at 16 bits
+    mma         the CUDA kernels of sparse_linear_mma.py, 1 to 256 tokens, 16 bits: the sparse tensor cores multiply the
+                packed weight as it is; only packed bytes are read of W, 9/16 of the dense weight's at 16 bits
+    packed      the Triton kernels of sparse_linear_triton.py, 1 to 64 tokens: the same bytes, for GPUs and dtypes that
+                mma does not serve
     cusparselt  `permtriton.kernels.cusparselt`, if ``compressed`` is given: half of the dense product's operations
     dense       unpacked by a kernel, then cuBLAS: any number of tokens; moves 25/16 of the dense weight's bytes more
 
 Unless `permtriton autotune` measured a faster one for the shape, the number of tokens and the GPU (`ROUTE_CONFIGS` is
-the table), one token goes the route packed, the only one that reads 9/16 of the bytes and does no work for padding;
-up to 128 tokens go the first possible one of mma, which by count needs the fewest instructions and tests itself,
-cusparselt, which others have measured, packed and dense; more tokens try cusparselt first. No route was measured
-against another yet.
+the table), the first possible one of mma, cusparselt, packed and dense is taken; beyond 256 tokens, and beyond 128 on a
+GPU without wgmma, cusparselt is tried first. So it was measured on an H200 (benchmarks/NOTES.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +35,7 @@ from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
 PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
-MMA_TOKENS = 128  # up to which that route is the default
+MMA_TOKENS = 128  # up to which that route is the default where there is no wgmma
 ROUTES = {PACKED: "packed", CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))
 
@@ -78,20 +76,22 @@ def routed(
     if compressed is not None and tokens and pattern == PATTERN and cusparselt.serves(x.device):
         possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
     possible[DENSE] = partial(sparse_linear_reference, *arguments)
-    route = _route(*shape, list(possible))
+    first = MMA if tokens <= (mma.MAX_TOKENS if mma.is_wide(in_features, x.device) else MMA_TOKENS) else CUSPARSELT
+    route = _route(*shape, first, list(possible))
     if route == MMA:  # the kernel may turn out not to be right here
         variant = mma.chosen(*shape, x.device)
         if variant is None:
             del possible[MMA]
-            route = _route(*shape, list(possible))
+            route = _route(*shape, first, list(possible))
         else:
             possible[MMA] = partial(mma.sparse_linear_mma, *arguments, variant)
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
     return possible[route]()
 
 
-def _route(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, possible: Sequence[int]) -> int:
-    first = PACKED if tokens == 1 else MMA if tokens <= MMA_TOKENS else CUSPARSELT
+def _route(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, first: int, possible: Sequence[int]
+) -> int:
     configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
     configs.sort(key=lambda config: config.constants["ROUTE"] != first)
     config = configs[0]

@@ -1,24 +1,28 @@
-"""The CUDA kernel of `permtriton.kernels.sparse_linear` on the sparse tensor cores, and its launcher: 1 to 256 tokens.
+"""The CUDA kernels of `permtriton.kernels.sparse_linear` on the sparse tensor cores, their launcher: 1 to 256 tokens.
 
-``mma.sp.m16n8k32`` multiplies 16 rows of W by 8 tokens and adds up 32 channels. Its operand A is what a packed 2:4
-weight of 16-bit values is made of, so that nothing is decompressed (PTX ISA, version 9, section 9.7.14.6):
+The operand A of both instructions is what a packed 2:4 weight of 16-bit values is made of, so that nothing is
+decompressed: its values in order, and a 16-bit word of a row's positions, the metadata of 16 channels (groups from the
+lowest four bits on, in a group the first position in the lower two bits). x is operand B, a token per column.
 
-    values      an 8 x 8 matrix of `ldmatrix` is 16 channels of 8 rows; four of them are the fragment A
-    positions   a 16-bit word of a row's positions is the metadata of 16 channels: groups from the lowest four bits on,
-                in a group the first position in the lower two bits. The first thread of a pair holds the channels 0 to
-                15, the second 16 to 31; the lower half of its register the row g, the upper half the row g + 8. The
-                sparsity selector says which pair of every four threads it is
-    x           operand B, a token per column: `ldmatrix` reads it as it lies in memory
+    mma.sp.m16n8k32   (sm_80 on; PTX ISA, version 9, section 9.7.14.6) 16 rows of W by 8 tokens, 32 channels, by a warp
+        values      an 8 x 8 matrix of `ldmatrix` is 16 channels of 8 rows; four of them are the fragment A
+        positions   the first thread of a pair holds the channels 0 to 15, the second 16 to 31; the lower half of its
+                    register the row g, the upper half the row g + 8. The sparsity selector says which pair of every
+                    four threads it is
+        x           `ldmatrix` reads it as it lies in memory
+    wgmma.sp.m64nNk32 (sm_90 alone; section 9.7.15) 64 rows of W by 8 to 128 tokens, by four warps, in the background
+        values, x   read from shared memory, whose rows of 128 bytes have their 16-byte units swapped
+        positions   of each warp's 16 rows, as those of mma.sp
 
-The sum does not depend on the order of the channels, so a product takes two words that are not neighbours: then the
+The sum does not depend on the order of the channels, so mma.sp takes two words that are not neighbours: then the
 positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
 
-Bytes moved: 9/16 of the dense weight's (beyond 64 tokens again for each 64, from the L2 cache), x once per ROWS rows
-(from the L2 cache), y.
+Bytes moved: 9/16 of the dense weight's (again for each 64 tokens, by wgmma for each 128, from the L2 cache), x once per
+ROWS rows (from the L2 cache), y. On Hopper wgmma is the default: by mma.sp a warp fetches both operands itself
+and waits for each, so that 64 tokens took twice as long there (benchmarks/NOTES.md).
 
-No GPU has run this yet. The layouts are those that the PTX manual and CUTLASS's atoms state, an emulation written from
-the manual agrees (tests/test_sparse_linear_mma.py), and the kernel assembles for sm_80, sm_90 and sm_100; whether the
-hardware does what the manual says, and all speeds, only a GPU can show. Therefore each compiled kernel first computes a
+The layouts are those that the PTX manual and CUTLASS's atoms state, and an emulation written from the manual agrees
+(tests/test_sparse_linear_mma.py). All variants were right on an H200. Still each compiled kernel first computes a
 product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot be compiled, a warning says so
 and another route takes its place for the rest of the process.
 
@@ -53,7 +57,8 @@ RESERVED = 1024  # bytes of shared memory per block that CUDA takes
 MAX_TOKENS = 256
 ROOM = 64  # tokens of a block at most
 FEW_TOKENS = 16  # up to which rows of 128 bytes are the default
-WIDE_CHUNK, WIDE_ROOM, ALIGNMENT = 128, 128, 1024  # channels, tokens of a block, and bytes that wgmma's matrices begin at
+WIDE_CHUNK, WIDE_ROOM = 128, 128  # of wgmma: channels of a stage, and tokens of a block at most
+WIDE_ALIGNMENT = 1024  # bytes of shared memory at whose multiples its matrices begin
 
 # ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at;
 # EARLY: whether it may begin while the kernel before it ends.
@@ -66,27 +71,27 @@ CONFIGS: tuple[Config, ...] = (
     Config({"ROWS": 64, "ROW_WARPS": 1, "CHUNK": 64, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
     Config({"ROWS": 32, "ROW_WARPS": 1, "CHUNK": 128, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=3),
 )
-# By Hopper's wgmma, of four warps each: all warps of a block share the rows, and a chunk has 128 channels.
+# By wgmma: ROWS per block, 16 of them per warp, and stages of 128 channels.
 WIDE_CONFIGS: tuple[Config, ...] = tuple(
-    Config({"ROWS": rows, "BLOCKS": blocks, "EARLY": 1}, num_warps=warps, num_stages=stages)
-    for rows, blocks, warps, stages in (
-        (64, 2, 4, 6), (128, 2, 8, 4), (128, 1, 8, 6), (256, 1, 8, 4), (64, 3, 4, 4), (128, 2, 4, 4), (64, 4, 4, 4),
-    )
-)  # fmt: skip
+    Config({"ROWS": rows, "BLOCKS": blocks, "EARLY": early}, num_warps=rows // 16, num_stages=stages)
+    for rows, blocks, early, stages in ((128, 1, 1, 6), (64, 2, 1, 6), (128, 2, 1, 4), (256, 1, 1, 4), (128, 1, 0, 6))
+)
 
 
 def configs_for(tokens: int, in_features: int, gpu: GpuLimits) -> tuple[Config, ...]:
     """Returns the table for a product on a GPU, the default first."""
-    few = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
-    if not gpu.has_wgmma or in_features % WIDE_CHUNK:
-        return few
-    first = WIDE_CONFIGS[0 if tokens <= FEW_TOKENS else 1 if tokens <= ROOM else 3]
-    return (first, *(config for config in WIDE_CONFIGS if config != first), few[0])
+    configs = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
+    return (*WIDE_CONFIGS, configs[0]) if gpu.has_wgmma and in_features % WIDE_CHUNK == 0 else configs
+
+
+def is_wide(in_features: int, device: torch.device) -> bool:
+    """Whether wgmma multiplies by default: on Hopper, where the channels are whole stages."""
+    return limits_of(device).has_wgmma and in_features % WIDE_CHUNK == 0
 
 
 def limits_of(device: torch.device) -> GpuLimits:
     """Returns what a launch depends on; a meta device is the GPU that launches are recorded for, or an H200."""
-    if device.type == "meta":
+    if device.type != "cuda":
         return recorded_limits(device) or GpuLimits(132)
     properties: Any = torch.cuda.get_device_properties(device)
     return GpuLimits(
@@ -144,21 +149,24 @@ class Variant:
         """Shared memory of one stage of all teams."""
         return self.teams * (self.rows * self.chunk * 9 // 8 + self.tokens * self.chunk * 2)
 
+    def of_rows(self, rows: int) -> Variant:
+        """Returns the same with other rows per block, of wgmma: 16 rows per warp."""
+        return replace(self, rows=rows, warps=rows // 16, row_warps=rows // 16)
+
     @functools.cached_property
     def kernel(self) -> CudaKernel:
         """The kernel; shared memory holds the stages, at the end the sums of all teams."""
         shared_bytes = max(self.stages * self.stage_bytes, 4 * self.teams * self.tokens * (self.rows + 4))
-        constants = [
-            ("BF16", int(self.dtype == torch.bfloat16)), ("ROWS", self.rows), ("TOKENS", self.tokens),
-            ("CHUNK", self.chunk), ("STAGES", self.stages), ("WARPS", self.warps), ("ROW_WARPS", self.row_warps),
-            ("SPLITS", self.splits),
-        ]  # fmt: skip
+        constants = {
+            "BF16": int(self.dtype == torch.bfloat16), "ROWS": self.rows, "TOKENS": self.tokens, "CHUNK": self.chunk,
+            "STAGES": self.stages, "WARPS": self.warps, "ROW_WARPS": self.row_warps, "SPLITS": self.splits,
+        }  # fmt: skip
         function = "sparse_linear_mma"
         if self.wide:
-            function, shared_bytes = "sparse_linear_wgmma", shared_bytes + ALIGNMENT
-            constants = [one for one in constants if one[0] not in ("CHUNK", "ROW_WARPS")]
-        threads = 32 * self.warps
-        return CudaKernel("sparse_linear_mma.cu", function, threads, shared_bytes, tuple(constants), self.early)
+            function, shared_bytes = "sparse_linear_wgmma", shared_bytes + WIDE_ALIGNMENT
+            constants = {name: constants[name] for name in ("BF16", "ROWS", "TOKENS", "STAGES", "SPLITS")}
+        threads, named = 32 * self.warps, tuple(constants.items())
+        return CudaKernel("sparse_linear_mma.cu", function, threads, shared_bytes, named, self.early)
 
     def grid(self, tokens: int, out_features: int) -> tuple[int, int, int]:
         """Returns the blocks in each direction: rows, the splits of a cluster, tokens."""
@@ -184,32 +192,54 @@ def variant_of(
     ROWS is halved until the sums fit into registers, two stages into shared memory, and the blocks fill the GPU; CHUNK
     is halved until at least three stages fit where BLOCKS blocks share a multiprocessor; and the channels are split
     over a cluster as far as all blocks still run at once and every team has a chunk.
+
+    By wgmma, ROWS is doubled where the blocks would not run all at once, and halved where they fill less than half of
+    the GPU.
     """
     given = config.arguments()
     wide, blocks, warps = "ROW_WARPS" not in given, given["BLOCKS"], given["num_warps"]
     room = min(max(1 << (tokens - 1).bit_length(), 8), WIDE_ROOM if wide else ROOM)
-    row_warps, chunk = (warps, WIDE_CHUNK) if wide else (given["ROW_WARPS"], given["CHUNK"])
     early = bool(given["EARLY"]) and gpu.has_clusters  # both came with sm_90
-    variant = Variant(dtype, given["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide)
+    variant = Variant(
+        dtype,
+        given["ROWS"],
+        room,
+        given.get("CHUNK", WIDE_CHUNK),
+        2,
+        warps,
+        given.get("ROW_WARPS", warps),
+        1,
+        early,
+        wide,
+    )
     layers = -(-tokens // room)
     most = MAX_CLUSTER if gpu.has_clusters else 1
 
-    def too_large(variant: Variant) -> bool:
-        sums = variant.rows // row_warps * room
-        fits = sums <= MAX_SUMS and variant.kernel.shared_bytes <= gpu.block_bytes and variant.rows <= out_features
-        return not fits or -(-out_features // variant.rows) * layers * most < gpu.multiprocessors
+    def blocks_of(variant: Variant) -> int:
+        return -(-out_features // variant.rows) * layers
+
+    def fits(variant: Variant) -> bool:
+        sums = variant.rows // variant.row_warps * room
+        return sums <= MAX_SUMS and variant.kernel.shared_bytes <= gpu.block_bytes and variant.rows <= out_features
 
     def stages(variant: Variant) -> int:
-        return (gpu.shared_bytes // blocks - RESERVED) // variant.stage_bytes
+        room = min(gpu.shared_bytes // blocks - RESERVED, gpu.block_bytes) - WIDE_ALIGNMENT * wide
+        return room // variant.stage_bytes
 
-    while variant.rows > 16 * row_warps and too_large(variant):
-        variant = replace(variant, rows=variant.rows // 2)
-    while variant.chunk > 32 and stages(variant) < 3 and not wide:
-        variant = replace(variant, chunk=variant.chunk // 2)
-    at_once = blocks * gpu.multiprocessors // (-(-out_features // variant.rows) * layers)
-    most, splits = min(at_once, in_features // (variant.chunk * variant.teams), most), 1
-    while splits * 2 <= most:
-        splits *= 2
+    if wide:
+        larger = variant.of_rows(2 * variant.rows)
+        if blocks_of(variant) > blocks * gpu.multiprocessors and fits(larger):
+            variant = larger
+        while variant.rows > MIN_ROWS and (not fits(variant) or 2 * blocks_of(variant) * most <= gpu.multiprocessors):
+            variant = variant.of_rows(variant.rows // 2)
+    else:
+        least = 16 * variant.row_warps
+        while variant.rows > least and (not fits(variant) or blocks_of(variant) * most < gpu.multiprocessors):
+            variant = replace(variant, rows=variant.rows // 2)
+        while variant.chunk > 32 and stages(variant) < 3:
+            variant = replace(variant, chunk=variant.chunk // 2)
+    at_once = blocks * gpu.multiprocessors // blocks_of(variant)
+    splits = max(min(at_once, in_features // (variant.chunk * variant.teams), most), 1)
     return replace(variant, stages=max(min(stages(variant), given["num_stages"]), 2), splits=splits)
 
 
@@ -231,7 +261,7 @@ def chosen(
         if not _too_many_clusters(variant, tokens, out_features, device):
             note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
             return variant
-        variant = replace(variant, splits=variant.splits // 2)
+        variant = replace(variant, splits=variant.splits - 1)
     note(f"rejected {tokens}x{out_features}x{in_features}", variant.kernel.name)
     return None
 

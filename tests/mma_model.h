@@ -40,6 +40,7 @@ struct Fiber {
     Block* block;
     Warp* warp;
     std::vector<std::vector<Copy>> groups{1};
+    std::vector<std::function<void()>> products;
     bool done = false, waited = false;
 };
 struct Range { const uint8_t* from; int64_t bytes; };
@@ -194,6 +195,51 @@ static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
         }
     }
     __syncwarp();
+}
+
+// Section 9.7.15, asynchronous products of four warps. A descriptor holds the address and the distance of eight rows to
+// the next eight, in units of 16 bytes (section 9.7.15.5.1.2); its mode 1 swaps the units of 16 bytes within 128: bits
+// 4 to 6 of an address change by bits 7 to 9. Rows of A lie 128 bytes apart, 16 of them per warp, and so do those of B, a
+// token each. Sums and metadata of a warp are those of mma.sp (figures of section 9.7.15.6). What they read may be read at
+// any time until they are waited for.
+static uint16_t operand(uint64_t description, int row, int element, Block& block) {
+    if (description >> 62 != 1 || (description >> 49 & 7)) error = 6;
+    uint32_t at = (description & 0x3FFF) * 16 + row / 8 * uint32_t((description >> 32 & 0x3FFF) * 16) + row % 8 * 128 + 2 * element;
+    at ^= (at >> 7 & 7) << 4;
+    uint16_t value;
+    std::memcpy(&value, shared_at(at, 2, block), 2);
+    return value;
+}
+template <int BF16, int TOKENS, int SELECTOR>
+static void multiply_wide(float (&d)[TOKENS / 2], uint64_t a, uint64_t b, uint32_t metadata) {
+    const int lane = me->thread.x % 32, first = me->thread.x / 32 % 4 * 16;
+    auto all = posted({metadata});
+    uint32_t words[2];  // of the groups 0 to 3 and 4 to 7
+    for (int i = 0; i < 2; ++i) words[i] = all[lane / 4 * 4 + 2 * SELECTOR + i][0];
+    __syncwarp();
+    Block* block = me->block;
+    const auto add = [=, &d] {
+        for (int i = 0; i < TOKENS / 2; ++i) {
+            const int half = i / 2 % 2, row = first + half * 8 + lane / 4, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            for (int group = 0; group < 8; ++group) {
+                const int bits = words[group / 4] >> (16 * half + 4 * (group % 4)) & 15, places[2] = {bits & 3, bits >> 2};
+                if (places[0] >= places[1]) error = 4;
+                for (int j = 0; j < 2; ++j)
+                    d[i] += widen<BF16>(operand(a, row, 2 * group + j, *block)) *
+                            widen<BF16>(operand(b, token, 4 * group + places[j], *block));
+            }
+        }
+    };
+    if (eager) add();
+    else me->products.push_back(add);
+}
+static void load_two_words(uint32_t (&to)[2], uint32_t from) { std::memcpy(to, shared_at(from, 8, *me->block), 8); }
+static void show_to_products() {}
+static void begin_products() {}
+static void end_products() {}
+static void wait_for_products() {
+    for (const auto& one : me->products) one();
+    me->products.clear();
 }
 
 static std::function<void()> body;

@@ -4,6 +4,7 @@ import importlib
 import json
 import pkgutil
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +17,9 @@ from permtriton import kernels
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, OutputError
-from permtriton.kernels import autotune
+from permtriton.kernels import autotune, sparse_linear_mma
 from permtriton.kernels.autotune import config_for, entry_key, stored
-from permtriton.kernels.launch import Config, triton
+from permtriton.kernels.launch import Config, GpuLimits, triton
 from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.cases import KERNELS, permute
@@ -346,17 +347,17 @@ class TestCommand:
 
 
 @needs_triton
-def test_every_table_is_tried_in_some_case():
-    todo = [
-        case
-        for dtype in (torch.float32, torch.bfloat16)
-        for case in tuning.cases_for([(64, 128)], [1, 16], dtype, torch.device("cpu"))
-    ]
+def test_every_configuration_is_tried_in_some_case(monkeypatch):
+    todo = []
+    for has_wgmma, dtype in product((False, True), (torch.float32, torch.bfloat16)):
+        monkeypatch.setattr(sparse_linear_mma, "limits_of", lambda _, it=has_wgmma: GpuLimits(132, has_wgmma=it))
+        todo += tuning.cases_for([(64, 128)], [1, 16], dtype, torch.device("cpu"))
     files = [
         importlib.import_module(file.name) for file in pkgutil.iter_modules(kernels.__path__, "permtriton.kernels.")
     ]
-    tables = {id(configs) for file in files for name, configs in vars(file).items() if name.endswith("CONFIGS")}
-    assert {id(configs) for case in todo for configs in case.tables.values()} == tables
+    tables = [configs for file in files for name, configs in vars(file).items() if name.endswith("CONFIGS")]
+    tried = {id(config) for case in todo for configs in case.tables.values() for config in configs}
+    assert tried == {id(config) for configs in tables for config in configs}
 
 
 def test_a_choice_between_kernels_is_tuned_after_them():

@@ -104,7 +104,7 @@ def test_compiles_once_and_launches(libraries):
     for _ in range(2):
         KERNEL((2, 3, 1), *tensors, count=7, rest=-5)
     assert libraries.calls.count("nvrtcCompileProgram") == libraries.calls.count("cuModuleLoadData") == 1
-    assert libraries.options == ["--gpu-architecture=sm_90", *runtime.OPTIONS]
+    assert libraries.options == ["--gpu-architecture=sm_90a", *runtime.OPTIONS]
     assert libraries.loaded == CODE
     asked = {"grid": (2, 3, 1), "block": (256, 1, 1), "shared": 100 << 10, "stream": 99, "early": [(6, 1)],
              "values": [*(tensor.data_ptr() for tensor in tensors), 7, -5]}  # fmt: skip

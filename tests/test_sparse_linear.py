@@ -15,6 +15,7 @@ from permtriton.kernels import autotune, cusparselt, launch
 from permtriton.kernels import sparse_linear as sparse_linear_file
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
+from permtriton.kernels.launch import GpuLimits
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, PACKED, ROUTE_CONFIGS, routed, sparse_linear
 from permtriton.kernels.tools import tuning
@@ -139,7 +140,7 @@ class Routes:
 @pytest.mark.parametrize(
     ("dtype", "tokens", "compressed", "possible"),
     [
-        (torch.bfloat16, 1, True, [PACKED, MMA, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 1, True, [MMA, CUSPARSELT, PACKED, DENSE]),
         (torch.bfloat16, 64, True, [MMA, CUSPARSELT, PACKED, DENSE]),
         (torch.bfloat16, 128, True, [MMA, CUSPARSELT, DENSE]),
         (torch.bfloat16, 129, True, [CUSPARSELT, MMA, DENSE]),
@@ -165,6 +166,18 @@ def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possi
         assert routes.taken == [possible[0] if routes.prefer is None else routes.prefer]
     expected = ("sparse_linear_route", possible, (tokens, 64, 32), dtype)
     assert set(map(str, routes.requested)) == ({str(expected)} if len(possible) > 1 else set())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "channels", "expected"), [(256, 128, MMA), (257, 128, CUSPARSELT), (256, 96, CUSPARSELT)]
+)
+def test_on_hopper_more_tokens_take_our_kernel(tokens, channels, expected, monkeypatch):
+    weight = sparse(64, channels // 4, TWO_FOUR, torch.bfloat16)
+    routes = Routes(monkeypatch, weight)
+    monkeypatch.setattr(mma, "limits_of", lambda _: GpuLimits(132, has_wgmma=True))
+    x, form = torch.ones(tokens, channels).bfloat16(), weight.new_zeros(64 * channels * 9 // 16)
+    routed(x, *pack(weight, TWO_FOUR), None, None, channels, TWO_FOUR, form)
+    assert routes.taken == [expected]
 
 
 def test_a_kernel_that_is_not_right_leaves_the_choice_to_the_others(monkeypatch):

@@ -30,7 +30,8 @@ from .kernel_inputs import TWO_FOUR, poison, sparse
 
 BF16, FP16 = torch.bfloat16, torch.float16
 SOURCE = FOLDER / "sparse_linear_mma.cu"
-H200, A100 = GpuLimits(132, 228 << 10, 227 << 10, True), GpuLimits(108, 164 << 10, 163 << 10, False)
+H200, A100 = GpuLimits(132, 228 << 10, 227 << 10, True, True), GpuLimits(108, 164 << 10, 163 << 10, False)
+B200 = replace(H200, has_wgmma=False)
 CPU = torch.device("cpu")
 EMULATED = (
     Variant(BF16, 16, 8, 64, 2, 1, 1, 1),
@@ -38,6 +39,8 @@ EMULATED = (
     Variant(BF16, 32, 32, 128, 2, 2, 2, 1),
     Variant(BF16, 64, 8, 32, 3, 4, 4, 4),
     Variant(BF16, 64, 8, 64, 4, 4, 4, 4, early=True),  # the default's form with fewer rows: a cluster of four
+    Variant(BF16, 64, 8, 128, 3, 4, 4, 3, early=True, wide=True),
+    Variant(FP16, 128, 32, 128, 2, 8, 8, 1, wide=True),
 )
 HARNESS = """
 #include "{model}"
@@ -142,8 +145,9 @@ def product(x, weight, bias, index):
 @pytest.mark.parametrize("channels", [32, 416])
 @pytest.mark.slow(but=[f"shuffled-416-{one.kernel.name}" for one in EMULATED])
 def test_the_product_in_float64(emulated, variant, channels, monkeypatch):
-    """Ragged rows and channels, strided inputs that are not aligned, in outputs poisoned with NaN."""
+    """Ragged rows and channels (by wgmma those are whole), strided inputs that are not aligned, outputs poisoned."""
     poison(monkeypatch)
+    channels = 4 * channels if variant.wide else channels
     rows, tokens = max(variant.rows, 64) + 3, variant.tokens + variant.tokens // 2 + 1
     weight = sparse(rows, channels // 4, dtype=variant.dtype)
     values, positions = pack(weight, TWO_FOUR)
@@ -160,15 +164,16 @@ def test_the_product_in_float64(emulated, variant, channels, monkeypatch):
 @pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
 def test_an_infinite_input_reaches_the_rows_that_keep_its_channel(emulated, variant):
     """Not what is added for the channels that the last chunk lacks, nor another token."""
-    weight = torch.ones(64, 96).bfloat16().view(64, 24, 4)
+    channels, rows = (128, variant.rows) if variant.wide else (96, 64)
+    weight = torch.ones(rows, channels).bfloat16().view(rows, -1, 4)
     weight[..., 2:] = 0
     weight[0, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
-    x = torch.ones(3, 96)
+    x = torch.ones(3, channels)
     x[1, 0] = torch.inf
-    y = torch.zeros(3, 64, dtype=variant.dtype)
-    packed = pack(weight.view(64, 96).to(variant.dtype), TWO_FOUR)
+    y = torch.zeros(3, rows, dtype=variant.dtype)
+    packed = pack(weight.flatten(1).to(variant.dtype), TWO_FOUR)
     variant.launch(x.to(variant.dtype), *packed, None, y)
-    expected = torch.full((3, 64), 48.0)
+    expected = torch.full((3, rows), channels / 2)
     expected[1, 1:] = torch.inf
     assert torch.equal(y.float(), expected)
 
@@ -204,14 +209,14 @@ def test_one_that_is_right_only_when_it_begins_late_begins_late(fresh, monkeypat
     assert ran["variant 2x4096x4096"] == variant.kernel.name
 
 
-@pytest.mark.parametrize(("at_once", "splits"), [(1000, 8), (32, 8), (31, 4), (1, 1)])
+@pytest.mark.parametrize(("at_once", "splits"), [(1000, 4), (32, 4), (31, 3), (1, 1)])
 def test_clusters_run_all_at_once(fresh, monkeypatch, at_once, splits):
     """Else the last ones would wait for a whole round; a block alone has no cluster to fit."""
     monkeypatch.setattr(mma, "is_right", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(
-        CudaKernel, "active_clusters", lambda kernel, grid: at_once if grid[1] == 8 or at_once == 1 else 1000
+        CudaKernel, "active_clusters", lambda kernel, grid: at_once if grid[1] == 4 or at_once == 1 else 1000
     )
     mma._too_many_clusters.cache_clear()
     variant = mma.chosen(16, 4096, 4096, BF16, torch.device("cuda", 0))
@@ -244,11 +249,16 @@ def test_the_variant_that_begins_late_is_captured_where_only_it_was_tried(fresh,
 
 @pytest.mark.parametrize(
     ("gpu", "config"),
-    [*product_of((H200, A100), CONFIGS), (GpuLimits(128, 100 << 10, 99 << 10, False), CONFIGS[0])],
+    [
+        *product_of((H200, A100), CONFIGS),
+        *product_of([H200], mma.WIDE_CONFIGS),
+        (GpuLimits(128, 100 << 10, 99 << 10, False), CONFIGS[0]),
+    ],
 )
 def test_a_variant_fits_its_gpu(gpu, config):
     for tokens in (1, 8, 9, 16, 33, 64, 65, 256):
         for rows, channels in ((64, 32), (100, 96), (1024, 4096), (4096, 11008), (11008, 4096), (128256, 8192)):
+            channels = 128 if channels < 128 and config in mma.WIDE_CONFIGS else channels
             variant = variant_of(config, tokens, rows, channels, BF16, gpu)
             assert variant.rows <= rows
             assert variant.rows % (16 * variant.row_warps) == 0
@@ -264,21 +274,30 @@ def test_a_variant_fits_its_gpu(gpu, config):
 @pytest.mark.parametrize(
     ("gpu", "shape", "expected"),
     [
-        (H200, (16, 11008, 4096), (128, 128, 4, 2)),
-        (H200, (128, 4096, 4096), (256, 64, 4, 8)),
-        (H200, (64, 11008, 4096), (256, 64, 4, 4)),
-        (H200, (16, 4096, 11008), (128, 128, 4, 8)),
-        (H200, (64, 1024, 4096), (64, 64, 4, 8)),
-        (H200, (16, 28672, 8192), (128, 128, 4, 1)),
+        (H200, (16, 11008, 4096), (128, 128, 6, 1)),
+        (H200, (128, 4096, 4096), (128, 128, 4, 4)),
+        (H200, (64, 1024, 4096), (64, 128, 6, 8)),
+        (H200, (16, 28672, 8192), (256, 128, 5, 1)),
+        (H200, (256, 14336, 4096), (256, 128, 3, 1)),
+        (H200, (256, 1024, 4096), (128, 128, 4, 8)),
+        (H200, (16, 4096, 11008 + 32), (128, 128, 4, 8)),
+        (B200, (16, 11008, 4096), (128, 128, 4, 3)),
+        (B200, (128, 4096, 4096), (256, 64, 4, 8)),
+        (B200, (64, 11008, 4096), (256, 64, 4, 6)),
+        (B200, (16, 4096, 11008), (128, 128, 4, 8)),
+        (B200, (64, 1024, 4096), (64, 64, 4, 8)),
+        (B200, (16, 28672, 8192), (128, 128, 4, 1)),
         (A100, (16, 11008, 4096), (64, 128, 4, 1)),
         (A100, (64, 4096, 4096), (64, 64, 4, 1)),
     ],
 )
 def test_the_default_variant(gpu, shape, expected):
-    """Its rows, chunk, stages and splits: one wave of two blocks per multiprocessor, if there is enough work."""
-    variant = variant_of(configs_for(shape[0])[0], *shape, BF16, gpu)
+    """Its rows, chunk, stages and splits: one wave, by wgmma of a block per multiprocessor, else of two."""
+    config = configs_for(shape[0], shape[2], gpu)[0]
+    variant = variant_of(config, *shape, BF16, gpu)
     assert (variant.rows, variant.chunk, variant.stages, variant.splits) == expected
-    assert 2 * (variant.kernel.shared_bytes + mma.RESERVED) <= gpu.shared_bytes
+    assert variant.wide == (gpu is H200 and shape[2] % 128 == 0)
+    assert config.constants["BLOCKS"] * (variant.kernel.shared_bytes + mma.RESERVED) <= gpu.shared_bytes
 
 
 @pytest.mark.parametrize(
@@ -300,10 +319,23 @@ def test_what_the_kernel_takes(tokens, rows, channels, dtype, fits):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 def test_the_defaults_compile_without_a_spill(tmp_path):
-    variants = [variant_of(configs_for(tokens)[0], tokens, 4096, 4096, BF16, H200) for tokens in (16, 64)]
+    variants = [
+        variant_of(configs_for(tokens, 4096, gpu)[0], tokens, 4096, 4096, BF16, gpu)
+        for gpu, tokens in product_of((H200, B200), (16, 64))
+    ]
     uses = "\n".join(f"void* use_{i} = (void*)&{one.kernel.name};" for i, one in enumerate(variants))
     (tmp_path / "k.cu").write_text(f'#include "{SOURCE}"\n{uses}\n')
-    command = ["nvcc", "-std=c++17", "-cubin", "-arch=sm_90", "-Xptxas", "-v", "k.cu", "-o", "k.cubin"]
+    command = [
+        "nvcc",
+        "-std=c++17",
+        "-cubin",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-Xptxas",
+        "-v",
+        "k.cu",
+        "-o",
+        "k.cubin",
+    ]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     used = [line for line in result.stderr.splitlines() if "spill stores" in line]

@@ -105,6 +105,49 @@ __device__ __forceinline__ u16 narrow(float value) {
     else asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrowed) : "f"(value));
     return narrowed;
 }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a: Hopper's own products, of four warps, whose operands lie in shared memory
+#define SUMS_8 "%0, %1, %2, %3"
+#define SUMS_16 SUMS_8 ", %4, %5, %6, %7"
+#define SUMS_32 SUMS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define SUMS_64 SUMS_32 ", %16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31"
+#define SUMS_128 SUMS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, " \
+    "%40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, " \
+    "%56, %57, %58, %59, %60, %61, %62, %63"
+#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FOURS_8 FOUR(0)
+#define FOURS_16 FOURS_8, FOUR(4)
+#define FOURS_32 FOURS_16, FOUR(8), FOUR(12)
+#define FOURS_64 FOURS_32, FOUR(16), FOUR(20), FOUR(24), FOUR(28)
+#define FOURS_128 FOURS_64, FOUR(32), FOUR(36), FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60)
+#define WIDE_PRODUCT(TOKENS, A, B, METADATA, SELECTOR_AT, TYPE)                                                        \
+    asm volatile("{.reg .pred adds; setp.eq.u32 adds, 0, 0; wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k32.f32."   \
+                 TYPE "." TYPE " {" SUMS_##TOKENS "}, %" #A ", %" #B ", %" #METADATA ", %" #SELECTOR_AT                \
+                 ", adds, 1, 1, 0, 0;}" : FOURS_##TOKENS : "l"(a), "l"(b), "r"(metadata), "n"(SELECTOR))
+#define WIDE_PRODUCTS(TOKENS_, A, B, METADATA, SELECTOR_AT)                                                            \
+    if (TOKENS == TOKENS_ && BF16) WIDE_PRODUCT(TOKENS_, A, B, METADATA, SELECTOR_AT, "bf16");                         \
+    if (TOKENS == TOKENS_ && !BF16) WIDE_PRODUCT(TOKENS_, A, B, METADATA, SELECTOR_AT, "f16")
+
+// 64 rows of W by TOKENS tokens, summed over 32 channels; a and b describe the operands in shared memory.
+template <int BF16, int TOKENS, int SELECTOR>
+__device__ __forceinline__ void multiply_wide(float (&d)[TOKENS / 2], u64 a, u64 b, u32 metadata) {
+    if constexpr (TOKENS == 8) { WIDE_PRODUCTS(8, 4, 5, 6, 7); }
+    if constexpr (TOKENS == 16) { WIDE_PRODUCTS(16, 8, 9, 10, 11); }
+    if constexpr (TOKENS == 32) { WIDE_PRODUCTS(32, 16, 17, 18, 19); }
+    if constexpr (TOKENS == 64) { WIDE_PRODUCTS(64, 32, 33, 34, 35); }
+    if constexpr (TOKENS == 128) { WIDE_PRODUCTS(128, 64, 65, 66, 67); }
+}
+__device__ __forceinline__ void load_two_words(u32 (&to)[2], u32 from) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
+}
+
+__device__ __forceinline__ void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+#endif
 #endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -322,130 +365,78 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
     add_up<BF16, ROWS, TOKENS, WARPS, TEAMS, SPLITS>(shared, bias, y, block_row, tokens, out_features, has_bias);
 }
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // sm_90a: Hopper's own products, of four warps, whose operands lie in shared memory
-#define SUMS_8 "%0, %1, %2, %3"
-#define SUMS_16 SUMS_8 ", %4, %5, %6, %7"
-#define SUMS_32 SUMS_16 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define SUMS_64 SUMS_32 ", %16, %17, %18, %19, %20, %21, %22, %23, " \
-    "%24, %25, %26, %27, %28, %29, %30, %31"
-#define SUMS_128 SUMS_64 ", %32, %33, %34, %35, %36, %37, %38, %39, " \
-    "%40, %41, %42, %43, %44, %45, %46, %47, " \
-    "%48, %49, %50, %51, %52, %53, %54, %55, " \
-    "%56, %57, %58, %59, %60, %61, %62, %63"
-#define FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define FOURS_8 FOUR(0)
-#define FOURS_16 FOURS_8, FOUR(4)
-#define FOURS_32 FOURS_16, FOUR(8), FOUR(12)
-#define FOURS_64 FOURS_32, FOUR(16), FOUR(20), FOUR(24), FOUR(28)
-#define FOURS_128 FOURS_64, FOUR(32), FOUR(36), FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60)
-#define WIDE_PRODUCT(TOKENS, A, B, METADATA, SELECTOR_AT, TYPE)                                                        \
-    asm volatile("{.reg .pred adds; setp.eq.u32 adds, 0, 0; wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k32.f32."   \
-                 TYPE "." TYPE " {" SUMS_##TOKENS "}, %" #A ", %" #B ", %" #METADATA ", %" #SELECTOR_AT                \
-                 ", adds, 1, 1, 0, 0;}" : FOURS_##TOKENS : "l"(a), "l"(b), "r"(metadata), "n"(SELECTOR))
-#define WIDE_PRODUCTS(TOKENS_, A, B, METADATA, SELECTOR_AT)                                                            \
-    if (TOKENS == TOKENS_ && BF16) WIDE_PRODUCT(TOKENS_, A, B, METADATA, SELECTOR_AT, "bf16");                         \
-    if (TOKENS == TOKENS_ && !BF16) WIDE_PRODUCT(TOKENS_, A, B, METADATA, SELECTOR_AT, "f16")
-
-// 64 rows of W by TOKENS tokens, summed over 32 channels; a and b describe the operands in shared memory.
-template <int BF16, int TOKENS, int SELECTOR>
-__device__ __forceinline__ void multiply_wide(float (&d)[TOKENS / 2], u64 a, u64 b, u32 metadata) {
-    if constexpr (TOKENS == 8) { WIDE_PRODUCTS(8, 4, 5, 6, 7); }
-    if constexpr (TOKENS == 16) { WIDE_PRODUCTS(16, 8, 9, 10, 11); }
-    if constexpr (TOKENS == 32) { WIDE_PRODUCTS(32, 16, 17, 18, 19); }
-    if constexpr (TOKENS == 64) { WIDE_PRODUCTS(64, 32, 33, 34, 35); }
-    if constexpr (TOKENS == 128) { WIDE_PRODUCTS(128, 64, 65, 66, 67); }
-}
-__device__ __forceinline__ void load_two_words(u32 (&to)[2], u32 from) {
-    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
-}
-
-// What all warps of a block copy and multiply at once: 128 channels of ROWS rows of W and of TOKENS rows of x. Rows of
-// 128 bytes lie in shared memory as wgmma wants them (swizzle of 128 bytes): the 16-byte units of row r change places by
-// r % 8. x is two such matrices, of 64 channels each.
-template <int ROWS, int WARPS, int TOKENS>
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(SPARSE_LINEAR_MMA_MODEL)
+// What all warps of a block copy and multiply at once: 128 channels of ROWS rows of W and of TOKENS rows of x. Rows of 128
+// bytes lie in shared memory as wgmma wants them: the 16-byte units of row r change places by r % 8. x is two such
+// matrices, of 64 channels each.
+template <int ROWS, int TOKENS>
 struct WideStage {
-    static constexpr int CHUNK = 128, THREADS = 32 * WARPS;
-    static constexpr int X = ROWS * 128, POSITIONS = X + TOKENS * 256, BYTES = POSITIONS + ROWS * 16;
-    static constexpr int SHARE = ROWS / (WARPS / 4), TILES = SHARE / 64;
+    static constexpr int THREADS = 2 * ROWS, X = ROWS * 128, X_HALF = TOKENS * 128, POSITIONS = X + 2 * X_HALF;
+    static constexpr int BYTES = POSITIONS + ROWS * 16;
 
     static __device__ __forceinline__ void fill(u32 stage, const u8* x, const u8* values, const u8* positions, int c,
                                                 int tokens, int in_features, int thread) {
         int row = thread / 8, unit = thread % 8;
         const u8* from = values + (long long)row * in_features + c + 16 * unit;
+        u32 to = stage + row * 128 + (unit ^ row % 8) * 16;
 #pragma unroll
         for (int i = 0; i < ROWS * 8 / THREADS; ++i) {
-            copy_16(stage + (row + i * (THREADS / 8)) * 128 + (unit ^ row % 8) * 16, from, true);
+            copy_16(to + i * (THREADS / 8) * 128, from, true);
             from += THREADS / 8 * (long long)in_features;
         }
-        if (ROWS % THREADS == 0 || thread < ROWS) {
-#pragma unroll
-            for (int i = 0; i < (ROWS + THREADS - 1) / THREADS; ++i) {
-                row = thread + i * THREADS;
-                copy_16(stage + POSITIONS + row * 16, positions + (long long)row * (in_features / 8) + c / 8, true);
-            }
-        }
+        if (thread < ROWS)
+            copy_16(stage + POSITIONS + thread * 16, positions + (long long)thread * (in_features / 8) + c / 8, true);
         row = thread / 16, unit = thread % 16;
         from = x + ((long long)row * in_features + c) * 2 + 16 * unit;
-        const u32 half = stage + X + unit / 8 * (TOKENS * 128);
+        to = stage + X + unit / 8 * X_HALF;
 #pragma unroll
         for (int i = 0; i < (TOKENS * 16 + THREADS - 1) / THREADS; ++i) {
             const int token = row + i * (THREADS / 16);
-            if (token < tokens) copy_16(half + token * 128 + (unit % 8 ^ token % 8) * 16, from, true);
+            if (token < tokens) copy_16(to + token * 128 + (unit % 8 ^ token % 8) * 16, from, true);
             from += THREADS / 16 * (long long)in_features * 2;
         }
     }
 
     static __device__ __forceinline__ void expect(const u8* values, const u8* positions, int c, bool first,
                                                   int in_features, int thread) {
-#pragma unroll
-        for (int row = thread; row < ROWS; row += THREADS) {
-            bring_to_l2(values + (long long)row * in_features + c);
-            if (first) bring_to_l2(positions + (long long)row * (in_features / 8) + c / 8);
-        }
+        if (thread >= ROWS) return;
+        bring_to_l2(values + (long long)thread * in_features + c);
+        if (first) bring_to_l2(positions + (long long)thread * (in_features / 8) + c / 8);
     }
 
-    // Rows of 128 bytes, eight of them 1024 bytes further than the eight before, and the swizzle of 128 bytes.
+    // Rows of 128 bytes, eight rows 1024 bytes after the eight before, their units swapped within 128 bytes.
     static __device__ __forceinline__ u64 describe(u32 from) {
-        return u64(from >> 4) | u64(1) << 16 | u64(64) << 32 | u64(1) << 62;
+        return u64(from >> 4) | u64(1) << 16 | u64(1024 / 16) << 32 | u64(1) << 62;
     }
 
-    // Adds a chunk: four products of 32 channels. The first pair of every four threads holds the positions of the first
-    // two, the second pair those of the others; of a pair, the first thread the first 16 channels.
+    // Begins to add a chunk, in products of 32 channels. Of every four threads, the first two hold the positions of the
+    // first two products, the others those of the last two; of each two, the first holds the first 16 channels.
     template <int BF16>
-    static __device__ __forceinline__ void add(float (&sums)[TILES][TOKENS / 2], u32 stage, int first_row, int warp,
-                                               int lane) {
-        u32 metadata[TILES][2];
+    static __device__ __forceinline__ void add(float (&sums)[TOKENS / 2], u32 stage, int warp, int lane) {
+        const u32 words = stage + POSITIONS + (warp * 16 + lane / 4) * 16 + lane % 4 / 2 * 8;
+        u32 upper[2], lower[2], metadata[2];
+        load_two_words(upper, words);
+        load_two_words(lower, words + 8 * 16);  // of the row eight further
 #pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const int row = first_row + tile * 64 + warp % 4 * 16 + lane / 4;
-            u32 upper[2], lower[2];
-            load_two_words(upper, stage + POSITIONS + row * 16 + lane % 4 / 2 * 8);
-            load_two_words(lower, stage + POSITIONS + (row + 8) * 16 + lane % 4 / 2 * 8);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) metadata[tile][i] = __byte_perm(upper[i], lower[i], lane % 2 ? 0x7632 : 0x5410);
-        }
-        const u64 a = describe(stage + first_row * 128), b = describe(stage + X);
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-        for (int tile = 0; tile < TILES; ++tile) {
-            const u64 of = a + tile * (64 * 128 / 16), half = TOKENS * 128 / 16;
-            multiply_wide<BF16, TOKENS, 0>(sums[tile], of, b, metadata[tile][0]);
-            multiply_wide<BF16, TOKENS, 0>(sums[tile], of + 2, b + 4, metadata[tile][1]);
-            multiply_wide<BF16, TOKENS, 1>(sums[tile], of + 4, b + half, metadata[tile][0]);
-            multiply_wide<BF16, TOKENS, 1>(sums[tile], of + 6, b + half + 4, metadata[tile][1]);
-        }
-        asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        for (int i = 0; i < 2; ++i) metadata[i] = __byte_perm(upper[i], lower[i], lane % 2 ? 0x7632 : 0x5410);
+        const u64 a = describe(stage + warp / 4 * (64 * 128)), b = describe(stage + X), half = X_HALF / 16;
+        begin_products();
+        multiply_wide<BF16, TOKENS, 0>(sums, a, b, metadata[0]);
+        multiply_wide<BF16, TOKENS, 0>(sums, a + 2, b + 4, metadata[1]);
+        multiply_wide<BF16, TOKENS, 1>(sums, a + 4, b + half, metadata[0]);
+        multiply_wide<BF16, TOKENS, 1>(sums, a + 6, b + half + 4, metadata[1]);
+        end_products();
     }
 };
 
-// The same product by wgmma; in_features is a multiple of 128, and all warps are one team, four of them at least.
-template <int BF16, int ROWS, int TOKENS, int STAGES, int WARPS, int SPLITS>
-__global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
+// The same product by wgmma; in_features is a multiple of 128, a warp has 16 rows, and ROWS is a multiple of 64.
+template <int BF16, int ROWS, int TOKENS, int STAGES, int SPLITS>
+__global__ void CLUSTER_OF(SPLITS) __launch_bounds__(2 * ROWS)
     sparse_linear_wgmma(const u8* x, const u8* values, const u8* positions, const u16* bias, u16* y, int tokens,
                         int out_features, int in_features, int has_bias) {
-    using Chunk = WideStage<ROWS, WARPS, TOKENS>;
-    constexpr int STRIDE = Chunk::CHUNK * SPLITS, SUMS_ROW = ROWS + 4;
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, first_row = warp / 4 * Chunk::SHARE;
+    using Chunk = WideStage<ROWS, TOKENS>;
+    constexpr int STRIDE = 128 * SPLITS;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int block_row = min(int(blockIdx.x) * ROWS, out_features - ROWS);
     const int first_token = int(blockIdx.z) * TOKENS;
     x += (long long)first_token * in_features * 2;
@@ -454,8 +445,8 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
     values += (long long)block_row * in_features;
     positions += (long long)block_row * (in_features / 8);
     const u32 shared = (shared_start() + 1023) / 1024 * 1024;
-    const int begin = int(blockIdx.y) * Chunk::CHUNK;
-    float sums[Chunk::TILES][TOKENS / 2] = {};
+    const int begin = int(blockIdx.y) * 128;
+    float sums[TOKENS / 2] = {};
 
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
@@ -474,12 +465,13 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
 #pragma unroll 1
     for (int c = begin; c < in_features; c += STRIDE) {
         wait_for_copies<STAGES - 2>();
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // wgmma reads what threads have copied
+        show_to_products();
         __syncthreads();  // all copies are there, and all products that read the stage that is filled next have ended
+        Chunk::template add<BF16>(sums, shared + current, warp, lane);
         const int ahead = c + (STAGES - 1) * STRIDE;
         if (ahead < in_features) Chunk::fill(shared + next, x, values, positions, ahead, tokens, in_features, thread);
         commit_copies();
-        Chunk::template add<BF16>(sums, shared + current, first_row, warp, lane);
+        wait_for_products();
         next = current;
         current = current == (STAGES - 1) * Chunk::BYTES ? 0 : current + Chunk::BYTES;
     }
@@ -487,13 +479,10 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
     wait_for_copies<0>();
     __syncthreads();  // the sums go where the stages were
 #pragma unroll
-    for (int tile = 0; tile < Chunk::TILES; ++tile)
-#pragma unroll
-        for (int i = 0; i < TOKENS / 2; ++i) {
-            const int row = first_row + tile * 64 + warp % 4 * 16 + i / 2 % 2 * 8 + lane / 4;
-            const int token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-            store_float(shared + 4 * (token * SUMS_ROW + row), sums[tile][i]);
-        }
-    add_up<BF16, ROWS, TOKENS, WARPS, 1, SPLITS>(shared, bias, y, block_row, tokens, out_features, has_bias);
+    for (int i = 0; i < TOKENS / 2; ++i) {
+        const int row = warp * 16 + i / 2 % 2 * 8 + lane / 4, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        store_float(shared + 4 * (token * (ROWS + 4) + row), sums[i]);
+    }
+    add_up<BF16, ROWS, TOKENS, ROWS / 16, 1, SPLITS>(shared, bias, y, block_row, tokens, out_features, has_bias);
 }
 #endif

@@ -52,14 +52,16 @@ def sparse_linear_case(
     return Case(
         "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
         make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # of the kept half
-        tables=_tables(tokens, out_features, in_features, dtype),
+        tables=_tables(tokens, out_features, in_features, dtype, device),
     )  # fmt: skip
 
 
-def _tables(tokens: int, out_features: int, in_features: int, dtype: torch.dtype) -> dict[str, tuple[Config, ...]]:
+def _tables(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, tuple[Config, ...]]:
     tables = {}
     if mma.takes(tokens, out_features, in_features, dtype, PATTERN):
-        tables["sparse_linear_mma"] = mma.CONFIGS
+        tables["sparse_linear_mma"] = mma.configs_for(tokens, in_features, mma.limits_of(device))
     if kernels.takes(tokens, out_features, in_features, dtype, PATTERN):
         tables |= [_triton_table(tokens)]
     if cusparselt.takes(dtype, out_features, in_features):
