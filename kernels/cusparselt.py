@@ -6,8 +6,8 @@ stores them, then its metadata, together 9/16 of the dense weight at 16 bits, pl
 subclass cannot pass through an operator.
 
 The library has dozens of algorithms and ways to split the sum. Its own search (``mm_search``) times them all: at the
-first product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is captured. What it
-finds is kept in the user's cache; `permtriton autotune` compares it with the default once more.
+first bfloat16 product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is captured.
+What it finds is kept in the user's cache; `permtriton autotune` compares it with the default once more.
 """
 
 import threading
@@ -23,6 +23,8 @@ from permtriton.kernels.launch import Config, has_kernels
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 16  # output and input features must be multiples of it
 TOKENS = 8  # the number of tokens is padded to a multiple of it
+# In float16 the search of cuSPARSELt 0.8.0 ran into an illegal instruction on an H200, which leaves a process no GPU.
+SEARCHED = (torch.bfloat16,)
 CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the library's defaults
 
 
@@ -68,7 +70,9 @@ def compress(weight_OC: Tensor) -> Tensor:
     return torch._cslt_compress(weight_OC.contiguous()).view(-1)
 
 
-def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def product(
+    x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int, config: Config | None = None
+) -> Tensor:
     """Returns ``x W^T + bias`` for a compressed weight: ``[T, out_features]``, contiguous.
 
     Args:
@@ -76,12 +80,13 @@ def product(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
         compressed: The weight, from `compress`.
         bias: ``[out_features]`` or None.
         out_features: O.
+        config: The algorithm; by default the fastest one known.
     """
     _used_on(x_TC)
     tokens = x_TC.shape[0]
     padded, weight = _padded(x_TC), compressed.view(out_features, -1)
     bias = None if bias is None else bias.contiguous()  # it is read from its first element on
-    chosen = _chosen(x_TC, compressed, bias, out_features).constants
+    chosen = (config or _chosen(x_TC, compressed, bias, out_features)).constants
     y = torch._cslt_sparse_mm(
         weight, padded.t(), bias=bias, transpose_result=True, alg_id=chosen["ALGORITHM"], split_k=chosen["SPLIT_K"],
         split_k_mode=chosen["SPLIT_K_MODE"],
@@ -99,9 +104,9 @@ def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
 
 
 def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
-    """Returns what the library's search finds for a product, or its default where there is no search."""
+    """Returns what the library's search finds for a product, or its default where it is not searched."""
     library: Any = getattr(torch._C, "_cusparselt", None)
-    if not hasattr(library, "mm_search"):
+    if x_TC.dtype not in SEARCHED or not hasattr(library, "mm_search"):
         return CONFIGS[0]
     weight = compressed.view(out_features, -1)
     algorithm, split_k, mode, _ = library.mm_search(weight, _padded(x_TC).t(), bias, None, None, True)

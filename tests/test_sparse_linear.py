@@ -15,7 +15,7 @@ from permtriton.kernels import autotune, cusparselt, launch
 from permtriton.kernels import sparse_linear as sparse_linear_file
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
-from permtriton.kernels.launch import GpuLimits
+from permtriton.kernels.launch import Config, GpuLimits
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, PACKED, ROUTE_CONFIGS, routed, sparse_linear
 from permtriton.kernels.tools import tuning
@@ -332,7 +332,17 @@ def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):
     monkeypatch.setattr(autotune, "_STATE", autotune._State())
     run(torch.ones(16, 32).bfloat16())
     assert used == [0, 7, 7, 7, 7]
+    run(torch.ones(16, 32).half())  # whose search can end in a process without a GPU
+    assert used[5:] == [0]
     assert len(searches) == 1
+    assert cusparselt.product(
+        torch.ones(16, 32).bfloat16(),
+        torch.zeros(32 * 18).bfloat16(),
+        None,
+        32,
+        Config({"ALGORITHM": 3, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),
+    ).shape == (16, 32)
+    assert used[6:] == [3]
     # What it keeps is no trial, so that tuning tries everything.
     x = torch.ones(16, 32).bfloat16()
     case = Case(

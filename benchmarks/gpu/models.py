@@ -123,7 +123,7 @@ def _peers(channels: int) -> dict[str, Prepare]:
         compressed = cusparselt.compress(unpack(inputs[1], inputs[2], channels, PATTERN))
         if search and not found:
             found.append(cusparselt.searched(inputs[0], compressed, None, inputs[1].shape[0]))
-        config = found[0] if search else None
+        config = found[0] if search else cusparselt.CONFIGS[0]
         return partial(cusparselt.product, inputs[0], compressed, None, inputs[1].shape[0], config)
 
     def of_torch(inputs: Arguments, backend: str) -> Callable[[], Tensor]:

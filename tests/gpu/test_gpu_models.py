@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import permtriton
 from permtriton import NMPattern
 from permtriton.checkpoint.export import export
+from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import find_plan
@@ -148,7 +149,7 @@ def test_searching_and_reconstruction_run_on_the_device(dtype, layout, device):
 def test_learning_lowers_the_loss(dtype, device):
     model, pattern = llama(dtype).to(device), NMPattern(2, 4)
     plan = find_plan(model, pattern)
-    ids = torch.randint(0, SIZES["vocab_size"], (8, 64))
+    ids = Samples.of(torch.randint(0, SIZES["vocab_size"], (8, 64)))
     norms = channel_norms(model, plan.sites, ids, 4, NoProgress())
     importances = {
         name: importance_of("wanda", weight_in_out(linear_module(model, name)), norms[site.name].to(device))
