@@ -14,7 +14,8 @@ from permtriton.kernels.tools.cases import (
     permute,
     sinkhorn,
     sparse_linear,
+    sparsegpt_block,
     swap_gains,
 )
 
-KERNELS = (permute, norm_permute, sinkhorn, assignment, nm_mask, swap_gains, packing, sparse_linear)
+KERNELS = (permute, norm_permute, sinkhorn, assignment, nm_mask, swap_gains, sparsegpt_block, packing, sparse_linear)

@@ -15,7 +15,8 @@ from torch import Tensor
 from permtriton.methods.prune.obs import Curvature
 from permtriton.util.sparsity import NMPattern
 
-AT_ONCE = 1 << 20  # pairs of weights that are looked at together, which bounds the memory and fits caches
+# Pairs of weights that are looked at together: on a CPU they fit its caches, on a GPU they bound the memory.
+AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: NMPattern, share: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: N
         curvature: of the inputs; channels that were never active take part in no exchange.
         share: of the groups of a row where the error would fall, those that fall most, float32 ``[out_features]``.
     """
-    rows = max(AT_ONCE // (weight.shape[1] * pattern.group), 1)
+    rows = max(AT_ONCE.get(weight.device.type, AT_ONCE["cpu"]) // (weight.shape[1] * pattern.group), 1)
     parts = zip(weight.split(rows), gradient.split(rows), share.split(rows), strict=True)
     return torch.cat([_exchanged(*part, curvature, pattern) for part in parts])
 

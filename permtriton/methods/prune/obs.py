@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from permtriton.errors import CalibrationError
-from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.kernels.sparsegpt_block import sparsegpt_block
 from permtriton.util.sparsity import NMPattern
 
 DAMPING = 0.01  # fraction of the mean diagonal, as published
@@ -101,36 +101,7 @@ def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Te
     width = COLUMNS_AT_ONCE // pattern.group * pattern.group
     for start in range(0, len(w), width):
         end = min(start + width, len(w))
-        block, local = w[start:end], upper[start:end, start:end]
-        errors = torch.empty_like(block)
-        for first in range(0, end - start, pattern.group):
-            last = first + pattern.group
-            group, inside = block[first:last], local[first:last, first:last]
-            if mask is None:
-                keep = top_n_mask((group / inside.diagonal()[:, None]).square(), pattern)
-            else:
-                keep = mask[:, start + first : start + last].t()
-            errors[first:last] = _eliminate(group, inside, keep)
-            block[last:].addmm_(local[first:last, last:].t(), errors[first:last], alpha=-1)
+        keep = None if mask is None else mask[:, start:end].t()
+        w[start:end], errors = sparsegpt_block(w[start:end], upper[start:end, start:end], keep, pattern)
         w[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
     return w.t()
-
-
-def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
-    """Prunes the channels of a group one after another, each of which moves its error to those after it.
-
-    Args:
-        group: float32 ``[channels, out_features]``, changed in place.
-        factor: their part of the inverse's Cholesky factor, ``[channels, channels]``.
-        keep: bool, shaped like ``group``.
-
-    Returns:
-        The errors divided by the diagonal of ``factor``, shaped like ``group``, which later groups have to make up for.
-    """
-    errors = torch.empty_like(group)
-    for channel in range(len(group)):
-        kept = group[channel] * keep[channel]
-        errors[channel] = (group[channel] - kept) / factor[channel, channel]
-        group[channel + 1 :].addr_(factor[channel, channel + 1 :], errors[channel], alpha=-1)
-        group[channel] = kept
-    return errors

@@ -1,0 +1,146 @@
+# mypy: allow-untyped-defs
+"""SparseGPT's pass over a block of channels: prune group by group, and let the channels after make up for it.
+
+With W channels first, ``[B, O]``, and U the block's part of the upper Cholesky factor of the inverse Hessian, channel
+after channel
+
+    keep_j = whether w_j^2 / U_jj^2 is among the ``kept`` largest of its group, before any channel of it is pruned
+    e_j = (w_j - keep_j w_j) / U_jj,    W_k -= U_jk e_j for every k > j of the block,    w_j = keep_j w_j
+
+(Frantar and Alistarh, 2023). Shapes: ``block`` ``[B, O]``, ``factor`` ``[B, B]``, ``keep`` bool ``[B, O]`` or None
+-> W and e, both ``[B, O]``, float32. Bytes moved: W read, W and e written, 12 per weight; U is read by every program,
+from the cache. Operations: 2 B per weight.
+
+In plain torch a group takes some fifty launches, on a GPU a millisecond whatever its size. Rows of the weight are
+independent: a program of Triton's has the block's channels of TILE_O of them in registers, and walks over the channels.
+A channel is taken out of the tile by a sum over it with all others masked, since registers cannot be indexed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import ModelError
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.launch import Config, Kernel, tl, triton
+from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.kernels.operator import operator
+from permtriton.util.sparsity import NMPattern
+
+MOST_CHANNELS, MOST_GROUP = 128, 8  # that a program holds, and whose ranks it counts
+
+CONFIGS: tuple[Config, ...] = (
+    Config({"TILE_O": 32}, num_warps=4, num_stages=1),
+    Config({"TILE_O": 16}, num_warps=4, num_stages=1),
+    Config({"TILE_O": 64}, num_warps=8, num_stages=1),
+    Config({"TILE_O": 32}, num_warps=8, num_stages=1),
+)
+
+
+def sparsegpt_block_reference(
+    block: Tensor, factor: Tensor, keep: Tensor | None, pattern: NMPattern
+) -> tuple[Tensor, Tensor]:
+    """The pass in plain torch: a group at a time, whose errors reach the groups after it at once."""
+    block, errors = block.clone(), torch.empty_like(block)
+    for first in range(0, len(block), pattern.group):
+        last = first + pattern.group
+        group, inside = block[first:last], factor[first:last, first:last]
+        if keep is None:
+            chosen = top_n_mask((group / inside.diagonal()[:, None]).square(), pattern)
+        else:
+            chosen = keep[first:last]
+        errors[first:last] = _eliminate(group, inside, chosen)
+        block[last:].addmm_(factor[first:last, last:].t(), errors[first:last], alpha=-1)
+    return block, errors
+
+
+def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
+    """Prunes the channels of a group in place, and returns their errors."""
+    errors = torch.empty_like(group)
+    for channel in range(len(group)):
+        kept = group[channel] * keep[channel]
+        errors[channel] = (group[channel] - kept) / factor[channel, channel]
+        group[channel + 1 :].addr_(factor[channel, channel + 1 :], errors[channel], alpha=-1)
+        group[channel] = kept
+    return errors
+
+
+@Kernel
+def _block_kernel(
+    block_ptr, factor_ptr, keep_ptr, pruned_ptr, errors_ptr, out_features, channels, KEPT: tl.constexpr,
+    GROUP: tl.constexpr, CHOOSES: tl.constexpr, B: tl.constexpr, TILE_O: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
+    valid = o < out_features
+    c = tl.arange(0, B)
+    places = c[:, None] * out_features + o[None, :]
+    there = (c < channels)[:, None] & valid[None, :]
+    w = tl.load(block_ptr + places, mask=there, other=0.0)
+    diagonal = tl.load(factor_ptr + c * (channels + 1), mask=c < channels, other=1.0)
+    kept_bits = tl.zeros([TILE_O], tl.int32)
+    for j in range(channels):
+        within = j % GROUP
+        if CHOOSES:
+            if within == 0:
+                kept_bits = tl.zeros([TILE_O], tl.int32)
+                scores = w / diagonal[:, None]
+                scores = scores * scores
+                for a in tl.static_range(GROUP):
+                    one = tl.sum(tl.where((c == j + a)[:, None], scores, 0.0), 0)[None, :]
+                    before = (scores > one) | ((scores == one) & (c < j + a)[:, None])
+                    before = before & ((c >= j) & (c < j + GROUP))[:, None]
+                    kept_bits |= tl.where(tl.sum(before.to(tl.int32), 0) < KEPT, 1 << a, 0)
+            keep = (kept_bits >> within) & 1 == 1
+        else:
+            keep = tl.load(keep_ptr + j * out_features + o, mask=valid, other=0) != 0
+        now = tl.sum(tl.where((c == j)[:, None], w, 0.0), 0)
+        left = tl.where(keep, now, now * 0.0)
+        error = (now - left) / tl.load(factor_ptr + j * (channels + 1))
+        later = tl.load(factor_ptr + j * channels + c, mask=(c > j) & (c < channels), other=0.0)[:, None]
+        w = tl.where((c == j)[:, None], left[None, :], w - later * error[None, :])
+        tl.store(errors_ptr + j * out_features + o, error, mask=valid)
+    tl.store(pruned_ptr + places, w, mask=there)
+
+
+def supports(block: Tensor, pattern: NMPattern) -> bool:
+    """Whether the kernel supports a block: float32, up to 128 channels in groups of up to 8."""
+    return block.dtype == torch.float32 and len(block) <= MOST_CHANNELS and pattern.group <= MOST_GROUP
+
+
+def sparsegpt_block_triton(
+    block: Tensor, factor: Tensor, keep: Tensor | None, pattern: NMPattern
+) -> tuple[Tensor, Tensor]:
+    """Computes `sparsegpt_block_reference` of a block that `supports` accepts."""
+    block, factor = block.contiguous(), factor.contiguous()
+    pruned, errors = torch.empty_like(block), torch.empty_like(block)
+    channels, out_features = block.shape
+    if not block.numel():
+        return pruned, errors
+    options = config_for("sparsegpt_block", CONFIGS, (out_features, channels), block.dtype).arguments()
+    _block_kernel[(triton.cdiv(out_features, options["TILE_O"]),)](
+        block, factor, (block if keep is None else keep.contiguous().view(torch.uint8)), pruned, errors, out_features,
+        channels, KEPT=pattern.kept, GROUP=pattern.group, CHOOSES=keep is None, B=triton.next_power_of_2(channels),
+        **options,
+    )  # fmt: skip
+    return pruned, errors
+
+
+def _check(block: Tensor, factor: Tensor, keep: Tensor | None, pattern: NMPattern) -> None:
+    channels = len(block)
+    shapes = (block.dim(), tuple(factor.shape), channels % pattern.group)
+    if shapes != (2, (channels, channels), 0) or (keep is not None and keep.shape != block.shape):
+        raise ModelError(
+            f"sparsegpt_block: a block of shape {list(block.shape)} with a factor of shape {list(factor.shape)}"
+            + (f" and a mask of shape {list(keep.shape)}" if keep is not None else "")
+            + f": expected [B, O], [B, B] and [B, O], B a multiple of {pattern.group}"
+        )
+
+
+sparsegpt_block = operator(
+    "sparsegpt_block",
+    lambda block, *_: (torch.empty_like(block), torch.empty_like(block)),
+    check=_check,
+    launcher=sparsegpt_block_triton,
+    supports=lambda block, factor, keep, pattern: supports(block, pattern),
+)(sparsegpt_block_reference)

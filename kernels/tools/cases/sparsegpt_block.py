@@ -1,0 +1,63 @@
+"""Cases and builds of `permtriton.kernels.sparsegpt_block`."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels.sparsegpt_block import (
+    CONFIGS,
+    sparsegpt_block,
+    sparsegpt_block_reference,
+    sparsegpt_block_triton,
+)
+from permtriton.kernels.tools.builds import Build, builds_of
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
+from permtriton.kernels.tools.timing import relative_error
+
+CHANNELS = 128
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the case of each number of output features, with a mask: a choice may hang on the last bit."""
+    return [sparsegpt_block_case(rows, device) for rows in dict.fromkeys(rows for rows, _ in shapes)]
+
+
+def sparsegpt_block_case(out_features: int, device: torch.device) -> Case:
+    """A block of 128 channels whose mask is given."""
+
+    def make(seed: int) -> Arguments:
+        random = Random(seed, device)
+        block = random.normal(CHANNELS, out_features, dtype=torch.float32)
+        factor = random.normal(CHANNELS, CHANNELS, dtype=torch.float32).triu_() / CHANNELS
+        factor.diagonal().abs_().add_(0.5)
+        keep = random.two_of_four(out_features, CHANNELS, torch.float32).t() != 0
+        return block, factor, keep, PATTERN
+
+    def in_float64(block: Tensor, factor: Tensor, keep: Tensor, pattern: object) -> tuple[Tensor, Tensor]:
+        return sparsegpt_block_reference(block.double(), factor.double(), keep, PATTERN)
+
+    def error(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+        return max(relative_error(*pair) for pair in zip(found, expected, strict=True))
+
+    weights = out_features * CHANNELS
+    return Case(
+        "sparsegpt_block", f"{CHANNELS}x{out_features}", torch.float32, make, sparsegpt_block, in_float64,
+        error, 1e-5, 13 * weights, CHANNELS * weights, tables={"sparsegpt_block": CONFIGS},
+    )  # fmt: skip
+
+
+def builds() -> Iterator[Build]:
+    """Yields the kernel that chooses the mask, and the one that is given it."""
+
+    def pruned(chooses: bool) -> object:
+        block, factor = torch.empty(CHANNELS, 4096), torch.empty(CHANNELS, CHANNELS)
+        keep = None if chooses else torch.empty(CHANNELS, 4096, dtype=torch.bool)
+        return sparsegpt_block_triton(block, factor, keep, PATTERN)
+
+    for chooses in (True, False):
+        name = "choosing" if chooses else "with a mask"
+        yield from builds_of(name, partial(pruned, chooses), "sparsegpt_block", CONFIGS)
