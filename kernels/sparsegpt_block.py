@@ -31,10 +31,10 @@ from permtriton.util.sparsity import NMPattern
 MOST_CHANNELS, MOST_GROUP = 128, 8  # that a program holds, and whose ranks it counts
 
 CONFIGS: tuple[Config, ...] = (
-    Config({"TILE_O": 32}, num_warps=4, num_stages=1),
     Config({"TILE_O": 16}, num_warps=4, num_stages=1),
-    Config({"TILE_O": 64}, num_warps=8, num_stages=1),
+    Config({"TILE_O": 16}, num_warps=8, num_stages=1),
     Config({"TILE_O": 32}, num_warps=8, num_stages=1),
+    Config({"TILE_O": 64}, num_warps=8, num_stages=1),
 )
 
 
