@@ -179,12 +179,13 @@ def _tool(name: str) -> str | None:
 
 def tests(bench: Bench) -> None:
     """Runs tests/gpu; rows also check their own results."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", "--tb=short", "-p", "no:cacheprovider",
-               "--confcutdir", "tests/gpu", "--continue-on-collection-errors"]  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-vv", "--tb=short", "-p", "no:cacheprovider", "-p",
+               "no:benchmark", "--confcutdir", "tests/gpu", "--continue-on-collection-errors"]  # fmt: skip
     processes = min((os.cpu_count() or 1) // 2, 8)
     if processes > 1 and importlib.util.find_spec("xdist") is not None:  # most of the time goes into compiling
         command += ["-n", str(processes)]
     ran = process(command, bench.left)
+    (bench.settings.folder / "tests.log").write_text(ran.output, encoding="utf-8")  # what failed first is far above
     last = (ran.output.strip() or "no output").splitlines()[-1].strip("= ")
     found = f"cut off after {ran.seconds:.0f} s" if ran.code is None else last
     bench.find("GPU tests", found, ran.code == 0, output=ran.output[-20000:])
