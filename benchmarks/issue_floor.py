@@ -1,9 +1,8 @@
-"""Counts the issue floor of every kernel's named shape for each GPU, and predicts the decoding kernels on an H200.
+"""Counts the issue floor of every kernel's named shape for each GPU.
 
 python benchmarks/issue_floor.py        needs triton; nvcc too, if a kernel in CUDA has a named shape; no GPU
 
-The figures go to results/issue-floor.json, under "now" and "predicted", and from there to the tables of
-kernels/README.md and NOTES.md.
+The figures go to results/issue-floor.json, and from there to the table of kernels/README.md.
 """
 
 import argparse
@@ -17,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/issue_floor.py has only its own folder there
 
 from benchmarks.gpu import floors, shapes  # noqa: E402
-from benchmarks.gpu.predictions import predictions  # noqa: E402
 from permtriton.errors import PermTritonError  # noqa: E402
 from permtriton.kernels.launch import triton  # noqa: E402
 
@@ -39,10 +37,6 @@ def main() -> None:
         sys.exit("\n".join(["nothing was written:", *refused]))
     report = json.loads(RESULT.read_text(encoding="utf-8"))
     report["now"] = {"triton": triton.__version__, "rows": rows}
-    report["predicted"] = [
-        {name: round(value, 3) if isinstance(value, float) else value for name, value in one.items()}
-        for one in predictions()
-    ]
     RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "readme_tables.py")], check=True)
 

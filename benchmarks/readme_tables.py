@@ -153,7 +153,7 @@ def seeded_faults_words(name: str) -> str:
 
 
 def issue_floor_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/issue_floor.py``; times are in the table of predictions."""
+    """Returns the rows of ``benchmarks/issue_floor.py``."""
     now = _load(name)["now"]
     about = [gpu.name for gpu in GPUS]
     rows = {(row["name"], row["gpu"]): row for row in now["rows"]}
@@ -246,10 +246,9 @@ TABLES = {
     "variation": lambda: variation_table("variation-demo-refit.json", "variation-smollm2.json"),
     "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
     "gpu-commands": lambda: f"```\n{gpu.plan(with_rows=False)}\n```",
+    "gpu-speed": lambda: gpu.summary(gpu.read(RESULTS / "gpu.json")),
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "issue-floor": lambda: issue_floor_table("issue-floor.json"),
-    "gpu-predicted": lambda: gpu.predicted(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),
-    "gpu-predicted-many": lambda: gpu.predicted_many(_load("issue-floor.json"), gpu.read(RESULTS / "gpu.json")),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),

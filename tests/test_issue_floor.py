@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import floors, predictions, sass, shapes, table
+from benchmarks.gpu import floors, sass, shapes
 from benchmarks.gpu.floors import Floor
 from permtriton.errors import ConfigError
 from permtriton.kernels.cuda.runtime import CudaKernel, CudaLaunch
@@ -65,24 +65,6 @@ class TestMachineCode:
         )  # fmt: skip
         assert list(code.loops()) == []
         assert code.counts == {"BRA": 2, "SYNCS": 1, "CALL": 1, "EXIT": 1}
-
-    def test_a_lone_warp_waits_for_what_the_control_words_say(self):
-        """A load sets a scoreboard that the addition waits for; the numbers in between are cycles to the next one."""
-
-        def word(stall: int, sets: int = 7, waits: int = 0) -> str:
-            return f"/* 0x{(stall << 41 | sets << 46 | 7 << 49 | waits << 52):016x} */"
-
-        lines = [".text.kernel:"]
-        for number, (text, upper) in enumerate((
-            ("LDS R1, [R2]", word(2, sets=3)), ("IADD3 R4, R4, 0x1, RZ", word(5)),
-            ("FADD R1, R1, R1", word(4, waits=1 << 3)), ("EXIT", word(1)),
-        )):  # fmt: skip
-            lines += [f"        /*{16 * number:04x}*/    {text} ;    /* 0x0000000000000000 */", f"    {upper}"]
-        (function,) = sass.parse("\n".join(lines)).values()
-        code = sass.loops_of(function)
-        assert [one.stall for one in code.sequence] == [2, 5, 4, 1]
-        assert code.sequence[2].waits == [3]
-        assert code.cycles() == sass.CYCLES["LDS"] + 4 + 1
 
     def test_a_computed_jump_is_refused(self):
         with pytest.raises(ConfigError, match="computed jump"):
@@ -208,51 +190,3 @@ def test_no_default_needs_more_instructions_than_committed(floor):
     assert found["resident"] >= expected["resident"], "programs per multiprocessor"
     if expected["ratio"] is not None:
         assert found["ratio"] <= 1.1 * expected["ratio"], "issue floor over memory time"
-
-
-class TestPredictions:
-    """From 256 tokens on, and of a step of decoding: what needs no machine code."""
-
-    def test_committed_rows_are_what_the_code_predicts(self):
-        committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["predicted"]
-        others = [one for one in committed if "measured_at" in one]
-        assert {one["tokens"] for one in others} == {256, 512, 1024, 4096, 8192}
-        for one in others:
-            found = predictions._by_others(one["tokens"], *map(int, one["case"].split("x")))
-            assert (one["measured_at"], one["ratio"], one["bytes"]) == tuple(
-                found[part] for part in ("measured_at", "ratio", "bytes")
-            )
-            assert (one["us"], one["dense_us"]) == pytest.approx((found["us"], found["dense_us"]), abs=1e-3)
-
-    def test_a_ratio_is_that_of_the_nearest_shape_and_never_above_two(self):
-        near = predictions._by_others(4096, 3584, 3584)  # measured as 3.04 there, so the next numbers of tokens count
-        assert near["measured_at"] == [2048, 3584, 3584]
-        assert near["dense_us"] / near["us"] == pytest.approx(near["ratio"]) == 1.41
-
-    def test_a_step_of_decoding_is_linears_launches_cache_and_output_layer(self):
-        layer = {"us": 60.0, "dense_us": 100.0}
-        one, more = (predictions._step(1, layer, launches, 18) for launches in (8, 33))
-        assert one["dense_us"] - one["us"] == pytest.approx(32 * 40)
-        assert more["us"] - one["us"] == pytest.approx(32 * 25 * 2)
-        assert predictions._step(64, layer, 8, 18)["bytes"] - one["bytes"] == 63 * 32 * 2 * 2 * 512 * 1024
-        inside, _ = predictions._small_launches()
-        committed = [one for one in json.loads(COMMITTED.read_text())["predicted"] if one["name"] == table.DECODING]
-        assert f"batch 1, {inside} launches beside" in {one["case"] for one in committed}
-
-    def test_what_was_measured_stands_beside_what_was_predicted(self):
-        report = json.loads(COMMITTED.read_text(encoding="utf-8"))
-        speed = f"{table.SPEED}{table.DENSE}"
-        rows = {
-            "x": {
-                "results": [
-                    {"name": name, "case": case, "figures": {figure: 1.234}}
-                    for name, case, figure in (
-                        ("2:4 prefill, 4096 tokens", "4096x4096", speed),
-                        (table.DECODING, "batch 1, 512 tokens of context", speed), ("unpack", "any", table.COPY),
-                    )
-                ]
-            }
-        }  # fmt: skip
-        assert table.predicted_many(report, rows).count("measured 1.23") == 1
-        lines = [line for line in table.predicted(report, rows).splitlines() if line.endswith("| 1.23 |")]
-        assert [line.split(" | ")[0] for line in lines] == [f"| {table.DECODING}", f"| {table.DECODING}", "| packing"]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.gpu import reading
-from benchmarks.gpu.table import COPIES, COPY, OURS, OUT, READ, ROWS, SPEED, read
+from benchmarks.gpu.table import COPIES, COPY, FLOOR, OURS, OUT, READ, ROWS, SPEED, read
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.case import Arguments, Case
@@ -203,7 +203,7 @@ class Bench:
                   if peer not in (OURS, *COPIES)}  # fmt: skip
         copies = [half[peer] for peer in COPIES if peer in half]
         ratios |= {COPY: min(copies) / half[OURS]} if copies else {}
-        ratios |= {"of the floor's speed": floor / half[OURS]} if floor else {}
+        ratios |= {FLOOR: floor / half[OURS]} if floor else {}
         self.record["results"].append({
             "name": name, "case": case, "figures": {**ratios, **(figures or {})},
             "floor_us": floor and floor * 1e6, "times": {peer: timing.report() for peer, timing in times.items()},

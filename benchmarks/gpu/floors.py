@@ -8,13 +8,8 @@ compiled for the target; its machine code gives the instructions of each loop (s
 What a kernel can reach is bounded by the larger of the two times, and comes near it only if their ratio is well below
 1.
 
-Beside it stands the latency: a program cannot be faster than its own chain of instructions, however few others run.
-
-    latency = rounds x cycles of one program whose warps run alone / clock
-    rounds = programs / (multiprocessors x programs that fit on one), rounded up
-
-Both are lower bounds. Not in them: conflicts of shared memory banks, waiting at barriers (barriers and shuffles are
-listed beside it), and instructions that keep their unit for more than one cycle.
+It is a lower bound. Not in it: latency, conflicts of shared memory banks, waiting at barriers (barriers and shuffles
+are listed beside it), and instructions that keep their unit for more than one cycle.
 Instructions whose predicate is false are issued, so they count. A branch inside a loop is counted with both its sides,
 as if each iteration ran both; so is code outside of loops. Called functions (the slow case of a division) do not count.
 
@@ -134,7 +129,6 @@ class Counted:
         barriers: Barriers that a program passes.
         shuffles: Shuffles that a warp issues.
         asked_bytes: Bytes of global memory that the launch asks for; masked threads count.
-        cycles: That a program takes whose warps run alone.
     """
 
     kernel: str
@@ -151,11 +145,6 @@ class Counted:
     barriers: float = math.nan
     shuffles: float = math.nan
     asked_bytes: float = math.nan
-    cycles: float = math.nan
-
-    def waves(self, gpu: Gpu) -> float:
-        """Returns how often the launch fills all places of a GPU."""
-        return self.programs / (gpu.processors * max(self.resident, 1))
 
 
 @dataclass(frozen=True)
@@ -171,8 +160,6 @@ class Row:
         per_unit: Instructions of threads, 32 per warp, per unit of work.
         issue_us: Issue floor in microseconds.
         memory_us: Memory time in microseconds.
-        latency_us: Latency in microseconds.
-        waves: Of the launch that issues the most.
         bytes: That must move.
     """
 
@@ -184,8 +171,6 @@ class Row:
     per_unit: float
     issue_us: float
     memory_us: float
-    latency_us: float
-    waves: float
     bytes: int
 
     @property
@@ -206,7 +191,7 @@ class Row:
         main = self.launches[0]
         counted = {
             "ratio": self.ratio, "issue_us": self.issue_us, "memory_us": self.memory_us, "per_unit": self.per_unit,
-            "barriers": main.barriers, "shuffles": main.shuffles, "latency_us": self.latency_us, "waves": self.waves,
+            "barriers": main.barriers, "shuffles": main.shuffles,
         }  # fmt: skip
         return {
             "name": self.name, "gpu": self.gpu, "kernels": [launch.kernel for launch in self.launches],
@@ -236,11 +221,10 @@ def row(floor: Floor, gpu: Gpu) -> Row:
             f"{floor.case.name} for {gpu.target.name}: its loops ask for {asked:,.0f} bytes, fewer than the "
             f"{floor.case.bytes:,} that must move: correct how often they run in benchmarks/gpu/shapes.py"
         )
-    latency = sum(math.ceil(one.waves(gpu)) * one.cycles for one in found)
     return Row(
         floor.case.name, gpu.name, floor.unit, floor.units, tuple(found), 32 * instructions / floor.units,
         1e6 * instructions / (gpu.processors * ISSUE_SLOTS * gpu.clock), 1e6 * floor.case.bytes / gpu.bandwidth,
-        1e6 * latency / gpu.clock, found[0].waves(gpu), floor.case.bytes,
+        floor.case.bytes,
     )  # fmt: skip
 
 
@@ -311,7 +295,6 @@ def count(
         barriers=total(lambda part: sum(part.counts[name] for name in BARRIERS)),
         shuffles=total(lambda part: sum(part.counts[name] for name in SHUFFLES)),
         asked_bytes=programs * warps * total(lambda part: part.global_bytes),
-        cycles=total(lambda part: part.cycles()),
     )
 
 

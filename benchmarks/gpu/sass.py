@@ -4,33 +4,23 @@ Control flow is followed instead of guessed from addresses: a loop is a jump bac
 goes through. So code that the assembler moved behind the end of a kernel counts where it runs, and code that no way
 leads to is left out: padding, functions that are called (the slow case of a division), and the branches for warps whose
 threads have gone apart (``BRA.DIV``). A short loop that waits for an asynchronous copy or product counts once.
-
-The latency of a lone warp follows from the control words (``nvdisasm -hex``), in which the assembler says how many
-cycles the next instruction waits at least, and which of six scoreboards an instruction waits for or sets. Bits 105 to
-121 of an instruction hold them, since Volta: four bits of cycles, one to yield, three each for the scoreboard that its
-result and its operands set (7: none), six for those that it waits for.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from permtriton.errors import ConfigError
 
 _FUNCTION = re.compile(r"^\.text\.(\S+):")
 _LABEL = re.compile(r"^(\.L\w+):")
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,6})\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
-_UPPER = re.compile(r"^\s*/\* 0x([0-9a-f]{16}) \*/\s*$")
 _TARGET = re.compile(r"`\((\.L\w+)\)\s*$")
 _ENDS = ("EXIT", "RET", "BRA", "KILL")
 _MEMORY = ("LDG", "STG", "LDGSTS", "LD", "ST")  # of global memory
 _WAITS = {"SYNCS", "UTCATOMSWS", "NANOSLEEP"}  # short loops of these run until a copy or a product has arrived
 _WAIT_LENGTH = 8
-NO_SCOREBOARD, OPERANDS = 7, 12  # cycles until the operands of an instruction were read
-# Cycles until a result is there, as others have measured on Ampere and Hopper; 24 for what is not named.
-CYCLES = {"LDS": 30, "LDSM": 33, "LD": 200, "LDC": 40, "ULDC": 30, "HMMA": 33, "S2R": 30, "ATOMS": 60, "BAR": 30}
-FROM_DRAM, FROM_L1 = 600, 40  # of a load of global memory
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,6 @@ class Instruction:
         opcode: Name with modifiers: ``LDG.E.128``.
         operands: The rest.
         target: Label that a branch jumps to; None of other instructions.
-        upper: The upper 64 of its bits; 0 where they were not printed.
     """
 
     address: int
@@ -51,22 +40,6 @@ class Instruction:
     opcode: str
     operands: str
     target: str | None
-    upper: int = 0
-
-    @property
-    def stall(self) -> int:
-        """Returns the least cycles until the next instruction is issued."""
-        return max(self.upper >> 41 & 15, 1)
-
-    @property
-    def waits(self) -> list[int]:
-        """Returns the scoreboards that it waits for."""
-        return [number for number in range(6) if self.upper >> 52 & 1 << number]
-
-    @property
-    def sets(self) -> tuple[int, int]:
-        """Returns the scoreboards that its result and its operands set; `NO_SCOREBOARD` for none."""
-        return (self.upper >> 46 & 7, self.upper >> 49 & 7) if self.upper else (NO_SCOREBOARD, NO_SCOREBOARD)
 
     @property
     def name(self) -> str:
@@ -91,39 +64,17 @@ class Code:
         counts: How many instructions of each name it has.
         global_bytes: Bytes of global memory that a warp asks for when it runs once.
         inner: The loops inside it, by address.
-        sequence: The instructions, by address.
     """
 
     head: int
     counts: Counter[str] = field(default_factory=Counter)
     global_bytes: int = 0
-    sequence: list[Instruction] = field(default_factory=list)
     inner: list["Code"] = field(default_factory=list)
 
     def add(self, instruction: Instruction) -> None:
         """Counts an instruction."""
         self.counts[instruction.name] += 1
         self.global_bytes += instruction.global_bytes
-        self.sequence.append(instruction)
-
-    def cycles(self) -> float:
-        """Returns how many cycles a lone warp takes for it once, when it has run before; both sides of branches count.
-
-        Where a loop copies asynchronously, the copies count as there in time, and what it loads besides as in the L1.
-        """
-        from_memory = FROM_L1 if self.counts["LDGSTS"] else FROM_DRAM
-        now, before, ready = 0.0, 0.0, dict.fromkeys(range(6), 0.0)
-        for _ in range(3):  # the last one runs as all later ones
-            before = now
-            for one in self.sequence:
-                now = max([now, *(ready[number] for number in one.waits)])
-                result, operands = one.sets
-                if result != NO_SCOREBOARD:
-                    ready[result] = now + (from_memory if one.name == "LDG" else CYCLES.get(one.name, 24))
-                if operands != NO_SCOREBOARD:
-                    ready[operands] = now + OPERANDS
-                now += one.stall
-        return now - before
 
     @property
     def instructions(self) -> int:
@@ -160,8 +111,6 @@ def parse(text: str) -> dict[str, Function]:
             function.instructions.append(Instruction(address, bool(found[2]), found[3], operands, target and target[1]))
             function.labels.update((label, address) for label in waiting)
             waiting = []
-        elif (found := _UPPER.match(line)) and function.instructions:
-            function.instructions[-1] = replace(function.instructions[-1], upper=int(found[1], 16))
     return functions
 
 

@@ -27,7 +27,7 @@ class Row:
 
     Attributes:
         call: command that it belongs to.
-        seconds: predicted for an H200 and 16 cores, with the start of the process.
+        seconds: on an H200 and 16 cores, measured or, where it was not yet, expected; with the start of the process.
         limit: seconds after which it is cut off.
         what: is measured.
         ahead: whether what it launches is compiled before, by processes that time nothing.
@@ -42,19 +42,19 @@ class Row:
 
 ROWS = {
     "first_look": Row("decode", 30, 80, "versions, ceilings, and whether every kernel is right as it runs by default"),
-    "tests": Row("decode", 115, 220, "tests/gpu in up to 8 processes"),
-    "sparse_linear": Row("decode", 90, 180, "the packed product with 1 to 1024 tokens, shapes of an 8B model", True),
-    "prefill": Row("decode", 60, 120, "the packed product with many tokens", True),
-    "decoding": Row("decode", 100, 180, "a model of the 8B shape, a step captured in a CUDA graph"),
+    "tests": Row("decode", 200, 300, "tests/gpu in up to 8 processes"),
+    "sparse_linear": Row("decode", 30, 90, "the packed product with 1 to 1024 tokens, shapes of an 8B model", True),
+    "prefill": Row("decode", 25, 60, "the packed product with many tokens", True),
+    "decoding": Row("decode", 45, 110, "a model of the 8B shape, a step captured in a CUDA graph"),
     "tune": Row(
         "tuned", 200, 230, "configurations and routes of what was measured before, the most valuable first", True
     ),
-    "sparse_linear_tuned": Row("tuned", 80, 160, "the same with the fastest configurations"),
-    "prefill_tuned": Row("tuned", 50, 110, "the same with the fastest configurations"),
-    "decoding_tuned": Row("tuned", 90, 170, "the same with the fastest configurations"),
+    "sparse_linear_tuned": Row("tuned", 30, 90, "the same with the fastest configurations"),
+    "prefill_tuned": Row("tuned", 25, 60, "the same with the fastest configurations"),
+    "decoding_tuned": Row("tuned", 45, 110, "the same with the fastest configurations"),
     "counters": Row("tuned", 40, 90, "the two decoding kernels under ncu: share of DRAM, why warps wait"),
-    "learning_step": Row("learning", 120, 210, "a learning step on 32 layers, at two micro-batch sizes"),
-    "compile_default": Row("learning", 130, 240, "permtriton.compile of a 1B shape, recipe default"),
+    "learning_step": Row("learning", 80, 160, "a learning step on 32 layers, at two micro-batch sizes"),
+    "compile_default": Row("learning", 105, 200, "permtriton.compile of a 1B shape, recipe default"),
     "compile_fast": Row("learning", 80, 160, "the same, recipe fast"),
     "inference": Row("learning", 80, 140, "32 layers packed: a forward pass, and generating text"),
     "memcheck": Row("rest", 65, 125, "a small case of each kernel under compute-sanitizer"),
@@ -70,7 +70,7 @@ CALLS = tuple(dict.fromkeys(row.call for row in ROWS.values()))
 AHEAD_SECONDS = 90  # at most, for compiling before the rows of a call
 
 SPEED = "times the speed of "
-COPY, READ = "of copy bandwidth", "of read bandwidth"
+COPY, READ, FLOOR = "of copy bandwidth", "of read bandwidth", "of the floor's speed"
 PAIRS = "1e12 pairs and rows a second"
 LAYER = "the linears of an 8B layer"
 GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin -> figure -> (least, most)
@@ -172,7 +172,8 @@ def _line(row: str, result: Mapping[str, Any], tiny: bool) -> tuple[str, ...]:
     return (
         result["name"] + ", tuned" * row.endswith("_tuned"), result["case"], f"{ours['p50_us']:.1f}" if ours else "-",
         f"{peers[best]:.1f} {best}" if best else "-", f"{result['floor_us']:.1f}" if result["floor_us"] else "-",
-        "; ".join(f"{value:.3g} {figure}" for figure, value in result["figures"].items()),
+        "; ".join(f"{value:.3g} {figure}" for figure, value in result["figures"].items()
+                  if figure in goals or figure in (FLOOR, f"{SPEED}{best}") or not figure.startswith((SPEED, READ))),
         "; ".join(f"{_words(*bounds)} {figure}" if len(result["figures"]) > 1 else _words(*bounds)
                   for figure, bounds in goals.items()), met,
         ", ".join(result.get("routes", [])) + "; REJECTED: " * bool(rejected) + ", ".join(rejected),
@@ -200,63 +201,44 @@ def captions(rows: Mapping[str, Any]) -> list[str]:
 def markdown(rows: Mapping[str, Any]) -> str:
     """Returns the table for NOTES.md: results, or the goals where there are none."""
     if not rows:
-        shown = {f"{SPEED}{DENSE}", *(figure for _, figure in PEERS.values())}
         goals = [(name, f"{_words(*bounds)} {figure}") for name, goals in GOALS.items()
-                 for figure, bounds in goals.items() if figure not in shown]  # fmt: skip
+                 for figure, bounds in goals.items()]  # fmt: skip
         body = [("result", "goal"), *goals]
-        notes = ["No GPU has run this version: the commands above, on a machine with one, fill this table. "
-                 "The other goals are in the tables of predictions."]  # fmt: skip
+        notes = ["No GPU has run this version: the commands above, on a machine with one, fill this table."]
     else:
         body, notes = [HEADINGS, *lines(rows)], [f"- {' '.join(caption.split())}" for caption in captions(rows)]
     text = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in body]
     return "\n".join([text[0], "|" + "---|" * len(body[0]), *text[1:], "", *notes])
 
 
-PREDICTED = ("row", "case", "MB", "instructions per unit", "issue floor, us", "latency, us", "waves", "limited by",
-             "predicted, us", "dense or a copy, us", "ratio", "goal", "measured")  # fmt: skip
-PEERS = {  # how a counted kernel's name begins -> the result that has its goal, and the figure
-    "permute": ("permute, 16384 rows", COPY), "sinkhorn backward": ("sinkhorn backward", COPY),
-    "sinkhorn": ("sinkhorn forward", COPY), "nm_mask backward": ("nm_mask backward", COPY),
-    "nm_mask": ("nm_mask forward", COPY), "norm_permute": ("RMSNorm", f"{SPEED}our RMSNorm alone"),
-    "packing": ("unpack", COPY), "swap_gains": ("swap_gains", PAIRS), "assignment": ("assignment", "milliseconds"),
-}  # fmt: skip
-FIXED_US = 2.0  # of a launch in a CUDA graph: its first bytes, its last stores
+def summary(rows: Mapping[str, Any]) -> str:
+    """Returns how fast packed products and decoding were, for the README: a line per number of tokens.
 
-
-def predicted(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
-    """Returns what is predicted for an H200: the products of an 8B layer, then the named shapes of other kernels.
-
-    Args:
-        report: of ``benchmarks/issue_floor.py``.
-        rows: of the result file; what they measured stands in the last column.
+    Raises:
+        KeyError: a product of the layer was not measured.
     """
-    found = [_predicted_product(one, rows) for one in report["predicted"] if not _by_others(one)]
-    found += [_predicted_kernel(one, rows) for one in report["now"]["rows"]
-              if one["gpu"] == "H200" and not one["name"].startswith("sparse_linear")]  # fmt: skip
-    text = [f"| {' | '.join(line)} |" for line in (PREDICTED, *found)]
-    return "\n".join([text[0], "|" + "---|" * len(PREDICTED), *text[1:]])
-
-
-def _by_others(one: Mapping[str, Any]) -> bool:
-    return "measured_at" in one or (one["case"] == LAYER and one["tokens"] > MORE[0] and "in CUDA" not in one["name"])
-
-
-def predicted_many(report: Mapping[str, Any], rows: Mapping[str, Any]) -> str:
-    """Returns what is predicted of cuSPARSELt: a line per number of tokens; see `predicted`."""
-    found = [one for one in report["predicted"] if _by_others(one)]
-    cases = list(dict.fromkeys(one["case"] for one in found))
-    text = [("tokens", "goal", *cases)]
-    for tokens in dict.fromkeys(one["tokens"] for one in found):
-        mine = {one["case"]: one for one in found if one["tokens"] == tokens}
-        low = goals_of(product_name(tokens))[f"{SPEED}{DENSE}"][0] or 0.0
-        cells = []
-        for case in cases:
-            one, seen = mine[case], _measured(rows, product_name(tokens), case, f"{SPEED}{DENSE}")
-            cell = f"{one['us']:,.0f}/{one['dense_us']:,.0f}, {one['ratio']:.2f}" + " MISSED" * (one["ratio"] < low)
-            cells.append(cell + f", measured {seen}" * (seen != "-"))
-        text.append((str(tokens), f">= {low:g}", *cells))
-    lines = [f"|{'|'.join(line)}|" for line in text]
-    return "\n".join([lines[0], "|" + "---|" * len(text[0]), *lines[1:]])
+    found = {(result["name"], result["case"]): result["times"]
+             for row in ("sparse_linear", "prefill", "decoding") for result in rows[row]["results"]}  # fmt: skip
+    lines = ["| tokens at once | dense, us | packed 2:4, us | times as fast | cuSPARSELt, its best algorithm, us |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for tokens in (*FEW, *MORE, *MANY):
+        parts = [(found[product_name(tokens), f"{rows}x{channels}"], count)
+                 for (rows, channels), count in LAYER_8B.items()]  # fmt: skip
+        dense, ours, theirs = (
+            sum(count * times[of]["p50_us"] for times, count in parts) for of in (DENSE, OURS, f"{BARE}, tuned")
+        )
+        lines.append(f"| {tokens} | {dense:,.0f} | {ours:,.0f} | {dense / ours:.2f} | {theirs:,.0f} |")
+    steps = [
+        f"{times[OURS]['p50_us'] / 1e3:.2f} ms in place of {times[DENSE]['p50_us'] / 1e3:.2f} for "
+        f"{case.partition(',')[0]} ({times[DENSE]['p50_us'] / times[OURS]['p50_us']:.2f} times as fast)"
+        for (name, case), times in found.items() if name == DECODING
+    ]  # fmt: skip
+    about = rows["sparse_linear"]
+    lines += ["", f"All linears of a layer of LLaMA-3-8B's shapes, bfloat16, on one {about['hardware']['device']}. A "
+              f"step of decoding of the whole model, with 512 tokens of context, takes {', '.join(steps)}: attention, "
+              "norms and the output layer stay as they are. Random weights, CUDA graphs; torch "
+              f"{about['versions']['torch']}, cuSPARSELt {about['versions']['cusparselt']}."]  # fmt: skip
+    return "\n".join(lines)
 
 
 def product_name(tokens: int) -> str:
@@ -264,58 +246,6 @@ def product_name(tokens: int) -> str:
     if tokens in MANY:
         return f"{PREFILL}, {tokens} tokens"
     return f"sparse_linear, {tokens} token{'s' * (tokens > 1)}"
-
-
-def _predicted_product(one: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[str, ...]:
-    figure, case = f"{SPEED}{DENSE}", one["case"]
-    low = goals_of(one["name"], case).get(figure, (None, None))[0]
-
-    def shown(part: str, digits: int = 1, unit: float = 1.0) -> str:
-        return f"{one[part] / unit:.{digits}f}" if part in one else ""
-
-    return (
-        one["name"], case, shown("bytes", unit=1e6), shown("per_unit"), shown("issue_us"), shown("latency_us"),
-        shown("waves", 2), one["limit"], f"{one['us']:,.1f}", f"{one['dense_us']:,.1f}", f"{one['ratio']:.2f}",
-        _goal(low, one["ratio"]), _measured(rows, one["name"], case if one["name"] != DECODING else case[:9], figure),
-    )  # fmt: skip
-
-
-def _measured(rows: Mapping[str, Any], name: str, case: str, figure: str) -> str:
-    """Returns a figure of each result of a name, and of cases that begin like ``case``."""
-    found = [
-        f"{result['figures'][figure]:.2f}"
-        for row in rows.values()
-        for result in row["results"]
-        if result["name"] == name and result["case"].startswith(case) and figure in result["figures"]
-    ]
-    return ", then ".join(found) or "-"
-
-
-def _goal(low: float | None, ratio: float) -> str:
-    return "" if low is None else f">= {low:g}" + ", MISSED" * (ratio < low)
-
-
-def _predicted_kernel(one: Mapping[str, Any], rows: Mapping[str, Any]) -> tuple[str, ...]:
-    parts = {"bytes": one["memory_us"], "issuing": one["issue_us"], "latency": one["latency_us"]}
-    certain = None not in parts.values()
-    us = max(value for value in parts.values() if value is not None) + FIXED_US
-    ratio, copy = (one["memory_us"] + FIXED_US) / us, f"{one['memory_us'] + FIXED_US:.0f}"
-    name, figure = next(PEERS[start] for start in PEERS if one["name"].startswith(start))
-    low, high = goals_of(name).get(figure, (None, None))
-    if figure == PAIRS:  # of so many, 6.9 instructions each: the time of a copy says nothing
-        ratio, copy = one["units"] / us / 1e6, "-"
-
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1f}"
-
-    goal = _goal(low, ratio) if certain else "" if high is None else f"<= {high:g}"
-    return (
-        one["name"].split()[0], " ".join(one["name"].split()[1:]), f"{one['bytes'] / 1e6:.0f}", shown(one["per_unit"]),
-        shown(one["issue_us"]), shown(one["latency_us"]), f"{one['waves']:.2f}",
-        max(parts, key=lambda of: parts[of]) if certain else "the data", f"{us:,.0f}" if certain else "-", copy,
-        f"{ratio:.2f}" if certain else "-", f"{goal} {figure}" if goal and figure not in (COPY,) else goal,
-        _measured(rows, name, "", figure),
-    )  # fmt: skip
 
 
 def _words(least: float | None, most: float | None) -> str:
