@@ -16,7 +16,7 @@ from permtriton.methods.prune.obs import Curvature
 from permtriton.util.sparsity import NMPattern
 
 # Pairs of weights that are looked at together: on a CPU they fit its caches, on a GPU they bound the memory.
-AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 26}
+AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: NMPattern, share: Tensor) -> Tensor:
