@@ -16,6 +16,7 @@ import permtriton
 from permtriton.checkpoint import storing
 from permtriton.driver import pipeline as compiler
 from permtriton.driver import run as running
+from permtriton.kernels import sparsegpt_block
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure import fisher, statistics
 from permtriton.methods.order import heuristic_order, learning, swap_search
@@ -386,7 +387,7 @@ FAULTS: dict[str, Fault] = {
     "-0.0 left": Fault(replaced(weights, "mask_weights", minus_zero), "-0.0"),
     "forward of a layer not given back": Fault(replaced(weights, "mask_weights", forward_left), "after pruning"),
     "SparseGPT keeps 1 of 4": Fault(
-        mask_of(one_of_four, obs), "groups keep fewer weights than 2:4", options=SPARSEGPT
+        mask_of(one_of_four, sparsegpt_block), "groups keep fewer weights than 2:4", options=SPARSEGPT
     ),
     "SparseGPT leaves a group dense": Fault(
         replaced(weights, "sparsegpt", full_column), "the fullest one keeps 4", options=SPARSEGPT

@@ -200,10 +200,10 @@ def test_more_iterations_are_never_worse():
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8), NMPattern(1, 3)])
-@pytest.mark.parametrize("at_once", [1, exchange.AT_ONCE])
+@pytest.mark.parametrize("at_once", [1, exchange.AT_ONCE["cpu"]])
 def test_the_best_pair_of_each_group_changes_places(pattern, at_once, monkeypatch):
     """Against every pair of every group, tried one by one with a line search by the quadratic's own vertex."""
-    monkeypatch.setattr(exchange, "AT_ONCE", at_once)
+    monkeypatch.setattr(exchange, "AT_ONCE", {"cpu": at_once})
     weight, _, pruned = problem(24, rows=5)
     curvature = Curvature.of((pruned @ pruned.T).float())
     hessian = curvature.damped.double()
