@@ -13,10 +13,12 @@ from permtriton.passes.plan import layer_modules, linear_module
 from permtriton.running import ranks
 from permtriton.running.layer_calls import _half_negated, find_chains
 from permtriton.running.layer_inputs import from_model, layer_by_layer
+from permtriton.running.store import MEMORY, HostMemory
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .expert_stacks import unstacked
+from .pretend_gpu import GPU, PretendGpu
 
 IDS = zoo.token_ids(5, 12)
 CLASSES = {"swin": "SwinModel", "pvt": "PvtV2Model", "funnel": "FunnelModel"}
@@ -152,3 +154,19 @@ def test_an_interrupt_while_weights_are_negated_leaves_them_as_they_were():
         assert [torch.equal(*pair) for pair in zip(weights, before, strict=True)] == [False, True, False, True]
         raise KeyboardInterrupt
     assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_hidden_states_stay_on_the_gpu_unless_its_memory_is_short(changing):
+    model, plan = zoo.planned("llama_eager")
+    samples, most = Samples.of(zoo.token_ids(40, 12)), []
+    with PretendGpu().here():
+        model.to(GPU)
+    for store in (HostMemory(), MEMORY):
+        with PretendGpu().here() as gpu:
+            gpu.take(list(model.parameters()) + list(model.buffers()))
+            for layer in layer_by_layer(model, plan, samples, 2, changing=changing, store=store):
+                for rows in layer.parts:
+                    layer.run(rows)
+        most.append(gpu.most)
+    assert most[1] - most[0] >= samples.positions * zoo.HIDDEN * 4

@@ -135,7 +135,7 @@ class LayerCalls:
                 output = self(hidden[part], part, during)
                 if not start:
                     result = store.empty((numbers.numel(), *output.shape[1:]), dtype=output.dtype)
-                result[start : start + size] = output.cpu()
+                result[start : start + size] = output
             return result
 
         return MicroBatch(batch).run(outputs)

@@ -1,7 +1,7 @@
 """What gives the sites of each layer their inputs, layer after layer, in a time that is linear in the depth.
 
-Layers that form a chain run one by one on the outputs of the layer before, which stay on the CPU. What is in no chain
-gets its inputs from the model, which then runs from its start.
+Layers that form a chain run one by one on the outputs of the layer before, which stay on the model's device, unless its
+memory is short. What is in no chain gets its inputs from the model, which then runs from its start.
 """
 
 from collections import Counter
@@ -90,6 +90,7 @@ def layer_by_layer(
     chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
     calls: dict[str, LayerCalls] = {}
     hidden, own = torch.empty(0), samples[ranks.own_rows(len(samples))]
+    store = store.on(model.device)
     for name, sites in zip(names, groups, strict=True):
         if name not in chain_of:
             yield from_model(model, sites, samples, batch, within)

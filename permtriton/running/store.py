@@ -27,6 +27,10 @@ class Store:
         """Returns a tensor there, of any values."""
         return torch.empty(tuple(shape), dtype=dtype)
 
+    def on(self, device: torch.device) -> "Store":
+        """Returns the place of tensors that fit beside a model on that device: there, or here if that is short of it."""
+        return self if self.one_layer else DeviceMemory(device)
+
     def moved(self, tensor: Tensor) -> Tensor:
         """Returns a tensor there that may be the same."""
         return tensor
@@ -49,6 +53,16 @@ class Store:
     def free(self) -> int:
         """Returns how many bytes are free there for this process."""
         return available_memory(torch.device("cpu")) // ranks.count_here()
+
+
+class DeviceMemory(Store):
+    """The memory of a device: what is needed there again and again need not come from the CPU each time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
 
 
 class HostMemory(Store):
