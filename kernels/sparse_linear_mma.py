@@ -57,7 +57,7 @@ RESERVED = 1024  # bytes of shared memory per block that CUDA takes
 MAX_TOKENS = 256
 ROOM = 64  # tokens of a block at most
 FEW_TOKENS = 16  # up to which rows of 128 bytes are the default
-WIDE_CHUNK, WIDE_ROOM = 128, 128  # of wgmma: channels of a stage, and tokens of a block at most
+WIDE_CHUNK, WIDE_ROOM, WIDE_ROWS = 128, 128, 256  # of wgmma: channels of a stage, tokens and rows of a block at most
 WIDE_ALIGNMENT = 1024  # bytes of shared memory at whose multiples its matrices begin
 
 # ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at;
@@ -200,18 +200,8 @@ def variant_of(
     wide, blocks, warps = "ROW_WARPS" not in given, given["BLOCKS"], given["num_warps"]
     room = min(max(1 << (tokens - 1).bit_length(), 8), WIDE_ROOM if wide else ROOM)
     early = bool(given["EARLY"]) and gpu.has_clusters  # both came with sm_90
-    variant = Variant(
-        dtype,
-        given["ROWS"],
-        room,
-        given.get("CHUNK", WIDE_CHUNK),
-        2,
-        warps,
-        given.get("ROW_WARPS", warps),
-        1,
-        early,
-        wide,
-    )
+    row_warps, chunk = given.get("ROW_WARPS", warps), given.get("CHUNK", WIDE_CHUNK)
+    variant = Variant(dtype, given["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide)
     layers = -(-tokens // room)
     most = MAX_CLUSTER if gpu.has_clusters else 1
 
@@ -223,12 +213,12 @@ def variant_of(
         return sums <= MAX_SUMS and variant.kernel.shared_bytes <= gpu.block_bytes and variant.rows <= out_features
 
     def stages(variant: Variant) -> int:
-        room = min(gpu.shared_bytes // blocks - RESERVED, gpu.block_bytes) - WIDE_ALIGNMENT * wide
-        return room // variant.stage_bytes
+        allowed = min(gpu.shared_bytes // blocks - RESERVED, gpu.block_bytes) - WIDE_ALIGNMENT * wide
+        return allowed // variant.stage_bytes
 
     if wide:
         larger = variant.of_rows(2 * variant.rows)
-        if blocks_of(variant) > blocks * gpu.multiprocessors and fits(larger):
+        if larger.rows <= WIDE_ROWS and blocks_of(variant) > blocks * gpu.multiprocessors and fits(larger):
             variant = larger
         while variant.rows > MIN_ROWS and (not fits(variant) or 2 * blocks_of(variant) * most <= gpu.multiprocessors):
             variant = variant.of_rows(variant.rows // 2)
@@ -248,8 +238,8 @@ def chosen(
 ) -> Variant | None:
     """Returns the variant for a product that `takes` accepts, or None if the kernel is not to be trusted.
 
-    Where the clusters of a launch would not run all at once, they are halved; where a variant is not right, the same
-    one that begins late is tried.
+    Where the clusters of a launch would not run all at once, they get a block less; where a variant is not right, the
+    same one that begins late is tried.
     """
     shape, gpu = (tokens, out_features, in_features), limits_of(device)
     variant = variant_of(
