@@ -57,7 +57,7 @@ RESERVED = 1024  # bytes of shared memory per block that CUDA takes
 MAX_TOKENS = 256
 ROOM = 64  # tokens of a block at most
 FEW_TOKENS = 16  # up to which rows of 128 bytes are the default
-WIDE_CHUNK, WIDE_ROOM, WIDE_ROWS = 128, 128, 256  # of wgmma: channels of a stage, tokens and rows of a block at most
+WIDE_CHUNK, WIDE_ROOM, WIDE_ROWS = 128, 128, 256  # by wgmma: channels of a stage; tokens and rows of a block at most
 WIDE_ALIGNMENT = 1024  # bytes of shared memory at whose multiples its matrices begin
 
 # ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at;

@@ -28,7 +28,7 @@ class Store:
         return torch.empty(tuple(shape), dtype=dtype)
 
     def on(self, device: torch.device) -> "Store":
-        """Returns the place of tensors that fit beside a model on that device: there, or here if that is short of it."""
+        """Returns the place of tensors beside a model on a device: there, or here if its memory is short."""
         return self if self.one_layer else DeviceMemory(device)
 
     def moved(self, tensor: Tensor) -> Tensor:
