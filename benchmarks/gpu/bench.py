@@ -104,7 +104,7 @@ class Bench:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "tiny": self.tiny,
             "commit": settings.commit or commit(),
-            "hardware": _hardware(self.device),
+            "hardware": hardware(self.device),
             "versions": {**versions(), "triton": getattr(triton, "__version__", None), "cuda": torch.version.cuda,
                          "cusparselt": _cusparselt()},
             "ceilings": None, "before": self.state(), "after": None, "seconds": None,
@@ -350,7 +350,8 @@ def output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _hardware(device: torch.device) -> dict[str, Any]:
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Returns what is known of the machine, of the GPU first, as result files say it."""
     found = {"device": device_name(device), "system": f"{platform.system()} {platform.machine()}",
              "cores": os.cpu_count()}  # fmt: skip
     if device.type == "cpu":

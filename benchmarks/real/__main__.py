@@ -121,7 +121,7 @@ def measured(
             row["pruning"] = {**pruned(name, job, folder, args.threads), "commit": commit()}
         row["evaluation"] = evaluated(folder, job.model, held_out, windows, args.kl_windows, args.threads)
     except subprocess.CalledProcessError as error:
-        row["error"] = _last_line(error.output)
+        row["error"] = last_line(error.output)
     return row
 
 
@@ -173,7 +173,8 @@ def commit() -> str:
     return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    """Returns the last line that is not empty, which says why a command failed."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it failed without a word")
 
 
@@ -190,20 +191,24 @@ def _inputs(args: argparse.Namespace, model: Path, held_out: Path) -> dict[str, 
 
 def about(parser: argparse.ArgumentParser, args: argparse.Namespace, module: str = "benchmarks.real") -> dict[str, Any]:
     """Returns what a result file says of its command and of the machine."""
-    given = {name: value for name, value in vars(args).items() if value != parser.get_default(name)}
-    words = ["python", "-m", module, "--texts", "TEXTS"]
-    for name, value in given.items():
-        if name not in PLACES:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            words += [f"--{name.replace('_', '-')}", text.name if isinstance(text, Path) else str(text)]
     return {
-        "command": shlex.join(words),
+        "command": shlex.join(["python", "-m", module, "--texts", "TEXTS", *given(parser, args, PLACES)]),
         "hardware": f"{processor()}, {os.cpu_count()} cores, {args.threads} of them used",
         "system": platform.platform(),
         "versions": versions(),
         "peers": {peer: _requirements(peer) for peer, _ in THEIRS.values()},
         "note": args.note,
     }
+
+
+def given(parser: argparse.ArgumentParser, args: argparse.Namespace, without: Sequence[str]) -> list[str]:
+    """Returns the options that differ from their defaults, files and folders without their path."""
+    words = []
+    for name, value in vars(args).items():
+        if name not in without and value != parser.get_default(name):
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words += [f"--{name.replace('_', '-')}", text.name if isinstance(text, Path) else str(text)]
+    return words
 
 
 def _requirements(peer: str) -> list[str]:

