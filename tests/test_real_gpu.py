@@ -50,7 +50,8 @@ class Stand:
             self.calls.append(f"evaluate {Path(folder).name}, {windows} windows, {kl_windows} for KL, {device}")
             return Ran(0, f'noise\n{{"perplexity": 7.0}}\n{json.dumps(COST)}\n', 2.0)
         given = dict(pairwise(words))
-        self.calls.append(f"prune {given['--recipe']}, {given['--samples']}x{given['--sequence-length']}")
+        shape = f"{given['--samples']}x{given['--sequence-length']}"
+        self.calls.append(f"prune {given['--recipe']}, {shape}, {given['--device']}")
         if given["--recipe"] in self.ends:
             return self.ends[given["--recipe"]]
         folder = Path(given["--output"])
@@ -67,7 +68,7 @@ def stand(tmp_path, monkeypatch) -> Stand:
 def test_rows_are_pruned_and_measured_on_the_device(stand):
     dense, fast = stand("dense,fast", **{"kl-windows": 2})
     assert stand.calls == [
-        "evaluate model, 3 windows, 2 for KL, cpu", "prune fast, 2x8",
+        "evaluate model, 3 windows, 2 for KL, cpu", "prune fast, 2x8, cpu",
         "evaluate fast-ids-2x8-seed0, 3 windows, 2 for KL, cpu",
     ]  # fmt: skip
     assert "pruning" not in dense
@@ -86,7 +87,7 @@ def test_rows_are_pruned_and_measured_on_the_device(stand):
 def test_other_ids_add_rows_and_nothing_is_measured_twice(stand):
     first = stand("dense,fast")
     rows = stand("dense,fast", "text.txt", samples=4, length=32)
-    assert stand.calls[0] == "prune fast, 4x32"
+    assert stand.calls[0] == "prune fast, 4x32, cpu"
     assert rows[:2] == first
     assert [row.get("calibration") for row in rows] == [None, "ids 2x8", "text 4x32"]
 
