@@ -23,7 +23,7 @@ from permtriton.kernels.launch import Config, has_kernels
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 16  # output and input features must be multiples of it
 TOKENS = 8  # the number of tokens is padded to a multiple of it
-# In float16 the search of cuSPARSELt 0.8.0 ran into an illegal instruction on an H200, which leaves a process no GPU.
+# In float16 the search of cuSPARSELt 0.8.0 ran into an illegal instruction on an H200; then the process has no GPU.
 SEARCHED = (torch.bfloat16,)
 CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the library's defaults
 

@@ -11,8 +11,9 @@ The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias
     dense       unpacked by a kernel, then cuBLAS: any number of tokens; moves 25/16 of the dense weight's bytes more
 
 Unless `permtriton autotune` measured a faster one for the shape, the number of tokens and the GPU (`ROUTE_CONFIGS` is
-the table), the first possible one of mma, cusparselt, packed and dense is taken; beyond 256 tokens, and beyond 128 on a
-GPU without wgmma, cusparselt is tried first. So it was measured on an H200 (benchmarks/NOTES.md).
+the table), the first possible one of mma, cusparselt, packed and dense is taken; beyond 256 tokens, and beyond 64
+without wgmma (another GPU than Hopper, or channels that are no multiple of 128), cusparselt is tried first. So an H200
+measured it (benchmarks/NOTES.md); no other GPU did.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
 PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
-MMA_TOKENS = 128  # up to which that route is the default where there is no wgmma
+MMA_TOKENS = 64  # up to which that route is the default where there is no wgmma
 ROUTES = {PACKED: "packed", CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))
 

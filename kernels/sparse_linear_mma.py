@@ -90,10 +90,15 @@ def is_wide(in_features: int, device: torch.device) -> bool:
 
 
 def limits_of(device: torch.device) -> GpuLimits:
-    """Returns what a launch depends on; a meta device is the GPU that launches are recorded for, or an H200."""
-    if device.type != "cuda":
+    """Returns what a launch depends on; a meta device is the GPU that launches are recorded for."""
+    if device.type != "cuda" or torch.version.hip is not None:
         return recorded_limits(device) or GpuLimits(132)
-    properties: Any = torch.cuda.get_device_properties(device)
+    return _limits_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _limits_of_gpu(number: int) -> GpuLimits:
+    properties: Any = torch.cuda.get_device_properties(number)
     return GpuLimits(
         properties.multi_processor_count, properties.shared_memory_per_multiprocessor,
         properties.shared_memory_per_block_optin, properties.major >= 9, properties.major == 9,
@@ -118,7 +123,7 @@ class Variant:
     Attributes:
         dtype: bfloat16 or float16.
         rows: Output features per block.
-        tokens: Tokens that a block has room for: 8, 16, 32 or 64.
+        tokens: Tokens that a block has room for: 8, 16, 32 or 64, by wgmma also 128.
         chunk: Channels that are copied and multiplied at once.
         stages: Chunks of a team in shared memory.
         warps: Warps per block.
@@ -194,7 +199,7 @@ def variant_of(
     over a cluster as far as all blocks still run at once and every team has a chunk.
 
     By wgmma, ROWS is doubled where the blocks would not run all at once, and halved where they fill less than half of
-    the GPU.
+    the GPU even if eight of them share their rows.
     """
     given = config.arguments()
     wide, blocks, warps = "ROW_WARPS" not in given, given["BLOCKS"], given["num_warps"]

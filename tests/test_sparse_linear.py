@@ -142,7 +142,7 @@ class Routes:
     [
         (torch.bfloat16, 1, True, [MMA, CUSPARSELT, PACKED, DENSE]),
         (torch.bfloat16, 64, True, [MMA, CUSPARSELT, PACKED, DENSE]),
-        (torch.bfloat16, 128, True, [MMA, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 65, True, [CUSPARSELT, MMA, DENSE]),
         (torch.bfloat16, 129, True, [CUSPARSELT, MMA, DENSE]),
         (torch.bfloat16, 257, True, [CUSPARSELT, DENSE]),
         (torch.bfloat16, 2, False, [MMA, PACKED, DENSE]),
@@ -178,6 +178,12 @@ def test_on_hopper_more_tokens_take_our_kernel(tokens, channels, expected, monke
     x, form = torch.ones(tokens, channels).bfloat16(), weight.new_zeros(64 * channels * 9 // 16)
     routed(x, *pack(weight, TWO_FOUR), None, None, channels, TWO_FOUR, form)
     assert routes.taken == [expected]
+
+
+def test_nothing_is_asked_of_an_amd_gpu_that_only_nvidia_says(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: pytest.fail("asked"))
+    assert not mma.is_wide(128, torch.device("cuda", 0))
 
 
 def test_a_kernel_that_is_not_right_leaves_the_choice_to_the_others(monkeypatch):

@@ -236,7 +236,8 @@ def summary(rows: Mapping[str, Any]) -> str:
     about = rows["sparse_linear"]
     lines += ["", f"All linears of a layer of LLaMA-3-8B's shapes, bfloat16, on one {about['hardware']['device']}. A "
               f"step of decoding of the whole model, with 512 tokens of context, takes {', '.join(steps)}: attention, "
-              "norms and the output layer stay as they are. Random weights, CUDA graphs; torch "
+              "norms and the output layer stay as they are. From 512 tokens on, ours is cuSPARSELt's product, whose "
+              "algorithm its own search chose. Random weights, CUDA graphs; torch "
               f"{about['versions']['torch']}, cuSPARSELt {about['versions']['cusparselt']}."]  # fmt: skip
     return "\n".join(lines)
 
