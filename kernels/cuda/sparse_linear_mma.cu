@@ -9,7 +9,10 @@
 // warps meet once per chunk. In the end the sums are added in a fixed order, over the teams and, through distributed
 // shared memory, over the blocks of the cluster.
 //
-// The kernel may begin while the one before it ends (a launch attribute). Until that one's writes can be seen, it only
+// The second kernel multiplies by wgmma, on Hopper alone: four warps at once, whose operands lie in shared memory. There
+// all warps of a block are one team, and the next chunk is copied while the products run.
+//
+// A kernel may begin while the one before it ends (a launch attribute). Until that one's writes can be seen, it only
 // brings its first weights into the L2 cache, where a later write would be seen, too.
 typedef unsigned char u8;
 typedef unsigned short u16;

@@ -35,6 +35,15 @@ def test_the_pass_of_a_block(chooses, rows, channels, kept, group, config, monke
     assert torch.equal(found[0] != 0, expected[0] != 0)
 
 
+@pytest.mark.parametrize("chooses", [True, False])
+def test_channels_that_are_no_power_of_two(chooses, monkeypatch):
+    block, factor = inputs(7, 12)
+    keep = None if chooses else torch.rand(12, 7) < 0.5
+    expected = sparsegpt_block_reference(block.double(), factor.double(), keep, NMPattern(2, 4))
+    poison(monkeypatch)
+    close(sparsegpt_block_triton(block, factor, keep, NMPattern(2, 4)), expected)
+
+
 def test_ties_keep_the_lower_channel():
     found, _ = sparsegpt_block_triton(torch.ones(8, 3), torch.eye(8), None, NMPattern(2, 4))
     assert torch.equal(found, torch.tensor([1.0, 1, 0, 0, 1, 1, 0, 0])[:, None].expand(8, 3))
