@@ -140,6 +140,12 @@ class CommonConfig:
         "kept only where everything fits in half of the free memory.",
         gradients=True,
     )
+    mixed_precision: bool = _running(
+        True,
+        "While float32 weights are trained, let wide linears multiply in bfloat16, on GPUs and processors that do so "
+        "faster.",
+        gradients=True,
+    )
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
     def __post_init__(self) -> None:

@@ -42,6 +42,7 @@ OTHER = {
     "seed": 7,
     "micro_batch_size": 2,
     "activation_checkpointing": True,
+    "mixed_precision": False,
     "calibration": "pile",
     "text_column": "body",
     "split": "validation",
@@ -97,6 +98,7 @@ OTHER = {
     "distill_optimizer": "adafactor",
     "distill_generated": False,
     "distill_further": 1,
+    "distill_steps": 5,
     "distill_loss": "cosine",
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)

@@ -11,6 +11,7 @@ from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
+from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.kept_weights import KeptWeights
 from permtriton.methods.train.trainer import schedule, split
 from permtriton.model.experts import unstacked_experts
@@ -261,6 +262,29 @@ def test_it_reads_further_samples_of_the_text_and_all_more_often_where_these_are
     assert all((ids[: 4 + expected] == row).all(1).any() for row in rows)
     start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
     assert start.facts.read_by(config.steps[-1]).sequences == 4 + expected
+
+
+@pytest.mark.parametrize(("spare", "new", "epochs"), [(9, 7, 1), (7, 7, 1), (2, 2, 1), (0, 0, 2)])
+def test_steps_read_new_samples_alone_and_those_of_the_calibration_where_they_are_few(trained_on, spare, new, epochs):
+    """Six steps on one sample each, and one sample that is held out."""
+    ids = zoo.tiny_ids(4 + spare, 12)
+    samples = Samples({"input_ids": ids[:4]}, spare=Samples.of(ids[4:]) if spare else None)
+    options = {"distill_steps": 6, "distill_epochs": 9, "distill_batch_size": 1, "activation_checkpointing": False}
+    config = config_from(options, "mask,distill")
+    report = compile_model(tiny_model(), None, config, ids=samples).report
+    read = min(new + 4, 7)
+    assert [step["samples"] for step in report["steps"]] == [4, read]
+    rows = torch.cat(trained_on)
+    assert rows.unique(dim=0, return_counts=True)[1].tolist() == [epochs] * (read - 1)
+    assert sum(bool((ids[4:] == row).all(1).any()) for row in rows.unique(dim=0)) in (new, new - 1)
+    start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
+    assert start.facts.read_by(config.steps[-1]).sequences == read
+
+
+@pytest.mark.parametrize("trained", [1, 5, 9, 18, 27, 58, 90, 300])
+def test_what_is_held_out_is_drawn_beside_what_is_trained_on(trained):
+    drawn = Distill(steps=trained, batch_size=1).draws
+    assert split(drawn, 0)[0].numel() == trained
 
 
 def test_a_step_before_it_reads_fewer_samples_by_the_same_loss():

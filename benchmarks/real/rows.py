@@ -26,6 +26,8 @@ OURS = {
     "default without the metric": "--recipe default --refit-metric-tokens 0",
     "default with 16 steps of tuning": "--recipe default --tune-steps 16",
     "default": "--recipe default",
+    "default with kept weights trained": "--recipe heuristic,refit,distill --distill-steps 40 --distill-batch-size 1 "
+    "--distill-learning-rate 2e-3 --distill-optimizer adafactor",
     "default with dense share 0.1": "--recipe default --dense-share 0.1",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
     "default without residual targets": "--recipe default --refit-residual-targets 0",

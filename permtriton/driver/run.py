@@ -1,7 +1,7 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import Outcome, Step
+from permtriton.driver.step import Outcome, Stage, Step
 from permtriton.driver.traced import traced_batches, why_not_compared
 from permtriton.driver.workspace import Kind, Workspace
 from permtriton.evaluation.held_out import Evaluation
@@ -29,6 +29,7 @@ from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
 from permtriton.running.store import Store
@@ -256,7 +257,8 @@ class Run:
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            with self.running() as model:
+            mixed = self.config.mixed_precision and step.stage is Stage.TRAIN
+            with self.running() as model, mixed_precision(model) if mixed else nullcontext():
                 objective = dense_objective(
                     model, objective_kind(step.objective, self.model), self.read_by(step), self.batch, self.store
                 )

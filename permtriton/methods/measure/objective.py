@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div, log_softmax, normalize
+from torch.nn.functional import cross_entropy, log_softmax, normalize
 from transformers import PreTrainedModel
 
 from permtriton.config import ObjectiveKind
@@ -117,14 +117,15 @@ class _ChunkedKL(torch.autograd.Function):
         tokens = max(LOGITS_AT_ONCE // head.vocabulary, 1)
         pairs = zip(hidden.flatten(0, 1).split(tokens), target.flatten(0, 1).split(tokens), strict=True)
         for pruned, dense in pairs:
-            expected = log_softmax(head(dense.unsqueeze(0)).float(), -1)
+            wanted = log_softmax(head(dense.unsqueeze(0)).float(), -1)
             leaf = pruned.unsqueeze(0).detach().requires_grad_(ctx.needs_input_grad[0])
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-                log_probabilities = log_softmax(head(leaf).float(), -1)
-                loss = kl_div(log_probabilities, expected, reduction="sum", log_target=True)
+                logits = head(leaf)
+            got, probabilities = log_softmax(logits.detach().float(), -1), wanted.exp()
+            total += wanted.sub_(got).mul_(probabilities).sum()
             if ctx.needs_input_grad[0]:
-                grads += torch.autograd.grad(loss, leaf)
-            total += loss.detach()
+                gradient = got.exp_().sub_(probabilities).to(logits.dtype)
+                grads += torch.autograd.grad(logits, leaf, gradient)
         if grads:
             ctx.save_for_backward(torch.cat(grads, 1).view_as(hidden))
         return total

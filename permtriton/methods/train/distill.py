@@ -1,12 +1,12 @@
 """Step ``distill``: all kept weights are trained together, see `permtriton.methods.train.distillation`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
-from permtriton.methods.train.training_step import Training
+from permtriton.methods.train.training_step import HELD_OUT, MOST_HELD_OUT, Training
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -22,11 +22,25 @@ class Distill(Training):
     prefix: ClassVar[str] = "distill"
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
 
+    steps: int = option(
+        0,
+        "Optimiser steps on samples that calibration does not read, where there are, in place of epochs over all; 0 "
+        "for epochs.",
+    )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
     @property
     def objective(self) -> str:
         return self.loss
+
+    @property
+    def draws(self) -> int:
+        trained = self.steps * self.batch_size
+        return trained and trained + min(max(int(trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)
+
+    def over(self, calibration: int, read: int) -> Self:
+        """Returns the options with the epochs that give the steps asked for; arguments as of `Training.over`."""
+        return replace(self, epochs=round(self.draws / read)) if self.steps else super().over(calibration, read)
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         collected = facts.ranks > 1 or self.batch_size > facts.micro_batch_size

@@ -58,4 +58,6 @@ def distill(  # noqa: PLR0913
     layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = Course.of(len(samples), samples.tokens, options, config.seed).in_rounds(ROUND, options.batch_size)
     with kept.trainable(model), checkpointed(layers):
-        return Trainer(kept, partial(objective.of, model, samples), course, config, "distill").run(state, progress)
+        return Trainer(kept, model, partial(objective.of, model, samples), course, config, "distill").run(
+            state, progress
+        )

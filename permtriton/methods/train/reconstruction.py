@@ -184,7 +184,7 @@ class _Problem:
         with kept.trainable(model):
             sequences, tokens = self.hidden.shape[:2]
             course = Course.of(sequences, tokens, self.options, self.config.seed)
-            trainer = Trainer(kept, self.loss, course, self.config, name)
+            trainer = Trainer(kept, model, self.loss, course, self.config, name)
             trainer.fit(trained, advance)
         return {
             "linears": linears,

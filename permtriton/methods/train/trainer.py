@@ -9,7 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
-from permtriton.methods.train.training_step import Training
+from permtriton.methods.train.training_step import HELD_OUT, MOST_HELD_OUT, Training
 from permtriton.running import ranks
 from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.state import StateFile, read_records
 from permtriton.util.progress import Advance, Progress
 
-HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which round is kept, and their number
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
 
 Loss = Callable[[Tensor], Tensor]  # numbers of sequences, int64 [...], to the mean loss over their tokens, float32 []
@@ -238,11 +238,15 @@ class Trainer:
     """Steps, their schedule, and the held-out loss. Use it inside `Trainable.trainable`.
 
     Args:
+        model: whose linears multiply, where the config says so, in mixed precision during steps.
         what: name of what is trained, for errors.
     """
 
-    def __init__(self, trained: Trainable, loss_of: Loss, course: Course, config: CommonConfig, what: str) -> None:
+    def __init__(
+        self, trained: Trainable, model: nn.Module, loss_of: Loss, course: Course, config: CommonConfig, what: str
+    ) -> None:
         self._trained, self._loss_of, self._course, self._what = trained, loss_of, course, what
+        self._precision = partial(mixed_precision, model) if config.mixed_precision else nullcontext
         self._micro_batch = MicroBatch(config.micro_batch_size)
         self.best = trained.snapshot()
 
@@ -304,11 +308,15 @@ class Trainer:
         rate = self._course.learning_rate * schedule(step, self._course.steps)
         self._trained.begin(rate, loss_scale(rows.numel() * self._course.tokens))
         try:
-            total = self._check(ranks.total(self._micro_batch.run(partial(self._backward, rows))))
+            total = self._check(ranks.total(self._run_backward(rows)))
             self._trained.finish()
         except FloatingPointError as error:
             raise self._not_finite(f"gradient of {error}") from error
         return total
+
+    def _run_backward(self, rows: Tensor) -> float:
+        with self._precision():
+            return self._micro_batch.run(partial(self._backward, rows))
 
     def _backward(self, rows: Tensor, size: int) -> float:
         """Runs some sequences, so many at a time, and returns this rank's part of their mean loss."""
@@ -331,7 +339,7 @@ class Trainer:
         """
         if self._trained.changes_at_once and ranks.count() == 1 and 1 < rows.numel() <= self._micro_batch.size:
             with self._trained.ignored_gradients():
-                self._micro_batch.run(partial(self._backward, rows))
+                self._run_backward(rows)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:

@@ -69,7 +69,7 @@ def tune(  # noqa: PLR0913
     layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = _course(len(samples), samples.tokens, options)
     with tuned.trainable(model), checkpointed(layers):
-        trainer = Trainer(tuned, partial(objective.of, model, samples), course, config, "tune")
+        trainer = Trainer(tuned, model, partial(objective.of, model, samples), course, config, "tune")
         start = trainer.best
         result = trainer.run(state, progress)
         before = tuned.fold(store)

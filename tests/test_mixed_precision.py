@@ -1,0 +1,139 @@
+"""Where a device multiplies bfloat16 faster, wide linears of float32 do so while they are trained, and only then."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
+
+from permtriton.methods.train.trainer import split
+from permtriton.running.backward import checkpointed
+from permtriton.running.mixed_precision import NARROW, mixed_precision
+
+from . import zoo
+from .test_tune import tuned
+from .updating import Pruned
+
+PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the dtype of their factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, function, types, positional=(), named=None):
+        if function.overloadpacket in PRODUCTS:
+            dtype = positional[-1].dtype
+            self.counts[dtype] = self.counts.get(dtype, 0) + 1
+        return function(*positional, **(named or {}))
+
+
+@pytest.fixture(autouse=True)
+def _unit(monkeypatch):
+    """A processor that multiplies bfloat16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+
+
+def linear_of(kind: type[nn.Module], bias: bool = True) -> nn.Module:
+    """Returns a wide linear with random weights."""
+    torch.manual_seed(0)
+    if kind is Conv1D:
+        linear = Conv1D(NARROW + 64, NARROW)
+        nn.init.normal_(linear.bias)
+        return linear
+    return kind(NARROW, NARROW + 64, bias=bias)
+
+
+@pytest.mark.parametrize(("kind", "bias"), [(nn.Linear, True), (nn.Linear, False), (Conv1D, True)])
+def test_products_are_those_of_rounded_factors(kind, bias):
+    linear, inputs = linear_of(kind, bias), torch.randn(2, 3, NARROW)
+    weight = linear.weight if kind is Conv1D else linear.weight.t()
+    expected = (inputs.bfloat16() @ weight.bfloat16()).float() + (linear.bias if bias else 0)
+    before = linear(inputs)
+    with mixed_precision(linear):
+        rounded = linear(inputs)
+    assert rounded.dtype == torch.float32
+    assert torch.equal(rounded, expected)
+    assert not torch.equal(rounded, before)
+    assert torch.equal(linear(inputs), before), "outside, nothing has changed"
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_gradients_are_those_of_float32_but_for_rounding(kind):
+    exact = linear_of(kind)
+    rounded = copy.deepcopy(exact)
+    inputs, given = torch.randn(40, NARROW), torch.randn(40, NARROW + 64)
+    gradients = []
+    for linear in (exact, rounded):
+        own = inputs.clone().requires_grad_()
+        with mixed_precision(rounded):
+            linear(own).backward(given)
+        gradients.append([own.grad, linear.weight.grad, linear.bias.grad])
+    for there, here in zip(*gradients, strict=True):
+        assert here.dtype == torch.float32
+        assert (here - there).norm() < 1e-2 * there.norm()
+    assert not torch.equal(gradients[0][1], gradients[1][1])
+
+
+class Own(nn.Linear):
+    """A linear that computes something else."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * 2
+
+
+@pytest.mark.parametrize("name", ["narrow", "of another class", "bfloat16", "float64"])
+def test_what_gains_nothing_stays_as_it_is(name):
+    torch.manual_seed(0)
+    linear = {
+        "narrow": nn.Linear(NARROW, NARROW - 1),
+        "of another class": Own(NARROW, NARROW),
+        "bfloat16": nn.Linear(NARROW, NARROW, dtype=torch.bfloat16),
+        "float64": nn.Linear(NARROW, NARROW, dtype=torch.float64),
+    }[name]
+    inputs = torch.randn(3, NARROW, dtype=linear.weight.dtype)
+    before = linear(inputs)
+    with mixed_precision(linear):
+        assert torch.equal(linear(inputs), before)
+
+
+def test_a_processor_without_the_unit_multiplies_float32(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    linear, inputs = linear_of(nn.Linear), torch.randn(3, NARROW)
+    before = linear(inputs)
+    with mixed_precision(linear):
+        assert torch.equal(linear(inputs), before)
+
+
+def test_layers_that_are_computed_again_are_the_same():
+    linear, inputs = linear_of(nn.Linear), torch.randn(3, NARROW, requires_grad=True)
+    gradients = []
+    for layers in ([], [linear]):
+        with mixed_precision(linear), checkpointed(layers):
+            linear(inputs).square().sum().backward()
+        gradients.append(linear.weight.grad)
+        linear.weight.grad = None
+    assert torch.equal(*gradients)
+
+
+STEPS = {"distill": Pruned.distill, "reconstruct": Pruned.reconstruct, "tune": tuned}
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("mixed", [True, False])
+def test_steps_multiply_as_the_config_says_and_measure_in_float32(step, mixed):
+    pruned = Pruned(zoo.tiny_llama(hidden_size=NARROW, intermediate_size=NARROW, num_hidden_layers=1))
+    with Products() as products:
+        pruned.loss()
+    assert set(products.counts) == {torch.float32}
+    with Products() as products:
+        result = STEPS[step](pruned, mixed_precision=mixed)
+    assert (torch.bfloat16 in products.counts) == mixed
+    if step != "reconstruct":
+        held_out = torch.arange(1) if step == "tune" else split(10, 0)[1]
+        assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-4)
