@@ -1,0 +1,72 @@
+"""CPU seconds of the steps that train a pruned model, in float32 and in mixed precision, in turn.
+
+    python -m benchmarks.training_step FOLDER IDS.safetensors --output benchmarks/results/training-step-cpu.json
+
+FOLDER holds an N:M model of float32, IDS the ``input_ids`` of a few sequences. A step reads one of them, forward and
+backward, by the KL to the model itself; its learning rate is too small to change anything. Runs on one thread.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.real.__main__ import processor, write
+from permtriton import NMPattern, find_plan
+from permtriton.data.samples import Samples
+from permtriton.methods.measure.objective import dense_objective
+from permtriton.methods.train.kept_weights import KeptWeights, weights_of
+from permtriton.methods.train.tuning import TunedValues
+from permtriton.model.load import load_model
+from permtriton.model.source import Source
+from permtriton.running.backward import loss_scale
+from permtriton.running.mixed_precision import mixed_precision, multiplies_bfloat16
+from permtriton.util.machine import versions
+
+PATTERN = NMPattern(2, 4)
+RATE = 1e-9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("ids", type=Path)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not multiplies_bfloat16(torch.device("cpu")):
+        parser.error("this processor has no unit for bfloat16, so both are the same")
+    model = load_model(Source(args.folder))
+    samples = Samples.of(load_file(args.ids)["input_ids"][:1])
+    plan, objective = find_plan(model, PATTERN), dense_objective(model, "kl", samples, 1)
+    weights = weights_of(model, [name for _, name in plan.linears()])
+    trained = {"tune": TunedValues(model, plan), "distill by adafactor": KeptWeights(weights, "adafactor")}
+    rows: list[dict[str, Any]] = []
+    for step, parameters in trained.items():
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        with parameters.trainable(model):
+            for mixed in [False, True] * (1 + args.repeats):
+                started = time.process_time()
+                parameters.begin(RATE, loss_scale(samples.tokens))
+                parameters.forget(parameters.changes_at_once)
+                with mixed_precision(model) if mixed else nullcontext():
+                    (objective.of(model, samples, torch.tensor([0])) * parameters.scale).backward()
+                parameters.finish()
+                seconds[mixed].append(time.process_time() - started)
+        for mixed, each in seconds.items():
+            row = {"step": step, "mixed_precision": mixed, "cpu_seconds": statistics.median(each[1:])}
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    about = {"command": "python -m benchmarks.training_step FOLDER IDS.safetensors", "tokens": samples.tokens}
+    write(args.output, {**about, "hardware": processor(), "versions": versions(), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
