@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from permtriton import config_from
+from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.methods.train.trainer import split
 from permtriton.running.backward import checkpointed
 from permtriton.running.mixed_precision import NARROW, mixed_precision
@@ -121,13 +125,17 @@ def test_layers_that_are_computed_again_are_the_same():
     assert torch.equal(*gradients)
 
 
+def wide() -> PreTrainedModel:
+    return zoo.tiny_llama(hidden_size=NARROW, intermediate_size=NARROW, num_hidden_layers=1)
+
+
 STEPS = {"distill": Pruned.distill, "reconstruct": Pruned.reconstruct, "tune": tuned}
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("mixed", [True, False])
 def test_steps_multiply_as_the_config_says_and_measure_in_float32(step, mixed):
-    pruned = Pruned(zoo.tiny_llama(hidden_size=NARROW, intermediate_size=NARROW, num_hidden_layers=1))
+    pruned = Pruned(wide())
     with Products() as products:
         pruned.loss()
     assert set(products.counts) == {torch.float32}
@@ -137,3 +145,14 @@ def test_steps_multiply_as_the_config_says_and_measure_in_float32(step, mixed):
     if step != "reconstruct":
         held_out = torch.arange(1) if step == "tune" else split(10, 0)[1]
         assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-4)
+
+
+def test_what_training_aims_at_is_computed_in_the_same_way():
+    """Before the first step only the dense model's outputs can differ: the loss is measured in float32."""
+    starts = []
+    for mixed in (True, False):
+        config = config_from({"distill_epochs": 1, "mixed_precision": mixed}, "mask,distill")
+        report = compile_model(wide(), None, config, ids=Samples.of(zoo.tiny_ids(4, 12))).report
+        starts.append(report["steps"][-1]["history"][0]["held_out"])
+    assert starts[0] != starts[1]
+    assert starts[0] == pytest.approx(starts[1], rel=0.1)
