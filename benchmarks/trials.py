@@ -74,6 +74,13 @@ TRIALS = (
         "best",
     ),
     Trial(
+        "all kept weights trained in place of vectors, in 40 steps (`heuristic,refit,distill --distill-steps 40 "
+        "--distill-batch-size 1 --distill-learning-rate 2e-3 --distill-optimizer adafactor`)",
+        "kept-weights-smollm2.json",
+        "default",
+        "default with kept weights trained",
+    ),
+    Trial(
         "`fast`, which is `refit` alone, in place of SparseGPT in the heuristic order",
         "real-smollm2-cpu.json",
         "heuristic + sparsegpt",
