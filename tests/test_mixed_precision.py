@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
+from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.train.trainer import split
 from permtriton.running.backward import checkpointed
 from permtriton.running.mixed_precision import NARROW, mixed_precision
@@ -156,3 +157,12 @@ def test_what_training_aims_at_is_computed_in_the_same_way():
         starts.append(report["steps"][-1]["history"][0]["held_out"])
     assert starts[0] != starts[1]
     assert starts[0] == pytest.approx(starts[1], rel=0.1)
+
+
+def test_the_head_is_tried_in_float32():
+    """It is compared with a run on more tokens, which may round a product in bfloat16 otherwise."""
+    model, ids = wide(), Samples.of(zoo.tiny_ids(2, 12))
+    with Products() as products:
+        dense_objective(model, "kl", ids, 2, mixed=True)
+    linears = sum(min(module.weight.shape) >= NARROW for module in model.modules() if isinstance(module, nn.Linear))
+    assert products.counts[torch.bfloat16] == linears, "each of them once"

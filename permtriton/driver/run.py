@@ -1,7 +1,7 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,7 +29,6 @@ from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
 from permtriton.running.store import Store
@@ -257,11 +256,10 @@ class Run:
         """
         key = self._objective_key(step)
         if key not in self._objectives:
+            kind = objective_kind(step.objective, self.model)
             mixed = self.config.mixed_precision and step.stage is Stage.TRAIN
-            with self.running() as model, mixed_precision(model) if mixed else nullcontext():
-                objective = dense_objective(
-                    model, objective_kind(step.objective, self.model), self.read_by(step), self.batch, self.store
-                )
+            with self.running() as model:
+                objective = dense_objective(model, kind, self.read_by(step), self.batch, self.store, mixed=mixed)
             self._objectives[key] = objective.on(self.model)
         return self._objectives[key]
 
