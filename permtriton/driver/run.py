@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import Outcome, Stage, Step
+from permtriton.driver.step import Outcome, Step
 from permtriton.driver.traced import traced_batches, why_not_compared
 from permtriton.driver.workspace import Kind, Workspace
 from permtriton.evaluation.held_out import Evaluation
@@ -256,10 +256,10 @@ class Run:
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            kind = objective_kind(step.objective, self.model)
-            mixed = self.config.mixed_precision and step.stage is Stage.TRAIN
             with self.running() as model:
-                objective = dense_objective(model, kind, self.read_by(step), self.batch, self.store, mixed=mixed)
+                objective = dense_objective(
+                    model, objective_kind(step.objective, self.model), self.read_by(step), self.batch, self.store
+                )
             self._objectives[key] = objective.on(self.model)
         return self._objectives[key]
 

@@ -11,31 +11,37 @@ from torch.nn.functional import linear
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import LINEAR_MODULES, weight_in_out
 
-NARROW = 256  # channels below which converting costs what a product spares
+NARROW, FEW = 256, 64  # channels and rows below which converting costs what a product spares
 UNITS = ("avx512_bf16", "amx_bf16")  # of processors that multiply bfloat16
 
 
 @contextmanager
 def mixed_precision(model: nn.Module) -> Iterator[None]:
-    """Inside the context, wide linears of float32 round inputs, weights and gradients to bfloat16 to multiply them.
+    """Inside the context, wide linears of float32 round inputs, weights, outputs and gradients to bfloat16.
 
-    What they give is float32 again, so that no other operation of the model sees bfloat16. Backward passes belong
-    inside, too, because they may compute activations again.
+    What they give is of float32, so that no other operation of the model sees bfloat16. Backward passes belong inside,
+    too, because they may compute activations again. The device is that of the first parameter, which is outside of
+    layers that come to a GPU one by one.
     """
-    with replaced_forwards([module for module in model.modules() if _gains(module)], _rounding):
+    wide = [module for module in model.modules() if _is_wide(module)]
+    with replaced_forwards(wide if wide and multiplies_bfloat16(next(model.parameters()).device) else [], _rounding):
         yield
 
 
-def _gains(module: nn.Module) -> bool:
-    """Returns whether a linear multiplies faster in bfloat16."""
-    if type(module) not in LINEAR_MODULES:
+def _is_wide(module: nn.Module) -> bool:
+    """Returns whether a module is a wide linear of float32, whose forward nobody else has replaced."""
+    if type(module) not in LINEAR_MODULES or "forward" in vars(module):
         return False
     weight = weight_in_out(module)
-    return weight.dtype == torch.float32 and min(weight.shape) >= NARROW and multiplies_bfloat16(weight.device)
+    return weight.dtype == torch.float32 and min(weight.shape) >= NARROW
 
 
 def _rounding(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    exact = module.forward
+
     def forward(inputs: Tensor) -> Tensor:
+        if inputs.numel() < FEW * inputs.shape[-1]:
+            return exact(inputs)
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
         product: Tensor = _Product.apply(inputs, weight if isinstance(module, nn.Linear) else weight.t())
         return product if bias is None else product + bias
@@ -65,7 +71,8 @@ class _Product(torch.autograd.Function):
 
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Returns whether a device multiplies bfloat16 faster than float32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).major >= 8
+    if device.type != "cpu":
+        nvidia = device.type == "cuda" and torch.version.hip is None
+        return nvidia and torch.cuda.get_device_properties(device).major >= 8
     has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch from 2.11 on
     return any(has.get(unit) for unit in UNITS)

@@ -8,7 +8,7 @@ The dense model's logits are not stored: they follow from its last hidden states
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -31,7 +31,6 @@ from permtriton.model.forward import (
     without_cache,
 )
 from permtriton.running import ranks
-from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
 
@@ -268,13 +267,7 @@ def finite(loss: float, what: str, dtype: torch.dtype) -> float:
 
 
 def dense_objective(
-    model: PreTrainedModel,
-    kind: ObjectiveKind,
-    samples: Samples,
-    batch: int,
-    store: Store = MEMORY,
-    *,
-    mixed: bool = False,
+    model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, batch: int, store: Store = MEMORY
 ) -> Objective:
     """Returns the objective with the present, dense outputs of ``model`` as its target.
 
@@ -282,14 +275,12 @@ def dense_objective(
         model: dense model; its head must not change while the objective is used.
         kind: key of `LOSSES`.
         store: where the target is.
-        mixed: whether the outputs are computed in mixed precision.
 
     Raises:
         ConfigError: a loss of logits, but the model has no language-model head.
     """
     head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
-    with mixed_precision(model) if mixed else nullcontext():
-        return Objective(kind, hidden_states(model, samples, batch, store), head)
+    return Objective(kind, hidden_states(model, samples, batch, store), head)
 
 
 def objective_kind(objective: str, model: PreTrainedModel) -> ObjectiveKind:

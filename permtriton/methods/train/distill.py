@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
-from permtriton.methods.train.training_step import HELD_OUT, MOST_HELD_OUT, Training
+from permtriton.methods.train.training_step import HELD_OUT, MOST_HELD_OUT, Training, held_out
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ class Distill(Training):
 
     steps: int = option(
         0,
-        "Optimiser steps on samples that calibration does not read, where there are, in place of epochs over all; 0 "
-        "for epochs.",
+        "Optimiser steps on samples that calibration does not read, where there are, in place of all those epochs; 0 "
+        "for epochs. For more such samples than three times those of the calibration, raise distill_further, too.",
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
@@ -39,8 +39,10 @@ class Distill(Training):
         return trained and trained + min(max(int(trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)
 
     def over(self, calibration: int, read: int) -> Self:
-        """Returns the options with the epochs that give the steps asked for; arguments as of `Training.over`."""
-        return replace(self, epochs=round(self.draws / read)) if self.steps else super().over(calibration, read)
+        """Returns the options with the epochs that hold the steps asked for; arguments as of `Training.over`."""
+        if not self.steps:
+            return super().over(calibration, read)
+        return replace(self, epochs=ceil(self.steps * self.batch_size / max(read - held_out(read), 1)))
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         collected = facts.ranks > 1 or self.batch_size > facts.micro_batch_size

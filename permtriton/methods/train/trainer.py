@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
-from permtriton.methods.train.training_step import HELD_OUT, MOST_HELD_OUT, Training
+from permtriton.methods.train.training_step import Training, held_out
 from permtriton.running import ranks
 from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.micro_batch import MicroBatch
@@ -99,12 +99,12 @@ class Course:
     @classmethod
     def of(cls, sequences: int, tokens: int, options: Training, seed: int) -> "Course":
         """Returns epochs over all sequences but those held out; the seed and the epoch's number decide its order."""
-        rows, held_out = split(sequences, seed)
+        rows, others = split(sequences, seed)
         epochs = []
         for number in range(1, options.epochs + 1):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
             epochs.append(rows[torch.randperm(rows.numel(), generator=generator)].split(options.batch_size))
-        return cls(epochs, held_out, tokens, options.learning_rate)
+        return cls(epochs, others, tokens, options.learning_rate)
 
     @property
     def steps(self) -> int:
@@ -114,6 +114,12 @@ class Course:
     def steps_until(self, rounds: int) -> int:
         """Returns the number of steps of the first so many rounds."""
         return sum(map(len, self.rounds[:rounds]))
+
+    def first(self, steps: int) -> "Course":
+        """Returns the first so many steps."""
+        starts = [self.steps_until(number) for number in range(len(self.rounds))]
+        rounds = [each[: steps - start] for each, start in zip(self.rounds, starts, strict=True) if start < steps]
+        return replace(self, rounds=rounds)
 
     def in_rounds(self, steps: int, batch_size: int) -> "Course":
         """Returns the same steps, with every round of more than ``steps`` cut into several.
@@ -414,5 +420,5 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     if sequences == 1:
         return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
-    held_out = min(max(int(HELD_OUT * sequences), 1), MOST_HELD_OUT)
-    return order[held_out:].sort().values, order[:held_out].sort().values
+    count = held_out(sequences)
+    return order[count:].sort().values, order[:count].sort().values

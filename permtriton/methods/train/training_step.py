@@ -13,6 +13,11 @@ MOST_FURTHER = 63
 HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which round is kept, and their number
 
 
+def held_out(sequences: int) -> int:
+    """Returns how many of several sequences decide which round is kept."""
+    return min(max(int(HELD_OUT * sequences), 1), MOST_HELD_OUT)
+
+
 class TrainingStep(Step):
     """A step that trains.
 
