@@ -34,6 +34,10 @@ class Distill(Training):
         return self.loss
 
     @property
+    def ends_after(self) -> int:
+        return self.steps
+
+    @property
     def draws(self) -> int:
         trained = self.steps * self.batch_size
         return trained and trained + min(max(int(trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)

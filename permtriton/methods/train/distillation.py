@@ -1,7 +1,6 @@
 """Distillation: all kept weights of a pruned model are trained together, to give the dense model's outputs back."""
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -11,14 +10,12 @@ from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Course, Trained, Trainer
+from permtriton.methods.train.training_step import Training
 from permtriton.passes.plan import Plan, layer_modules
 from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
-
-if TYPE_CHECKING:
-    from permtriton.methods.train.distill import Distill
 
 ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
 
@@ -29,7 +26,7 @@ def distill(  # noqa: PLR0913
     plan: Plan,
     samples: Samples,
     objective: Objective,
-    options: "Distill",
+    options: Training,
     config: CommonConfig,
     progress: Progress,
     state: StateFile | None = None,
@@ -60,7 +57,7 @@ def distill(  # noqa: PLR0913
     samples = samples.to(model.device, model.dtype)
     layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
     course = Course.of(len(samples), samples.tokens, options, config.seed)
-    course = (course.first(options.steps) if options.steps else course).in_rounds(ROUND, options.batch_size)
+    course = (course.first(options.ends_after) if options.ends_after else course).in_rounds(ROUND, options.batch_size)
     with kept.trainable(model), checkpointed(layers):
         return Trainer(kept, model, partial(objective.of, model, samples), course, config, "distill").run(
             state, progress

@@ -82,6 +82,11 @@ class Training(TrainingStep):
     def saves_memory(self) -> str:
         return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
 
+    @property
+    def ends_after(self) -> int:
+        """Number of optimiser steps after which it ends; 0 for those of all epochs."""
+        return 0
+
     def optimizer_bytes(self, weights: int, facts: Facts) -> int:
         """Returns what the optimizer keeps of so many weights: moments, and remainders in half precision."""
         moments = 2 * FLOAT32 if self.optimizer == "adam" else 0
