@@ -1,15 +1,14 @@
 """How a command uses the processor: on how many threads, and which library multiplies for it."""
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 import torch
 
 from permtriton.errors import PermTritonError
 from permtriton.model.load import config_of
 from permtriton.model.source import Source, resolve_device
+from permtriton.util.machine import processor
 from permtriton.util.progress import Progress
 
 SMALL = 512  # hidden size up to which operators are too short to be shared among threads
@@ -44,7 +43,7 @@ def _hidden_size(source: Source) -> int:
 
 def _mkl_is_slow() -> bool:
     """Returns whether MKL, by which torch multiplies float32, leaves AVX-512 unused: half of the width of Zen 5."""
-    has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch from 2.11 on
+    has = processor()
     return str(has.get("cpu_name", "")).startswith("AMD") and bool(has.get(UNIT)) and not has.get("amx_tile")
 
 

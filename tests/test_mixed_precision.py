@@ -116,10 +116,11 @@ def test_a_processor_without_the_unit_multiplies_float32(monkeypatch):
 
 def test_layers_that_are_computed_again_are_the_same():
     linear, inputs = linear_of(nn.Linear), torch.randn(FEW, NARROW, requires_grad=True)
-    gradients = []
-    for layers in ([], [linear]):
-        with mixed_precision(linear), checkpointed(layers):
-            linear(inputs).square().sum().backward()
+    layer, gradients = nn.Sequential(linear), []
+    for layers, products in (([], 3), ([layer], 4)):
+        with checkpointed(layers), mixed_precision(layer), Products() as counted:
+            layer(inputs).square().sum().backward()
+        assert counted.counts == {torch.bfloat16: products}
         gradients.append(linear.weight.grad)
         linear.weight.grad = None
     assert torch.equal(*gradients)

@@ -1,6 +1,6 @@
 """Mixed precision: linears of float32 multiply in bfloat16, where the device does that faster; all else is float32."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import LINEAR_MODULES, weight_in_out
+from permtriton.util.machine import processor
 
 NARROW, FEW = 256, 64  # channels and rows below which converting costs what a product spares
 UNITS = ("avx512_bf16", "amx_bf16")  # of processors that multiply bfloat16
@@ -74,5 +75,5 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type != "cpu":
         nvidia = device.type == "cuda" and torch.version.hip is None
         return nvidia and torch.cuda.get_device_properties(device).major >= 8
-    has: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch from 2.11 on
+    has = processor()
     return any(has.get(unit) for unit in UNITS)

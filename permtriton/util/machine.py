@@ -5,7 +5,7 @@ import gc
 import platform
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -54,6 +54,12 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
+
+
+def processor() -> Mapping[str, Any]:
+    """Returns what torch knows of the processor: its ``cpu_name``, and which units it has, such as ``avx512_bf16``."""
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch from 2.11 on
+    return known
 
 
 def determinism() -> dict[str, Any]:

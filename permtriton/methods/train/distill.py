@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
-from permtriton.methods.train.training_step import HELD_OUT, MOST_HELD_OUT, Training, held_out
+from permtriton.methods.train.training_step import Training, held_out, with_held_out
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ class Distill(Training):
 
     @property
     def draws(self) -> int:
-        trained = self.steps * self.batch_size
-        return trained and trained + min(max(int(trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)
+        return with_held_out(self.steps * self.batch_size) if self.steps else 0
 
     def over(self, calibration: int, read: int) -> Self:
         """Returns the options with the epochs that hold the steps asked for; arguments as of `Training.over`."""

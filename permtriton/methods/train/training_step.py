@@ -18,6 +18,11 @@ def held_out(sequences: int) -> int:
     return min(max(int(HELD_OUT * sequences), 1), MOST_HELD_OUT)
 
 
+def with_held_out(trained: int) -> int:
+    """Returns of how many sequences so many are left to train on once some are held out."""
+    return trained + min(max(int(trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)
+
+
 class TrainingStep(Step):
     """A step that trains.
 
