@@ -60,7 +60,7 @@ TRIALS = (
         "refit_dense_targets 0.0",
     ),
     Trial("the metric of the outputs in `refit`", "metric-smollm2.json", "default without the metric", "default"),
-    Trial("`tune` after the fit (the default)", "real-smollm2-cpu.json", "default without tuning", "default"),
+    Trial("`tune` after the fit (`light`)", "real-smollm2-cpu.json", "heuristic + refit", "light"),
     Trial(
         "two sequences that the model writes per calibration sample, for `refit` and `tune`",
         "real-smollm2-cpu.json",
@@ -74,11 +74,10 @@ TRIALS = (
         "best",
     ),
     Trial(
-        "all kept weights trained in place of vectors, in 40 steps (`heuristic,refit,distill --distill-steps 40 "
-        "--distill-batch-size 1 --distill-learning-rate 2e-3 --distill-optimizer adafactor`)",
+        "all kept weights trained in 40 steps (the default) in place of vectors (`light`)",
         "kept-weights-smollm2.json",
+        "light",
         "default",
-        "default with kept weights trained",
     ),
     Trial(
         "`fast`, which is `refit` alone, in place of SparseGPT in the heuristic order",

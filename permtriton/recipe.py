@@ -55,18 +55,22 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     DEFAULT: Recipe(
+        (Heuristic(), Refit(), Distill(steps=40, batch_size=1, learning_rate=2e-3, optimizer="adafactor")),
+        "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them, then trained for a "
+        "few steps",
+    ),
+    "light": Recipe(
         (Heuristic(), Refit(), Tune()),
-        "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them; then a few tuned",
+        "the default for models whose weights fit into memory only once or twice: norms and row scales are trained, "
+        "not all weights",
     ),
     "best": Recipe(
         (
             Heuristic(),
             Refit(),
-            Tune(),
             Distill(epochs=1, batch_size=1, learning_rate=1e-3, further=12, optimizer="adafactor"),
         ),
-        "the default, then all kept weights trained, on more of the text and on what the model writes: several times "
-        "its time",
+        "the default with longer training, on more of the text and on what the model writes: several times its time",
         generated=3,
     ),
     "fast": Recipe(
@@ -102,7 +106,7 @@ def recipes() -> dict[str, dict[str, Any]]:
     Example:
         >>> import permtriton
         >>> permtriton.recipes()["recipes"]["default"]["steps"]
-        ['heuristic', 'refit', 'tune']
+        ['heuristic', 'refit', 'distill']
     """
     named = {name: {"steps": each.names.split(","), "summary": each.summary} for name, each in RECIPES.items()}
     return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}

@@ -48,7 +48,7 @@ class Option:
     positive: bool = False
     pattern: str = ""
     values: str = ""
-    needs: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict, hash=False)
+    needs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, hash=False)
     gradients: bool = False
 
     @property

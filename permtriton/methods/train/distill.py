@@ -22,12 +22,22 @@ class Distill(Training):
     prefix: ClassVar[str] = "distill"
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
 
+    epochs: int = option(
+        20,
+        "Passes over all samples that it reads; more where there are fewer further ones than asked for.",
+        minimum=1,
+        needs={"distill_steps": (0,)},
+    )
     steps: int = option(
         0,
         "Optimiser steps on samples that calibration does not read, where there are, in place of all those epochs; 0 "
         "for epochs. For more such samples than three times those of the calibration, raise distill_further, too.",
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
+
+    @property
+    def saves_memory(self) -> str:
+        return super().saves_memory or "recipe=light"
 
     @property
     def objective(self) -> str:
