@@ -68,7 +68,7 @@ RECIPES: dict[str, Recipe] = {
         (
             Heuristic(),
             Refit(),
-            Distill(epochs=1, batch_size=1, learning_rate=1e-3, further=12, optimizer="adafactor"),
+            Distill(epochs=1, batch_size=1, learning_rate=2e-3, further=6, optimizer="adafactor"),
         ),
         "the default with longer training, on more of the text and on what the model writes: several times its time",
         generated=3,

@@ -357,7 +357,7 @@ def test_the_demo_model_keeps_its_name(tmp_path):
 
 def test_changed_options_are_not_the_recipe():
     fewer = config_from({"refit_exchanges": 0})
-    assert method_of(fewer.to_dict()) == "heuristic + refit + tune"
+    assert method_of(fewer.to_dict()) == "heuristic + refit + distill"
     assert method_of(config_from({}).to_dict()) == "default"
 
 

@@ -293,8 +293,9 @@ class Trainer:
         for number in range(len(result.history), len(self._course.rounds) + 1):
             started, losses, done = time.perf_counter(), [], self._course.steps_until(number - 1)
             for step, rows in enumerate(self._course.rounds[number - 1], start=done):
+                if losses:  # the last step is reported with what is held out
+                    advance(1, f"loss {losses[-1]:.4f}{note}")
                 losses.append(self._step(rows, step))
-                advance(1, f"loss {losses[-1]:.4f}{note}")
             held_out = self.held_out_loss()
             seconds = time.perf_counter() - started
             result.history.append(UpdateEpoch(number, sum(losses) / len(losses), held_out, seconds))
@@ -302,6 +303,7 @@ class Trainer:
                 self.best = {}  # not to have two in memory
                 result.kept, self.best = number, self._trained.snapshot()
             note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
+            advance(1, f"loss {losses[-1]:.4f}{note}")
             save()
         self._trained.write(self.best)
         self._trained.check()
