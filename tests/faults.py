@@ -182,9 +182,9 @@ def forward_left(original: Callable[..., None], model: Any, *more: Any) -> None:
 
 
 def outside(original: Callable[..., None], kept: KeptWeights, values: dict[str, Tensor]) -> None:
-    original(kept, values)
     for name, weight in kept._parameters.items():
-        weight.data.masked_fill_(kept._masks[name], 0).masked_scatter_(kept._masks[name].roll(1, 1), values[name])
+        elsewhere = (weight.data != 0).roll(1, 1)
+        weight.data.zero_().masked_scatter_(elsewhere, values[name])
 
 
 def folded_twice(original: Callable[..., Any], values: TunedValues, store: Any) -> Any:
@@ -414,7 +414,7 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_refitting.py::test_moments_are_those_of_both_models",
     ),
     "reconstruct writes outside the mask": Fault(
-        replaced(KeptWeights, "write", outside), "training wrote .* weights that were pruned", options=RECONSTRUCT
+        replaced(KeptWeights, "write", outside), "training wrote to weights that were pruned", options=RECONSTRUCT
     ),
     "reconstruct keeps other weights than it measured": Fault(
         replaced(KeptWeights, "snapshot", lambda f, *args: {k: v * 1.5 for k, v in f(*args).items()}),

@@ -100,6 +100,30 @@ def test_a_weight_that_is_stored_transposed_is_trained_as_any_other(optimizer, c
     assert not torch.equal(results[0], values)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.0, -0.0, -1e-30])
+def test_a_step_leaves_no_kept_weight_at_zero(dtype, value, monkeypatch):
+    """Nothing else says which weights are kept."""
+    weight = torch.nn.Parameter(torch.tensor([[0.5, 0.0, -0.5, 0.0], [0.0, 0.0, 0.5, 0.5]], dtype=dtype))
+    linear, before = torch.nn.Linear(4, 2, bias=False), weight.detach() != 0
+    linear.weight = weight
+
+    def step(optimizer):
+        values = optimizer.param_groups[0]["params"][0].data
+        values.mul_(values.new_tensor(value))
+
+    monkeypatch.setattr(torch.optim.Adam, "step", step)
+    kept = KeptWeights({"linear": weight}, "adam")
+    with kept.trainable(linear):
+        kept.begin(1.0, 1.0)
+        kept.forget(at_once=True)
+        kept.take("linear", weight.detach().clone())
+        kept.finish()
+    assert torch.equal(weight != 0, before)
+    assert weight.abs().max() < 1e-4
+    kept.check()
+
+
 def test_a_gradient_that_overflows_at_pruned_weights_alone_does_no_harm():
     pruned = tiny(torch.float16)
     pruned.distill(epochs=1)

@@ -1,7 +1,6 @@
 """Training that was interrupted continues to the same end, bit for bit, and a damaged state is refused."""
 
 import json
-from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from permtriton.errors import OutputError
 from permtriton.methods.train import distillation
-from permtriton.methods.train.kept_weights import KeptWeights
 from permtriton.running.state import StateFile
 
 from .updating import STEPS, Recording, equal, interrupt, same, tiny
@@ -91,23 +89,6 @@ def test_reconstruction_continues_to_the_same_end(path):
     assert entries(continued) == entries(whole)
     assert equal(pruned.trained_weights(), expected)
     assert pruned.moved() == set(pruned.weights)
-
-
-def test_a_kept_weight_that_training_made_zero_is_in_the_state(path):
-    pruned, options = tiny(), {"epochs": 1}
-    name = min(pruned.weights)
-
-    def vanish(weight: torch.Tensor) -> None:
-        with torch.no_grad():
-            weight.view(-1)[weight.view(-1).nonzero()[0]] = 0
-
-    finish = KeptWeights.finish
-    with mock.patch.object(KeptWeights, "finish", lambda kept: (finish(kept), *map(vanish, kept._parameters.values()))):
-        pruned.reconstruct(state=StateFile(path, MINE), **options)
-    expected = pruned.trained_weights()
-    assert (expected[name] == 0).sum() > (pruned.before[name] == 0).sum()
-    pruned.reset().reconstruct(state=StateFile(path, MINE), **options)
-    assert equal(pruned.trained_weights(), expected)
 
 
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])

@@ -40,7 +40,7 @@ class AskedComparison(Measures):
     methods: Words = flag(
         None,
         METHOD,
-        "Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + tune', separated by commas; by "
+        "Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + distill', separated by commas; by "
         "default all methods, and a few with --ablate.",
     )
     ablate: str | None = flag(

@@ -34,7 +34,7 @@ IN_PLACE = "the model"
 # What stands in files of an offload folder, where there is one.
 IN_FILES = (
     "inputs of layers", "inputs of sites", "targets", "targets of later steps", "dense weights", "finished weights",
-    "weights before", "masks and moments", "collected gradients", "a second model",
+    "weights before", "moments", "collected gradients", "a second model",
 )  # fmt: skip
 # What stands in host memory, where layers come to a GPU one by one.
 ON_HOST = (*IN_FILES, "output gradients")

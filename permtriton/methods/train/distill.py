@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
-from permtriton.methods.train.training_step import Training, held_out, with_held_out
+from permtriton.methods.train.training_step import ROUND, Training, held_out, with_held_out
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ class Distill(Training):
     def draws(self) -> int:
         return with_held_out(self.steps * self.batch_size) if self.steps else 0
 
+    @property
+    def _in_one_round(self) -> bool:
+        """Whether the only state that it keeps is that at the end."""
+        return 0 < self.steps <= ROUND
+
     def over(self, calibration: int, read: int) -> Self:
         """Returns the options with the epochs that hold the steps asked for; arguments as of `Training.over`."""
         if not self.steps:
@@ -59,11 +64,12 @@ class Distill(Training):
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         collected = facts.ranks > 1 or self.batch_size > facts.micro_batch_size
+        copies = 1 if self._in_one_round else 2  # of a state before the end there is another
         return {
             "distill": {
                 **self.passes(facts),
-                "masks and moments": facts.pruned + self.optimizer_bytes(facts.pruned, facts),
-                "finished weights": 2 * int(facts.pruned * facts.kept) * facts.element,  # and those of a state
+                "moments": self.optimizer_bytes(facts.pruned, facts),
+                "finished weights": copies * int(facts.pruned * facts.kept) * facts.element,
                 "collected gradients": facts.pruned * FLOAT32 * collected,
                 **facts.mask(),
             }
@@ -75,12 +81,12 @@ class Distill(Training):
         epochs = self.over(facts.calibration, facts.sequences).epochs
         steps = epochs * ceil(facts.sequences / self.batch_size)
         passes = ceil(self.batch_size / facts.micro_batch_size)
-        beside = facts.pruned + 2 * self.optimizer_bytes(facts.pruned, facts)
+        beside = 2 * self.optimizer_bytes(facts.pruned, facts)
         return super().seconds(facts, speed) + steps * (2 * passes + 1 + beside / facts.model) * speed.copy
 
     def state_bytes(self, facts: Facts) -> int:
         kept = int(facts.pruned * facts.kept) * facts.element
-        return 2 * (2 * kept + self.optimizer_bytes(facts.pruned, facts))
+        return kept if self._in_one_round else 2 * (2 * kept + self.optimizer_bytes(facts.pruned, facts))
 
     def run(self, run: "Run") -> Outcome:
         from permtriton.methods.train.distillation import distill

@@ -10,14 +10,12 @@ from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Course, Trained, Trainer
-from permtriton.methods.train.training_step import Training
+from permtriton.methods.train.training_step import ROUND, Training
 from permtriton.passes.plan import Plan, layer_modules
 from permtriton.running.backward import checkpointed
 from permtriton.running.state import StateFile
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
-
-ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
 
 
 @torch.enable_grad()

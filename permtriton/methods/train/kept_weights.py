@@ -1,6 +1,7 @@
 """The weights that pruning kept, changed in place by Adam or Adafactor.
 
-Only kept weights are trained, so no step can change what was pruned. A weight is changed as soon as a backward pass has
+Only kept weights are trained, so no step can change what was pruned. Which they are needs no memory: they are those
+that are not 0, and a step leaves none at 0. A weight is changed as soon as a backward pass has
 its gradient, if that is all of the step's: then the gradients of a single weight are in memory at a time.
 
 Adam has two moments per weight. Adafactor (Shazeer and Stern, arXiv 1804.04235, here without a first moment) has one
@@ -23,6 +24,7 @@ from permtriton.passes.plan import linear_module
 from permtriton.running import ranks
 from permtriton.running.store import MEMORY, Store
 
+AT_ONCE = 2**24  # entries of a weight that are compared at once
 SMALLEST = 1e-18  # keeps Adafactor from dividing by 0 where all gradients are; its square is a normal float32
 
 
@@ -44,7 +46,7 @@ class KeptWeights(Trainable):
     Args:
         weights: name -> pruned weight, of any layout; changed in place only.
         optimizer: what changes them.
-        store: where masks, remainders, moments and copies are.
+        store: where remainders, moments and copies are.
         changes_at_once: as in `Trainable`. It must not be where several layers share a weight: while layers come to a
             GPU one by one, a backward pass has its gradient in parts.
     """
@@ -59,7 +61,7 @@ class KeptWeights(Trainable):
     ) -> None:
         super().__init__(weights)
         self.changes_at_once = changes_at_once
-        self._masks = {name: store.moved(weight.detach() != 0) for name, weight in weights.items()}
+        self._patterns = {name: _fingerprint(weight) for name, weight in weights.items()}
         self._kind, self._store = optimizer, store
         self._optimizers: dict[str, _Optimizer] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -69,15 +71,11 @@ class KeptWeights(Trainable):
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
         self._optimizers = {
-            name: _Optimizer(weight, self._mask(name), self._kind, self._store)
+            name: _Optimizer(weight, _mask(weight), self._kind, self._store)
             for name, weight in self._parameters.items()
         }
         with super().trainable(model):
             yield
-
-    def _mask(self, name: str) -> Tensor:
-        """Returns which entries are kept, on the device on which the weight is now (`permtriton.running.onload`)."""
-        return self._masks[name].to(self._parameters[name].device)
 
     def begin(self, rate: float, scale: float) -> None:
         super().begin(rate, scale)
@@ -91,7 +89,7 @@ class KeptWeights(Trainable):
     def take(self, name: str, gradient: Tensor) -> None:
         if name in self._changed:  # by an attempt whose memory ran out later on
             return
-        gradient = (gradient * self._mask(name)).to(_wide(gradient.dtype))  # torch.where takes five times as long
+        gradient = (gradient * _mask(self._parameters[name])).to(_wide(gradient.dtype))
         if self._at_once:
             self._change(name, gradient)
         elif name in self._gradients:
@@ -111,7 +109,7 @@ class KeptWeights(Trainable):
 
     def _change(self, name: str, gradient: Tensor) -> None:
         if not _finite(gradient):  # at pruned weights alone it does no harm
-            gradient = torch.where(self._mask(name), gradient, 0)
+            gradient = torch.where(_mask(self._parameters[name]), gradient, 0)
             if not _finite(gradient):
                 raise FloatingPointError(name)
         self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
@@ -121,7 +119,7 @@ class KeptWeights(Trainable):
     def snapshot(self) -> dict[str, Tensor]:
         """Returns a copy of the kept weights in the model's dtype, each ``[kept weights]``, never on a GPU."""
         return {
-            name: self._store.moved(weight.detach().masked_select(self._mask(name)).cpu())
+            name: self._store.moved(weight.detach().masked_select(_mask(weight)).cpu())
             for name, weight in self._parameters.items()
         }
 
@@ -129,19 +127,19 @@ class KeptWeights(Trainable):
     def write(self, values: Mapping[str, Tensor]) -> None:
         """Writes kept weights into the model."""
         for name, weight in self._parameters.items():
-            weight.masked_scatter_(self._mask(name), values[name].to(weight))
+            weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
     def check(self) -> None:
-        """Checks that no weight that was pruned holds a value now.
+        """Checks that the weights that hold a value are those that did at the start.
 
         Raises:
-            VerificationError: one does; the message names its linear.
+            VerificationError: they are not; the message names the linear.
         """
         for name, weight in self._parameters.items():
-            if written := int((weight.detach().masked_fill(self._mask(name), 0) != 0).sum()):
+            if not torch.equal(_fingerprint(weight), self._patterns[name]):
                 raise VerificationError(
-                    f"{name}: training wrote {written} weights that were pruned. Nothing was saved; this is a bug of "
-                    "permtriton, please report it"
+                    f"{name}: training wrote to weights that were pruned, or set others to 0. Nothing was saved; this "
+                    "is a bug of permtriton, please report it"
                 )
 
     def state(self) -> dict[str, Tensor]:
@@ -182,7 +180,7 @@ class _Optimizer:
         else:  # it measures the size of the weight at every step
             self._optimizer = torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
             self._pace, shapes = 1.0, {"row_var": (*more, rows, 1), "col_var": (*more, 1, columns)}
-        self._moments = tuple(shapes)
+        self._moments, self._kept = tuple(shapes), int(mask.sum())
         state = {key: torch.zeros(shape, dtype=wide, device=weight.device) for key, shape in shapes.items()}
         if weight.dtype != wide:
             state["remainder"] = torch.zeros(weight.shape, dtype=torch.bfloat16, device=weight.device)
@@ -211,12 +209,28 @@ class _Optimizer:
         self.steps += 1
         for key, moment in moments.items():
             self.state[key].copy_(moment)  # itself, where it has not been copied
+        mask = _mask(weight)
         weight.copy_(values)
-        weight += 0.0  # turns -0.0, which rounding may give, into 0.0
+        if int(weight.count_nonzero()) < self._kept:  # rounded to 0.0 or -0.0
+            weight.masked_fill_(mask & (weight == 0), torch.finfo(weight.dtype).tiny)
         if remainder is not None:
             remainder.copy_(values - weight)
         values.data, values.grad = values.new_empty(0), None
         self._optimizer.state.clear()
+
+
+def _mask(weight: Tensor) -> Tensor:
+    """Returns which entries are kept."""
+    return weight.detach().to(torch.bool)  # a fifth of the time of weight != 0
+
+
+@torch.no_grad()
+def _fingerprint(weight: Tensor) -> Tensor:
+    """Returns a number for each row that says which of its entries are kept, int64 ``[..., rows]``, on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(1, 2**31, weight.shape[-1:], generator=generator, dtype=torch.int32).to(weight.device)
+    parts = weight.split(max(AT_ONCE // weight[0].numel(), 1))
+    return torch.cat([torch.where(_mask(part), keys, 0).sum(-1) for part in parts]).cpu()
 
 
 def _finite(values: Tensor) -> bool:

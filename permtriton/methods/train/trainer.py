@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -116,10 +117,8 @@ class Course:
         return sum(map(len, self.rounds[:rounds]))
 
     def first(self, steps: int) -> "Course":
-        """Returns the first so many steps."""
-        starts = [self.steps_until(number) for number in range(len(self.rounds))]
-        rounds = [each[: steps - start] for each, start in zip(self.rounds, starts, strict=True) if start < steps]
-        return replace(self, rounds=rounds)
+        """Returns the first so many steps, as one round."""
+        return replace(self, rounds=[list(chain.from_iterable(self.rounds))[:steps]])
 
     def in_rounds(self, steps: int, batch_size: int) -> "Course":
         """Returns the same steps, with every round of more than ``steps`` cut into several.
@@ -291,7 +290,8 @@ class Trainer:
         if len(result.history) <= len(self._course.rounds):
             self._find_size(self._course.rounds[0][0])
         for number in range(len(result.history), len(self._course.rounds) + 1):
-            started, losses, done = time.perf_counter(), [], self._course.steps_until(number - 1)
+            started, done = time.perf_counter(), self._course.steps_until(number - 1)
+            losses: list[float] = []
             for step, rows in enumerate(self._course.rounds[number - 1], start=done):
                 if losses:  # the last step is reported with what is held out
                     advance(1, f"loss {losses[-1]:.4f}{note}")
@@ -305,6 +305,7 @@ class Trainer:
             note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
             save()
+        self._trained.check()
         self._trained.write(self.best)
         self._trained.check()
         best = result.history[result.kept].held_out
@@ -365,12 +366,16 @@ class Trainer:
         return self._check(ranks.total(self._micro_batch.run(total)) / held_out.numel())
 
     def save(self, state: StateFile | None, result: Trained) -> None:
-        """Writes everything that training continues from."""
+        """Writes what training continues from."""
         if state is not None:
-            best = {f"best.{name}": values for name, values in self.best.items()}
             done = self._course.steps_until(len(result.history) - 1)
             texts = {"result": json.dumps(result.report()), "steps": json.dumps(done)}
-            state.write({**best, **self._trained.state()}, texts)
+            state.write(self._state(done), texts)
+
+    def _state(self, done: int) -> dict[str, Tensor]:
+        """Returns what a run goes on from after so many steps: after the last one, the best weights alone."""
+        best = {f"best.{name}": values for name, values in self.best.items()}
+        return best if done == self._course.steps else {**best, **self._trained.state()}
 
     def load(self, state: StateFile | None) -> Trained:
         """Restores what `save` wrote and returns the result so far, an empty one where there is no state.
@@ -388,9 +393,9 @@ class Trainer:
         done = self._course.steps_until(len(result.history) - 1)
         if state.value(texts, "steps", int) != done:
             raise state.damaged(f"it is not after step {done}, where its {len(result.history) - 1} rounds end")
-        best = {f"best.{name}": values for name, values in self.best.items()}
-        state.check_tensors(tensors, {**best, **self._trained.state()})
-        self._trained.restore(tensors, done)
+        state.check_tensors(tensors, self._state(done))
+        if done < self._course.steps:
+            self._trained.restore(tensors, done)
         self.best = {name: tensors[f"best.{name}"] for name in self.best}
         return result
 

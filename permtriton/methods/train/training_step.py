@@ -10,6 +10,7 @@ from permtriton.util.option import option
 RATE = "Peak learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights."
 HALF = 2  # bytes
 MOST_FURTHER = 63
+ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
 HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which round is kept, and their number
 
 
