@@ -61,8 +61,8 @@ RECIPES: dict[str, Recipe] = {
     ),
     "light": Recipe(
         (Heuristic(), Refit(), Tune()),
-        "the default for models whose weights fit into memory only once or twice: norms and row scales are trained, "
-        "not all weights",
+        "the default for a GPU that holds the weights hardly more than once: norms and row scales are trained, not all "
+        "weights",
     ),
     "best": Recipe(
         (
