@@ -189,7 +189,7 @@ def test_a_model_without_a_head_is_refused():
 
 def test_a_head_that_cannot_run_on_some_of_the_tokens_is_refused():
     model = tiny.build("ProphetNetForConditionalGeneration")
-    with pytest.raises(ConfigError, match=r"ProphetNet\w+ cannot run alone, so .*`tune_loss=cosine`\): shape"):
+    with pytest.raises(ConfigError, match=r"ProphetNet\w+ cannot run alone, so .*`distill_loss=cosine`\): shape"):
         dense_objective(model, "kl", Samples(tiny.inputs(model)), 2)
 
 

@@ -36,7 +36,7 @@ from permtriton.util.hooks import hooked
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
-CHOOSE = "choose the loss cosine (by the option of the step, such as `tune_loss=cosine`)"
+CHOOSE = "choose the loss cosine (by the option of the step, such as `distill_loss=cosine`)"
 
 
 class Head:
