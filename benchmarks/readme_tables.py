@@ -35,7 +35,7 @@ REAL = "real-smollm2-cpu.json"
 
 FUSED = " (fused)"
 FIRST_SCREEN = (  # of the real model
-    "dense", "sparsegpt", "llm-compressor sparsegpt", "llm-compressor sparsegpt by oneDNN", "fast", "default", "best",
+    "dense", "sparsegpt", "llm-compressor sparsegpt", "fast", "default", "best",
 )  # fmt: skip
 
 

@@ -60,12 +60,12 @@ TRIALS = (
         "refit_dense_targets 0.0",
     ),
     Trial("the metric of the outputs in `refit`", "metric-smollm2.json", "default without the metric", "default"),
-    Trial("`tune` after the fit (`light`)", "real-smollm2-cpu.json", "heuristic + refit", "light"),
+    Trial("`tune` after the fit", "real-smollm2-cpu.json", "heuristic + refit", "heuristic + refit + tune"),
     Trial(
         "two sequences that the model writes per calibration sample, for `refit` and `tune`",
         "real-smollm2-cpu.json",
-        "default",
-        "default with written text",
+        "heuristic + refit + tune",
+        "heuristic + refit + tune with written text",
     ),
     Trial(
         "`best` with Adafactor, and once with 12 further samples per sample in place of twice with 3",
@@ -74,9 +74,9 @@ TRIALS = (
         "best",
     ),
     Trial(
-        "all kept weights trained in 40 steps (the default) in place of vectors (`light`)",
+        "all kept weights trained in 40 steps (the default) in place of vectors (`tune`)",
         "kept-weights-smollm2.json",
-        "light",
+        "heuristic + refit + tune",
         "default",
     ),
     Trial(

@@ -24,7 +24,6 @@ from permtriton.methods.order.searched import Searched
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.train.distill import Distill
-from permtriton.methods.train.tune import Tune
 from permtriton.model.name import DEMO, shown_name
 from permtriton.util.option import Option, given_options, options_of
 
@@ -58,11 +57,6 @@ RECIPES: dict[str, Recipe] = {
         (Heuristic(), Refit(), Distill(steps=40, batch_size=1, learning_rate=2e-3, optimizer="adafactor")),
         "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them, then trained for a "
         "few steps",
-    ),
-    "light": Recipe(
-        (Heuristic(), Refit(), Tune()),
-        "the default for a GPU that holds the weights hardly more than once: norms and row scales are trained, not all "
-        "weights",
     ),
     "best": Recipe(
         (

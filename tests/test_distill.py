@@ -105,7 +105,7 @@ def test_a_weight_that_is_stored_transposed_is_trained_as_any_other(optimizer, c
 def test_a_step_leaves_no_kept_weight_at_zero(dtype, value, monkeypatch):
     """Nothing else says which weights are kept."""
     weight = torch.nn.Parameter(torch.tensor([[0.5, 0.0, -0.5, 0.0], [0.0, 0.0, 0.5, 0.5]], dtype=dtype))
-    linear, before = torch.nn.Linear(4, 2, bias=False), weight.detach() != 0
+    linear, before, start = torch.nn.Linear(4, 2, bias=False), weight.detach() != 0, weight.detach().clone()
     linear.weight = weight
 
     def step(optimizer):
@@ -120,7 +120,8 @@ def test_a_step_leaves_no_kept_weight_at_zero(dtype, value, monkeypatch):
         kept.take("linear", weight.detach().clone())
         kept.finish()
     assert torch.equal(weight != 0, before)
-    assert weight.abs().max() < 1e-4
+    assert weight.abs().max() < 1e-7
+    assert not value or torch.equal(weight.signbit()[before], (value * start).signbit()[before])
     kept.check()
 
 

@@ -130,6 +130,15 @@ def test_disk_is_what_a_run_writes(tmp_path):
     assert sum(sizes.values()) < needs["the output"]
 
 
+def test_the_state_of_one_round_is_written_once(tmp_path):
+    config = config_from({"recipe": "mask,distill", "distill_steps": 6})
+    model, path = zoo.tiny_llama(hidden_size=64, intermediate_size=128), tmp_path / "state.safetensors"
+    needs = disk_needs(config, zoo.start(model, config, SAMPLES).facts)
+    compile_model(model, None, config, ids=SAMPLES.inputs, resume_path=path)
+    states = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert needs["states of interrupted runs"] == pytest.approx(states, rel=0.1)
+
+
 @pytest.mark.parametrize("save_format", ["packed", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"sparsity": "4:8"}, {"dense_share": 0.5}])
 def test_a_format_with_fewer_bytes_is_written_beside_a_dense_folder(options, save_format, tmp_path):

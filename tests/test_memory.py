@@ -76,8 +76,9 @@ def test_a_short_text_makes_few_logits(model, plan):
 
 def test_estimate_is_positive_and_holds_the_model(model, plan):
     estimate = needs(model, plan)
-    counts = [count for uses in estimate.stages.values() for count in uses.values()]
-    assert all(isinstance(count, int) and count >= 0 for count in counts)
+    counts = {use: count for uses in estimate.stages.values() for use, count in uses.items()}
+    assert all(isinstance(count, int) and count >= 0 for count in counts.values())
+    assert {use for use, count in counts.items() if not count} == {"moments", "collected gradients"}
     assert estimate.model == 4 * sum(p.numel() for p in model.parameters())
     assert estimate.program + estimate.model >= 2**26, "Python with torch in memory"
     assert json.loads(json.dumps(estimate.report()))["peak"] == estimate.peak

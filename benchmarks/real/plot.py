@@ -13,8 +13,8 @@ from benchmarks.real.rows import DENSE, THEIRS
 from permtriton.reporting.plots import Box, Scale, anchored, place_labels
 
 SHOWN = (  # without magnitude, which is far off
-    "wanda", "sparsegpt", "published (2 of 50 epochs)", "fast", "default", "best on less text", "best",
-    "llm-compressor sparsegpt", "llm-compressor sparsegpt by oneDNN", "llm-compressor wanda", "modelopt sparsegpt",
+    "wanda", "sparsegpt", "fast", "default", "best",
+    "llm-compressor sparsegpt", "llm-compressor wanda", "modelopt sparsegpt",
 )  # fmt: skip
 WIDTH, HEIGHT = 700, 420
 LEFT, RIGHT, TOP, BOTTOM = 46, 686, 76, 376  # the edges of the axes

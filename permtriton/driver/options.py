@@ -1,6 +1,7 @@
 """A whole compilation as its options say: a recipe's steps, and what they have in common."""
 
 from dataclasses import asdict, dataclass, field
+from math import ceil
 from typing import Any
 
 from permtriton.config import OF_TEXT, SURPLUS, WRITTEN, CommonConfig
@@ -55,7 +56,8 @@ class CompileConfig(CommonConfig):
 
     @property
     def surplus(self) -> int:
-        return max([SURPLUS, *(1 + step.further for step in self.steps)])
+        wanted = (step.further + ceil(step.draws / self.calibration.samples) for step in self.steps)
+        return max([SURPLUS, *(1 + each for each in wanted)])
 
     @property
     def generated(self) -> int:

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
-from permtriton.methods.train.training_step import ROUND, Training, held_out, with_held_out
+from permtriton.methods.train.training_step import MOST_FURTHER, ROUND, Training, held_out, with_held_out
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
     from permtriton.driver.run import Run
+
+CHANGES = 2.7  # the time in which the optimizer changes all weights, as a multiple of that of all masks
 
 
 @documented
@@ -28,16 +30,19 @@ class Distill(Training):
         minimum=1,
         needs={"distill_steps": (0,)},
     )
+    further: int = option(
+        0,
+        "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, or none may "
+        "be drawn, all samples are read more often.",
+        maximum=MOST_FURTHER,
+        needs={"distill_steps": (0,)},
+    )
     steps: int = option(
         0,
         "Optimiser steps on samples that calibration does not read, where there are, in place of all those epochs; 0 "
-        "for epochs. For more such samples than three times those of the calibration, raise distill_further, too.",
+        "for epochs.",
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
-
-    @property
-    def saves_memory(self) -> str:
-        return super().saves_memory or "recipe=light"
 
     @property
     def objective(self) -> str:
@@ -82,7 +87,8 @@ class Distill(Training):
         steps = epochs * ceil(facts.sequences / self.batch_size)
         passes = ceil(self.batch_size / facts.micro_batch_size)
         beside = 2 * self.optimizer_bytes(facts.pruned, facts)
-        return super().seconds(facts, speed) + steps * (2 * passes + 1 + beside / facts.model) * speed.copy
+        copies = (2 * passes + 1 + beside / facts.model) * speed.copy
+        return super().seconds(facts, speed) + steps * (copies or CHANGES * speed.masks)
 
     def state_bytes(self, facts: Facts) -> int:
         kept = int(facts.pruned * facts.kept) * facts.element

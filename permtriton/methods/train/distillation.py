@@ -42,7 +42,7 @@ def distill(  # noqa: PLR0913
         objective: the loss, with the dense model's outputs on ``samples``, their channels in the order of ``model``.
         state: file that keeps the state between rounds, to continue from and to write to; None keeps no state. Its
             inputs must cover the pruned weights, or what they follow from.
-        store: where masks, copies of the weights, and what the optimizer keeps are.
+        store: where copies of the weights and what the optimizer keeps are.
 
     Raises:
         CalibrationError: a loss or a gradient is not finite; some weights may have changed in that step already.

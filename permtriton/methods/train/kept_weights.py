@@ -212,7 +212,8 @@ class _Optimizer:
         mask = _mask(weight)
         weight.copy_(values)
         if int(weight.count_nonzero()) < self._kept:  # rounded to 0.0 or -0.0
-            weight.masked_fill_(mask & (weight == 0), torch.finfo(weight.dtype).tiny)
+            smallest = 2.0**-24 if weight.dtype == torch.float16 else torch.finfo(weight.dtype).tiny
+            weight.copy_(torch.where(mask & (weight == 0), values.new_tensor(smallest).copysign(values), weight))
         if remainder is not None:
             remainder.copy_(values - weight)
         values.data, values.grad = values.new_empty(0), None

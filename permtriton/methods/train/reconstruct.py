@@ -28,7 +28,7 @@ class Reconstruct(LayerTraining):
                 "targets": 2 * facts.all_positions * facts.hidden * facts.element,
                 "weights before": facts.outside * facts.element,
                 "finished weights": int(facts.pruned * facts.kept) * facts.element,
-                "optimizer": facts.layer * (1 + FLOAT32) + self.optimizer_bytes(facts.layer, facts),
+                "optimizer": facts.layer * FLOAT32 + self.optimizer_bytes(facts.layer, facts),
                 **facts.mask(),
             }
         }
