@@ -68,10 +68,11 @@ TRIALS = (
         "heuristic + refit + tune with written text",
     ),
     Trial(
-        "`best` with Adafactor, and once with 12 further samples per sample in place of twice with 3",
+        "training of kept weights after `tune`, with text that the model writes: by Adafactor, once over 12 further "
+        "samples per sample, in place of Adam, twice over 3",
         "more-text-smollm2.json",
         "best on less text",
-        "best",
+        "best on more text",
     ),
     Trial(
         "all kept weights trained in 40 steps (the default) in place of vectors (`tune`)",

@@ -11,6 +11,7 @@ from transformers import AlbertConfig, AlbertForMaskedLM, OlmoConfig, OlmoForCau
 from benchmarks.architectures import tiny
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
+from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.passes.apply import apply_edits
@@ -285,6 +286,9 @@ def test_a_model_that_computes_the_gradients_of_its_layers_itself_is_refused():
     ids = Samples(tiny.inputs(model, samples=1))
     with pytest.raises(ModelError, match="has no gradients by the outputs of its linears"):
         output_gradients(model, plan, "kl", ids, config_from(), NoProgress())
+    config = config_from({"skip_indivisible": True, "distill_loss": "cosine"}, "mask,distill")
+    with pytest.raises(ModelError, match="has no gradients by the outputs of its linears"):
+        compile_model(model, None, config, ids=ids)
 
 
 def test_linears_without_a_gradient_have_no_output_gradients():

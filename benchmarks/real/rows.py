@@ -6,6 +6,7 @@ from pathlib import Path
 
 PEERS = Path(__file__).resolve().parent / "peers"
 DENSE = "dense"
+LONGER = "--recipe heuristic,refit,tune,distill --generated 96 --distill-batch-size 1 --distill-learning-rate 1e-3"
 # Row -> the options of permtriton compile.
 OURS = {
     "magnitude": "--recipe mask --importance magnitude",
@@ -31,9 +32,8 @@ OURS = {
     "default without residual targets": "--recipe default --refit-residual-targets 0",
     "default with written text": "--recipe default --generated 64",  # two sequences per sample
     "best": "--recipe best",
-    "best on less text": "--recipe best --distill-optimizer adam --distill-further 3 --distill-epochs 2",
-    "best by Adafactor on less text": "--recipe best --distill-further 3 --distill-epochs 2",
-    "best on new text": "--recipe best --generated 0",
+    "best on less text": f"{LONGER} --distill-further 3 --distill-epochs 2",
+    "best on more text": f"{LONGER} --distill-further 12 --distill-epochs 1 --distill-optimizer adafactor",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",

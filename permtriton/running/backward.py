@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache
 
+from permtriton.errors import ModelError
 from permtriton.model.forward import replaced_forwards
 
 
@@ -44,6 +45,20 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
     with replaced_forwards(layers, replacement):
         yield
+
+
+def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
+    """Returns a loss that has gradients by the outputs of a model's linears, as autograd sees it.
+
+    Raises:
+        ModelError: it has none.
+    """
+    if not loss.requires_grad:
+        raise ModelError(
+            f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
+            "those of its layers by itself: choose a recipe that needs none, such as `fast`"
+        )
+    return loss
 
 
 def loss_scale(positions: int) -> float:

@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig, ObjectiveKind
 from permtriton.data.samples import Samples
-from permtriton.errors import CalibrationError, ModelError
+from permtriton.errors import CalibrationError
 from permtriton.methods.measure.objective import LOSSES
 from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.backward import checkpointed, frozen
+from permtriton.running.backward import checkpointed, frozen, with_gradients
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.store import MEMORY, Store
@@ -213,7 +213,7 @@ class _BackwardPasses:
                         continue
                     for batch in batches:
                         with checkpointed(layers):
-                            _with_gradients(loss(model, batch, draw), model).backward()
+                            with_gradients(loss(model, batch, draw), model).backward()
                         advance(len(batch))
 
         hooks = (
@@ -222,16 +222,6 @@ class _BackwardPasses:
         )
         with frozen(model), hooked(hooks):
             MicroBatch(config.micro_batch_size).run(backward)
-
-
-def _with_gradients(loss: Tensor, model: PreTrainedModel) -> Tensor:
-    """Returns a loss after checking that it depends on the outputs of linears, as autograd sees it."""
-    if not loss.requires_grad:
-        raise ModelError(
-            f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
-            "those of its layers by itself: choose a recipe that needs none, such as `fast`"
-        )
-    return loss
 
 
 def _together(

@@ -23,7 +23,7 @@ from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.train.training_step import Training, held_out
 from permtriton.running import ranks
-from permtriton.running.backward import frozen, loss_scale
+from permtriton.running.backward import frozen, loss_scale, with_gradients
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.state import StateFile, read_records
@@ -250,7 +250,7 @@ class Trainer:
     def __init__(
         self, trained: Trainable, model: nn.Module, loss_of: Loss, course: Course, config: CommonConfig, what: str
     ) -> None:
-        self._trained, self._loss_of, self._course, self._what = trained, loss_of, course, what
+        self._trained, self._model, self._loss_of, self._course, self._what = trained, model, loss_of, course, what
         self._precision = partial(mixed_precision, model) if config.mixed_precision else nullcontext
         self._micro_batch = MicroBatch(config.micro_batch_size)
         self.best = trained.snapshot()
@@ -334,7 +334,7 @@ class Trainer:
         self._trained.forget(at_once)
         total = 0.0
         for part in parts:
-            loss = self._loss_of(part) * (part.numel() / rows.numel())
+            loss = with_gradients(self._loss_of(part), self._model) * (part.numel() / rows.numel())
             total += float(loss.detach())
             if at_once:
                 self._check(total)
