@@ -20,6 +20,10 @@ METHODS = {
     "learned": ["--recipe", "learned,mask", "--learn-epochs", "1"],
     "searched": ["--recipe", "searched,mask", "--search-rounds", "1", "--search-block", "64"],
     "tune": ["--recipe", "mask,tune", "--tune-steps", "1", "--tune-batch-size", "2"],
+    "distill": [
+        *("--recipe", "mask,distill", "--distill-steps", "2", "--distill-batch-size", "1"),
+        *("--distill-optimizer", "adafactor"),
+    ],
 }
 COMMON = ["--samples", "4", "--sequence-length", "32", "--eval-data", "none", "--json"]
 
