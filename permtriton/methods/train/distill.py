@@ -6,12 +6,21 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
-from permtriton.methods.train.training_step import MOST_FURTHER, ROUND, Training, held_out, with_held_out
+from permtriton.methods.train.training_step import (
+    EPOCHS,
+    FURTHER,
+    MOST_FURTHER,
+    ROUND,
+    Training,
+    held_out,
+    with_held_out,
+)
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
     from permtriton.driver.run import Run
 
+WITHOUT_STEPS = {"distill_steps": (0,)}
 CHANGES = 2.7  # the time in which the optimizer changes all weights, as a multiple of that of all masks
 
 
@@ -24,19 +33,8 @@ class Distill(Training):
     prefix: ClassVar[str] = "distill"
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
 
-    epochs: int = option(
-        20,
-        "Passes over all samples that it reads; more where there are fewer further ones than asked for.",
-        minimum=1,
-        needs={"distill_steps": (0,)},
-    )
-    further: int = option(
-        0,
-        "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, or none may "
-        "be drawn, all samples are read more often.",
-        maximum=MOST_FURTHER,
-        needs={"distill_steps": (0,)},
-    )
+    epochs: int = option(20, EPOCHS, minimum=1, needs=WITHOUT_STEPS)
+    further: int = option(0, FURTHER, maximum=MOST_FURTHER, needs=WITHOUT_STEPS)
     steps: int = option(
         0,
         "Optimiser steps on samples that calibration does not read, where there are, in place of all those epochs; 0 "

@@ -8,6 +8,11 @@ from permtriton.driver.step import FLOAT32, GENERATED, Facts, Speed, Stage, Step
 from permtriton.util.option import option
 
 RATE = "Peak learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights."
+EPOCHS = "Passes over all samples that it reads; more where there are fewer further ones than asked for."
+FURTHER = (
+    "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, or none may be "
+    "drawn, all samples are read more often."
+)
 HALF = 2  # bytes
 MOST_FURTHER = 63
 ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
@@ -67,9 +72,7 @@ class TrainingStep(Step):
 class Training(TrainingStep):
     """Options of training kept weights."""
 
-    epochs: int = option(
-        20, "Passes over all samples that it reads; more where there are fewer further ones than asked for.", minimum=1
-    )
+    epochs: int = option(20, EPOCHS, minimum=1)
     learning_rate: float = option(5e-3, RATE, positive=True)
     batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
     optimizer: Literal[OptimizerKind] = option(
@@ -77,12 +80,7 @@ class Training(TrainingStep):
         "What changes the weights: adam, which keeps two numbers per weight, or adafactor: one per row and column.",
     )
     generated: bool = option(True, GENERATED)
-    further: int = option(
-        0,
-        "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, or none may "
-        "be drawn, all samples are read more often.",
-        maximum=MOST_FURTHER,
-    )
+    further: int = option(0, FURTHER, maximum=MOST_FURTHER)
 
     @property
     def saves_memory(self) -> str:
