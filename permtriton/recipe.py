@@ -24,6 +24,7 @@ from permtriton.methods.order.searched import Searched
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.train.distill import Distill
+from permtriton.methods.train.tune import Tune
 from permtriton.model.name import DEMO, shown_name
 from permtriton.util.option import Option, given_options, options_of
 
@@ -62,9 +63,11 @@ RECIPES: dict[str, Recipe] = {
         (
             Heuristic(),
             Refit(),
-            Distill(epochs=1, batch_size=1, learning_rate=2e-3, further=6, optimizer="adafactor"),
+            Tune(),
+            Distill(epochs=1, batch_size=1, learning_rate=1e-3, further=12, optimizer="adafactor"),
         ),
-        "the default with longer training, on more of the text and on what the model writes: several times its time",
+        "the fit of the default, then vectors and all kept weights trained, on more of the text and on what the model "
+        "writes: several times its time",
         generated=3,
     ),
     "fast": Recipe(

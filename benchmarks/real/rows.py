@@ -6,7 +6,6 @@ from pathlib import Path
 
 PEERS = Path(__file__).resolve().parent / "peers"
 DENSE = "dense"
-LONGER = "--recipe heuristic,refit,tune,distill --generated 96 --distill-batch-size 1 --distill-learning-rate 1e-3"
 # Row -> the options of permtriton compile.
 OURS = {
     "magnitude": "--recipe mask --importance magnitude",
@@ -31,9 +30,8 @@ OURS = {
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
     "default without residual targets": "--recipe default --refit-residual-targets 0",
     "default with written text": "--recipe default --generated 64",  # two sequences per sample
+    "best on less text": "--recipe best --distill-optimizer adam --distill-further 3 --distill-epochs 2",
     "best": "--recipe best",
-    "best on less text": f"{LONGER} --distill-further 3 --distill-epochs 2",
-    "best on more text": f"{LONGER} --distill-further 12 --distill-epochs 1 --distill-optimizer adafactor",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
