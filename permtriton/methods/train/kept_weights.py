@@ -71,8 +71,7 @@ class KeptWeights(Trainable):
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
         self._optimizers = {
-            name: _Optimizer(weight, _mask(weight), self._kind, self._store)
-            for name, weight in self._parameters.items()
+            name: _Optimizer(weight, self._kind, self._store) for name, weight in self._parameters.items()
         }
         with super().trainable(model):
             yield
@@ -160,27 +159,24 @@ class KeptWeights(Trainable):
 class _Optimizer:
     """The optimizer of one weight, which is widened to float32 only while it is changed.
 
-    Args:
-        mask: which entries of the weight are kept.
-
     Attributes:
         state: the moments, and in half precision the remainder, bfloat16 of the weight's shape: all that further
             changes depend on, beside the weight and the number of `steps`.
     """
 
-    def __init__(self, weight: Tensor, mask: Tensor, kind: OptimizerKind, store: Store) -> None:
+    def __init__(self, weight: Tensor, kind: OptimizerKind, store: Store) -> None:
         (*more, rows, columns), wide = weight.shape, _wide(weight.dtype)
         self._fused = kind == "adam"
         self._values = nn.Parameter(torch.empty(0, dtype=wide))
         self._optimizer: torch.optim.Optimizer
         shapes: dict[str, Sequence[int]]
         if self._fused:
-            self._optimizer, self._pace = torch.optim.Adam([self._values], fused=True), _size(weight, mask)
+            self._optimizer, self._pace = torch.optim.Adam([self._values], fused=True), _size(weight)
             shapes = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight.shape)
         else:  # it measures the size of the weight at every step
             self._optimizer = torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
             self._pace, shapes = 1.0, {"row_var": (*more, rows, 1), "col_var": (*more, 1, columns)}
-        self._moments, self._kept = tuple(shapes), int(mask.sum())
+        self._moments, self._kept = tuple(shapes), int(weight.count_nonzero())
         state = {key: torch.zeros(shape, dtype=wide, device=weight.device) for key, shape in shapes.items()}
         if weight.dtype != wide:
             state["remainder"] = torch.zeros(weight.shape, dtype=torch.bfloat16, device=weight.device)
@@ -239,9 +235,9 @@ def _finite(values: Tensor) -> bool:
     return bool(torch.stack(values.aminmax()).isfinite().all())
 
 
-def _size(weight: Tensor, mask: Tensor) -> float:
-    """Returns the root mean square of the kept weights of a linear; 1 where there are none, or all are 0."""
-    kept = weight.detach().masked_select(mask).to(_wide(weight.dtype))
+def _size(weight: Tensor) -> float:
+    """Returns the root mean square of the kept weights of a linear; 1 where there are none."""
+    kept = weight.detach().masked_select(_mask(weight)).to(_wide(weight.dtype))
     return (float(kept.square().mean().sqrt()) if kept.numel() else 0.0) or 1.0
 
 
