@@ -72,7 +72,7 @@ processors: $(INSTALLED)
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) $(OLDEST)/.installed slow processors
 	$(BIN)/python -m pytest $(IN_TWO) --soak -m soak -o faulthandler_timeout=0
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_doctor.py -k every_kernel_compiles -o faulthandler_timeout=0
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_compile_check.py -k every_kernel_compiles -o faulthandler_timeout=0
 
 $(OLDEST)/.installed: pyproject.toml $(INSTALLED)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --no-deps --target $(OLDEST) "$(OLDEST_TRITON)"

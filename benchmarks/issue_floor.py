@@ -9,7 +9,6 @@ import argparse
 import json
 import subprocess
 import sys
-from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +24,8 @@ RESULT = ROOT / "benchmarks" / "results" / "issue-floor.json"
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     rows, refused = [], []
-    for floor, gpu in product(shapes.floors(), floors.GPUS):
+    calls = [(floor, gpu) for gpu in floors.GPUS for floor in shapes.floors(gpu)]
+    for floor, gpu in calls:
         try:
             row = floors.row(floor, gpu)
         except PermTritonError as error:

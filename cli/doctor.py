@@ -1,4 +1,4 @@
-"""The command ``permtriton doctor``: describes and tests this machine, or compiles the kernels without a GPU."""
+"""The command ``permtriton doctor``: describes and tests this machine."""
 
 import dataclasses
 import os
@@ -11,25 +11,15 @@ from typing import Any
 
 import torch
 
-from permtriton.cli.console import echo, fail, print_json, show
+from permtriton.cli.console import fail, print_json, show
 from permtriton.cli.self_test import FAILS, self_test
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools import compile_check
-from permtriton.kernels.tools.compile_check import Compiled
-from permtriton.util.bars import BarProgress
 from permtriton.util.machine import versions
 
 
-def run(*, compile_kernels: bool, defaults_only: bool, test: bool, json: bool) -> None:
-    """Describes this machine and tests permtriton on it, or compiles the kernels and prints the resources of each.
-
-    Raises:
-        ConfigError: the kernels cannot be compiled here.
-    """
-    if compile_kernels:
-        _compile_kernels(defaults_only, json)
-        return
+def run(*, test: bool, json: bool) -> None:
+    """Describes this machine and tests permtriton on it."""
     checks = self_test() if test else []
     if json:
         print_json({**machine(), "self_test": [dataclasses.asdict(check) for check in checks]})
@@ -96,7 +86,7 @@ def _kernels_run(gpu: bool) -> str:
         return "tensors on the GPU: Triton kernels; tensors on the CPU: plain torch"
     if gpu:
         return "plain torch on CPU and GPU: the GPU kernels need triton"
-    return "plain torch on the CPU; permtriton doctor --compile-kernels checks the GPU kernels without a GPU"
+    return "plain torch on the CPU"
 
 
 def _measured_configurations(gpu: bool) -> str:
@@ -107,54 +97,3 @@ def _measured_configurations(gpu: bool) -> str:
     if not entries:
         return f"none in {path} for this GPU and these versions: the defaults run until permtriton autotune measures"
     return f"{len(entries)} in {path}"
-
-
-def _compile_kernels(defaults_only: bool, json: bool) -> None:
-    builds = [build for build in compile_check.all_builds() if build.default or not defaults_only]
-    progress = BarProgress()
-    with progress.stage("compile", len(builds)) as advance:
-        results: list[Compiled] = []
-        for build in builds:
-            results += compile_check.compile_all([build])
-            advance(1, build.name)
-    if json:
-        kernels = [dataclasses.asdict(result) for result in results]
-        print_json({"triton": triton.__version__, "kernels": kernels})
-    else:
-        _print(results)
-    if problems := [result for result in results if result.problem]:
-        first = problems[0]
-        fail(
-            f"{len(problems)} of {len(results)} kernel builds failed the resource check: {first.name} for "
-            f"{first.target}: {first.problem}" + (f" ({first.error})" if first.error else ""),
-            2,
-        )
-    if not results:
-        fail("there is no kernel to compile: the builds() of permtriton.kernels are missing", 2)
-
-
-def _print(results: list[Compiled]) -> None:
-    """Prints one line per kernel, configuration and target, with the largest numbers of its builds."""
-    rows: dict[tuple[str, str], list[Compiled]] = {}
-    for result in results:
-        rows.setdefault((result.name, result.target), []).append(result)
-    width = max((len(name) for name, _ in rows), default=0)
-    echo(f"{'kernel':<{width}}  target  registers  shared bytes  stack bytes  spills  programs per SM")
-    for (name, target), same in rows.items():
-        error = next((result.error for result in same if result.error), None)
-        mark = next((result.problem for result in same if result.problem), "default" if same[0].default else "")
-        if error:
-            echo(f"{name:<{width}}  {target:<6}  {error}")
-            continue
-        registers, shared, stack, spills = (
-            max(getattr(result, field) for result in same)
-            for field in ("registers", "shared_bytes", "stack_bytes", "spills")
-        )
-        resident = min(result.resident for result in same) or "-"
-        line = (
-            f"{name:<{width}}  {target:<6}  {registers:>9}  {shared:>12,}  {stack:>11,}  {spills:>6}  {resident:>15}  "
-            f"{mark}"
-        )
-        echo(line.rstrip())
-    seconds = sum(result.seconds for result in results)
-    echo(f"{len(results)} kernel builds in {seconds:.0f} s with triton {triton.__version__}; no GPU was used")

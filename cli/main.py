@@ -258,18 +258,6 @@ def report(
 
 @command()
 def doctor(
-    compile_kernels: Annotated[
-        bool,
-        typer.Option(
-            "--compile-kernels",
-            help="Compile every Triton kernel for sm_80, sm_89, sm_90, sm_100 and gfx942, without a GPU, and list the "
-            "resources of each, then the least time that instructions take; minutes the first time. Exit code 2 if a "
-            "default configuration spills registers or uses stack; sm_89 and gfx942 are only listed.",
-        ),
-    ] = False,
-    defaults_only: Annotated[
-        bool, typer.Option("--defaults-only", help="With --compile-kernels: the default configurations only.")
-    ] = False,
     no_self_test: Annotated[
         bool, typer.Option("--no-self-test", help="Only describe the machine; the self-test takes about ten seconds.")
     ] = False,
@@ -277,12 +265,11 @@ def doctor(
 ) -> None:
     """Show what this machine is, and test what runs on it; the thing to paste into a bug report.
 
-    Exit code 2 if the self-test fails. --compile-kernels checks the GPU kernels without a GPU: exit code 2 if a default
-    configuration does not compile, spills, uses stack, or needs more shared or tensor memory than the GPU has.
+    Exit code 2 if the self-test fails.
     """
     from permtriton.cli.doctor import run
 
-    run(compile_kernels=compile_kernels, defaults_only=defaults_only, test=not no_self_test, json=json)
+    run(test=not no_self_test, json=json)
 
 
 @command()

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -162,7 +162,7 @@ def _saved_prices(prices_ptr, block, columns, valid, price, largest, SIZE: tl.co
     return tl.where(tl.abs(start) <= limit, start, price)
 
 
-@Kernel
+@jit
 def _assignment_kernel(
     score_ptr, prices_ptr, index_ptr,
     SIZE: tl.constexpr, PADDED: tl.constexpr, WARM: tl.constexpr, UNROLL: tl.constexpr,

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import DTYPES, Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
 from permtriton.kernels.nm_mask_backward_triton import FLOOR, nm_mask_backward_triton
 from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
@@ -202,7 +202,7 @@ def _kept(scores, k: tl.constexpr, KEPT: tl.constexpr, GROUP: tl.constexpr):
     return every
 
 
-@Kernel
+@jit
 def _nm_mask_fwd_kernel(
     weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, masked_ptr,
     rows, groups, row_stride, channel_stride, masked_channel_stride,
@@ -235,7 +235,7 @@ def _nm_mask_fwd_kernel(
         )
 
 
-@Kernel
+@jit
 def _nm_mask_fwd_wide_kernel(
     weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, masked_ptr,
     rows, row_stride, channel_stride, masked_channel_stride,

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, builtin, jit, tl, triton
+from permtriton.kernels.launch import Config, builtin, jit, tl, triton
 
 # Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
@@ -199,7 +199,7 @@ def _store(
     tl.store(block_ptr + (c[:, None] * size + j[None, :]), tl.reshape(product, [TILE_C, TILE_C]), mask=inside)
 
 
-@Kernel
+@jit
 def _nm_mask_bwd_kernel(
     grad_ptr, weight_ptr, scale_ptr, row_ptr, column_ptr, index_ptr, partial_ptr,
     first, size, rows, steps, offset, total, grad_row_stride, grad_channel_stride, row_stride, channel_stride,

@@ -45,7 +45,7 @@ from torch.nn.functional import layer_norm
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import DTYPES, Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 from permtriton.kernels.permute import (
     check_shapes,
@@ -211,7 +211,7 @@ def _added(value, residual_ptr, total_ptr, inside, ADD: tl.constexpr):
     return value
 
 
-@Kernel
+@jit
 def _norm_permute_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset, residual_ptr, total_ptr,
     residual_stride, BLOCK_C: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, HOLD: tl.constexpr,
@@ -244,7 +244,7 @@ def _norm_permute_fwd_kernel(
         tl.store(y_ptr + row * C + channel, result, mask=inside)
 
 
-@Kernel
+@jit
 def _norm_long_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset,
     TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
@@ -265,7 +265,7 @@ def _norm_long_fwd_kernel(
             tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@Kernel
+@jit
 def _norm_permute_bwd_kernel(
     grad_ptr, x_ptr, weight_ptr, inverse_ptr, grad_x_ptr, weight_sums_ptr, bias_sums_ptr,
     rows, C, grad_row_stride, row_stride, eps, offset,
@@ -297,7 +297,7 @@ def _norm_permute_bwd_kernel(
         tl.store(bias_sums_ptr + program * C + channel, bias_sum, mask=inside)
 
 
-@Kernel
+@jit
 def _norm_long_bwd_kernel(
     grad_ptr, x_ptr, weight_ptr, grad_x_ptr, weight_sums_ptr, bias_sums_ptr, rows, C, row_stride, eps, offset,
     TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,

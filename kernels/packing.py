@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import DTYPES as TRITON_DTYPES
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 from permtriton.util.sparsity import NMPattern
 
@@ -279,7 +279,7 @@ def dense_tile(first, second, bits, TILE_O: tl.constexpr, TILE_C: tl.constexpr):
     return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE_O, TILE_C])
 
 
-@Kernel
+@jit
 def _unpack_kernel(
     values_ptr, positions_ptr, weight_ptr, out_features, words, TILE_O: tl.constexpr, TILE_C: tl.constexpr
 ):  # fmt: skip

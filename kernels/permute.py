@@ -34,7 +34,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, multiprocessors, tl, triton
+from permtriton.kernels.launch import Config, jit, multiprocessors, tl, triton
 from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 
@@ -106,7 +106,7 @@ def _words(
     return words
 
 
-@Kernel
+@jit
 def _permute_fwd_kernel(
     x_ptr, index_ptr, y_ptr, rows, C, row_stride, channel_stride,
     BLOCK_C: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, PACK: tl.constexpr,
@@ -131,7 +131,7 @@ def _permute_fwd_kernel(
             tl.store(y_ptr + row * C + channel, value.to(y_ptr.dtype.element_ty), mask=inside & (row < rows))
 
 
-@Kernel
+@jit
 def _permute_direct_kernel(x_ptr, index_ptr, y_ptr, rows, C, row_stride, channel_stride, BLOCK_C: tl.constexpr):
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < C

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import DTYPES, Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 
 # Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
@@ -169,7 +169,7 @@ def _inverse(total, FLOOR: tl.constexpr):
     return root * root
 
 
-@Kernel
+@jit
 def _sinkhorn_fwd_kernel(
     logits_ptr, soft_ptr, row_scales_ptr, column_scales_ptr, per_logit, rounds,
     SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
@@ -194,7 +194,7 @@ def _sinkhorn_fwd_kernel(
         tl.store(soft_ptr + places + p * WIDTH, e[p] * row[:, None] * column[p][None, :], mask=valid)
 
 
-@Kernel
+@jit
 def _sinkhorn_bwd_kernel(
     grad_ptr, logits_ptr, row_scales_ptr, column_scales_ptr, grad_logits_ptr, per_logit, rounds,
     SOFTMAX: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, FLOOR: tl.constexpr,

@@ -42,7 +42,7 @@ from torch import Tensor
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.cuda.runtime import CudaKernel
-from permtriton.kernels.launch import Config, GpuLimits, has_kernels, recorded_limits
+from permtriton.kernels.launch import Config, has_kernels
 from permtriton.kernels.packing import PATTERN, pack
 from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
@@ -78,6 +78,25 @@ WIDE_CONFIGS: tuple[Config, ...] = tuple(
 )
 
 
+@dataclass(frozen=True)
+class GpuLimits:
+    """What a launch on a GPU depends on; by default, beside their number, that of an H200.
+
+    Attributes:
+        multiprocessors: Their number.
+        shared_bytes: Shared memory of one multiprocessor.
+        block_bytes: Shared memory that one block may have.
+        has_clusters: Whether blocks of a cluster read each other's shared memory (sm_90 and newer).
+        has_wgmma: Whether four warps multiply matrices in shared memory (sm_90 alone).
+    """
+
+    multiprocessors: int
+    shared_bytes: int = 228 << 10
+    block_bytes: int = 227 << 10
+    has_clusters: bool = True
+    has_wgmma: bool = False
+
+
 def configs_for(tokens: int, in_features: int, gpu: GpuLimits) -> tuple[Config, ...]:
     """Returns the table for a product on a GPU, the default first."""
     configs = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
@@ -90,9 +109,9 @@ def is_wide(in_features: int, device: torch.device) -> bool:
 
 
 def limits_of(device: torch.device) -> GpuLimits:
-    """Returns what a launch depends on; a meta device is the GPU that launches are recorded for."""
+    """Returns what a launch depends on; the default one where no such GPU is."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return recorded_limits(device) or GpuLimits(132)
+        return GpuLimits(132)
     return _limits_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
@@ -251,7 +270,7 @@ def chosen(
         config_for("sparse_linear_mma", configs_for(tokens, in_features, gpu), shape, dtype), *shape, dtype, gpu
     )
     while is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
-        early = variant.early and _TRUSTED.get((variant, device), device.type == "meta")  # not tried while captured
+        early = variant.early and _TRUSTED.get((variant, device), False)  # not tried while captured
         variant = replace(variant, early=early)
         if not _too_many_clusters(variant, tokens, out_features, device):
             note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
@@ -307,8 +326,6 @@ def is_trusted(variant: Variant, device: torch.device) -> bool:
     says that, too.
     """
     key = (variant, device)
-    if device.type == "meta":
-        return True  # nothing runs
     if key not in _TRUSTED:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             _warn(variant, "it was not run before this CUDA graph is captured: run each number of tokens once before")

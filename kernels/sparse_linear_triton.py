@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.packing import WORD, dense_tile, load_pairs, supports
 from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
@@ -144,7 +144,7 @@ def _inputs(x_ptr, word, words, PLACE: tl.constexpr, WORDS: tl.constexpr):
     return first[None, :], second[None, :], third[None, :], fourth[None, :]
 
 
-@Kernel
+@jit
 def _sparse_linear_vector_kernel(
     x_ptr, values_ptr, positions_ptr, bias_ptr, y_ptr, out_features, words,
     HAS_BIAS: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr, TILE_O: tl.constexpr, TILE_C: tl.constexpr,
@@ -181,7 +181,7 @@ def _sparse_linear_vector_kernel(
     tl.store(y_ptr + o, result.to(y_ptr.dtype.element_ty), mask=valid)
 
 
-@Kernel
+@jit
 def _sparse_linear_kernel(
     x_ptr, values_ptr, positions_ptr, bias_ptr, index_ptr, y_ptr, tokens, out_features, words, tiles_per_split,
     HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, INTERPRETED: tl.constexpr, SPLITS: tl.constexpr,
@@ -212,7 +212,7 @@ def _sparse_linear_kernel(
     tl.store(y_ptr + places, product.to(y_ptr.dtype.element_ty), mask=valid[:, None] & real[None, :])
 
 
-@Kernel
+@jit
 def _sparse_linear_reduce_kernel(
     partial_ptr, bias_ptr, y_ptr, count, out_features, HAS_BIAS: tl.constexpr, SPLITS: tl.constexpr, TILE: tl.constexpr
 ):

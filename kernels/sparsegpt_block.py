@@ -23,7 +23,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
-from permtriton.kernels.launch import Config, Kernel, tl, triton
+from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.operator import operator
 from permtriton.util.sparsity import NMPattern
@@ -66,7 +66,7 @@ def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
     return errors
 
 
-@Kernel
+@jit
 def _block_kernel(
     block_ptr, factor_ptr, keep_ptr, pruned_ptr, errors_ptr, out_features, channels, KEPT: tl.constexpr,
     GROUP: tl.constexpr, CHOOSES: tl.constexpr, B: tl.constexpr, TILE_O: tl.constexpr,

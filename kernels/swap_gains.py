@@ -47,7 +47,7 @@ from torch import Tensor
 from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import Config, Kernel, jit, tl, triton
+from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.nm_mask import group_ranks
 from permtriton.kernels.operator import operator
 from permtriton.util.sparsity import NMPattern
@@ -291,7 +291,7 @@ def _row(scores_ptr, agreement_ptr, threshold_ptr, displaced_ptr, places, valid)
     )
 
 
-@Kernel
+@jit
 def _swap_gains_kernel(
     s_left_ptr, a_left_ptr, t_left_ptr, d_left_ptr, own_left_ptr,
     s_right_ptr, a_right_ptr, t_right_ptr, d_right_ptr, own_right_ptr, gains_ptr,

@@ -7,27 +7,28 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.builds import Build
 from benchmarks.gpu.floors import Floor
-from permtriton.kernels.launch import Kernel, recorded, tl
-from permtriton.kernels.tools.builds import Build
+from benchmarks.gpu.recording import recorded
+from permtriton.kernels.launch import jit, tl
 from permtriton.kernels.tools.case import Case
 
 
-@Kernel
+@jit
 def _copy(source_ptr, target_ptr, rows, row_stride, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     places = row * row_stride + tl.arange(0, SIZE)
     tl.store(target_ptr + places, tl.load(source_ptr + places, mask=row < rows), mask=row < rows)
 
 
-@Kernel
+@jit
 def _hold(source_ptr, target_ptr, SIZE: tl.constexpr):
     places = tl.arange(0, SIZE)
     values = tl.load(source_ptr + places)
     tl.store(target_ptr + places, values * tl.sum(values, 0))
 
 
-@Kernel
+@jit
 def _multiply(left_ptr, right_ptr, target_ptr, SIZE: tl.constexpr):
     i, k = tl.arange(0, SIZE), tl.arange(0, 16)
     product = tl.dot(
@@ -65,7 +66,7 @@ def multiply_build() -> Build:
     return _build("multiply", True, _multiply, left, left, left.float(), SIZE=128, num_warps=4)
 
 
-def _build(name: str, default: bool, kernel: Kernel, *arguments: Any, **options: int) -> Build:
+def _build(name: str, default: bool, kernel: Any, *arguments: Any, **options: int) -> Build:
     with recorded() as launches:
         kernel[(1,)](*arguments, **options)
     return Build(name, launches[0], default)

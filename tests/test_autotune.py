@@ -19,7 +19,8 @@ from permtriton.cli.main import app
 from permtriton.errors import ConfigError, OutputError
 from permtriton.kernels import autotune, sparse_linear_mma
 from permtriton.kernels.autotune import config_for, entry_key, stored
-from permtriton.kernels.launch import Config, GpuLimits, triton
+from permtriton.kernels.launch import Config, triton
+from permtriton.kernels.sparse_linear_mma import GpuLimits
 from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.cases import KERNELS, permute

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from permtriton.errors import PermTritonError
-from permtriton.kernels import launch
 from permtriton.kernels.cuda import runtime
 from permtriton.kernels.cuda.runtime import CudaKernel, compiled, machine_code
 
@@ -110,6 +109,7 @@ def test_compiles_once_and_launches(libraries):
              "values": [*(tensor.data_ptr() for tensor in tensors), 7, -5]}  # fmt: skip
     assert libraries.launched == [asked] * 2
     assert KERNEL.active_clusters((2, 4, 1)) == 7
+    assert KERNEL.name == "scale<1, 64>"
 
 
 def test_only_a_kernel_that_waits_itself_begins_early_and_only_on_a_gpu_that_can(libraries, monkeypatch):
@@ -157,11 +157,3 @@ def test_a_missing_library_is_named(libraries, missing, message):
 def test_without_a_gpu_it_says_so():
     with pytest.raises(PermTritonError, match="NVIDIA GPU"):
         KERNEL((1, 1, 1))
-
-
-def test_launches_are_recorded():
-    with launch.recorded() as launches:
-        KERNEL((2, 3, 1), torch.ones(2), count=7)
-    numbers = {"BF16": 1, "ROWS": 64, "count": 7}
-    assert launches == [runtime.CudaLaunch(KERNEL, (2, 3, 1), numbers)]
-    assert KERNEL.name == "scale<1, 64>"

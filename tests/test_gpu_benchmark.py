@@ -14,12 +14,12 @@ import torch
 
 from benchmarks import readme_tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bench, caches, checks, kernels, models, reading, table, tune
+from benchmarks.gpu import bench, caches, checks, compile_check, kernels, models, reading, table, tune
 from benchmarks.gpu.bench import Bench, Settings, save
+from benchmarks.gpu.builds import Build
+from benchmarks.gpu.recording import recorded
 from benchmarks.gpu.table import read
-from permtriton.kernels.launch import GpuLimits, recorded, triton
-from permtriton.kernels.tools import compile_check
-from permtriton.kernels.tools.builds import Build
+from permtriton.kernels.launch import triton
 
 from . import zoo
 
@@ -411,7 +411,7 @@ def test_the_file_is_json_without_folders(tmp_path):
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 def test_its_own_kernels_compile_for_a_gpu():
     """The one that only reads, and the norm that does not permute; all of their programs run at once."""
-    with torch.device("meta"), recorded(GpuLimits(132)) as launches:
+    with torch.device("meta"), recorded() as launches:
         reading.checksum(torch.empty(1 << 30, dtype=torch.int32))
         x, weight = (torch.empty(size, dtype=torch.bfloat16) for size in ((16384, models.HIDDEN), models.HIDDEN))
         kernels.rms_norm_alone(x, weight, 1e-5)

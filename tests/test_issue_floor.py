@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import floors, sass, shapes
+from benchmarks.gpu.compile_check import TARGETS, resident
 from benchmarks.gpu.floors import Floor
+from benchmarks.gpu.recording import CudaLaunch, recorded
 from permtriton.errors import ConfigError
-from permtriton.kernels.cuda.runtime import CudaKernel, CudaLaunch
-from permtriton.kernels.launch import GpuLimits, multiprocessors, record, recorded, triton
-from permtriton.kernels.tools.compile_check import TARGETS, resident
+from permtriton.kernels.cuda.runtime import CudaKernel
+from permtriton.kernels.launch import multiprocessors, triton
 
 from .kernel_builds import copy_floor
 
@@ -99,19 +100,19 @@ def test_programs_per_multiprocessor(target, warps, registers, shared, columns, 
     assert resident(target, warps, registers, shared, columns) == expected
 
 
+@needs_triton
 def test_recorded_launches_know_the_processors_of_the_named_gpu():
-    meta = torch.device("meta")
-    with recorded(GpuLimits(132)):
-        assert multiprocessors(meta) == 132
+    with recorded(108):
+        assert multiprocessors(torch.device("meta")) == 108
         assert multiprocessors(torch.device("cpu")) is None
-    assert multiprocessors(meta) is None
 
 
+@needs_triton
 @pytest.mark.parametrize("gpu", floors.GPUS, ids=lambda gpu: gpu.name)
 def test_a_recorded_launch_fits_the_named_gpu(gpu):
     """The same product asks an RTX 4090 for less shared memory than an H200, and an A100 for no cluster."""
-    floor = shapes.floor_of(64, shapes.ROWS, shapes.CHANNELS, in_cuda=True)
-    with recorded(gpu.limits) as launches, torch.device("meta"):
+    floor = shapes.floor_of(64, shapes.ROWS, shapes.CHANNELS, gpu)
+    with recorded() as launches, torch.device("meta"):
         floor.launch(*floor.case.make(0))
     (launch,) = (launch for launch in launches if isinstance(launch, CudaLaunch))
     assert launch.kernel.shared_bytes <= gpu.target.shared_limit
@@ -160,10 +161,10 @@ class TestCounting:
             "  }\n"
             "}\n"
         )
-        launch = CudaLaunch(CudaKernel(str(source), "twice", 64, constants=(("step", 8),)), (8,), {"tiles": 40})
+        kernel = CudaKernel(str(source), "twice", 64, constants=(("step", 8),))
         case = dataclasses.replace(copy_floor().case, bytes=40 * 64 * 8)
-        floor = Floor(case, lambda: record(launch), 40 * 64, "element", lambda launch: (launch.numbers["tiles"] / 8,))
-        assert not record(launch)
+        launched, loops = lambda: kernel((8,), tiles=40), lambda launch: (launch.numbers["tiles"] / 8,)
+        floor = Floor(case, launched, 40 * 64, "element", loops)
         (found,) = floors.row(floor, floors.H200).launches
         (loop,) = found.loops
         assert (found.warps, found.programs, found.barriers, found.spills) == (2, 8, 5, 0)
@@ -173,7 +174,7 @@ class TestCounting:
 
 
 @needs_triton
-@pytest.mark.parametrize("floor", shapes.floors(), ids=lambda floor: floor.case.name)
+@pytest.mark.parametrize("floor", shapes.floors(floors.H200), ids=lambda floor: floor.case.name)
 @pytest.mark.slow(but=["sparse_linear 16 tokens 11008x4096 bfloat16", "nm_mask backward 11008x4096 bfloat16"])
 def test_no_default_needs_more_instructions_than_committed(floor):
     committed = json.loads(COMMITTED.read_text(encoding="utf-8"))["now"]
@@ -181,7 +182,7 @@ def test_no_default_needs_more_instructions_than_committed(floor):
         pytest.skip(f"counted with triton {committed['triton']}; {triton.__version__} is installed")
     expected = next((row for row in committed["rows"] if (row["name"], row["gpu"]) == (floor.case.name, "H200")), None)
     assert expected, f"{floor.case.name} is not in {COMMITTED.name}: run python benchmarks/issue_floor.py"
-    with recorded(GpuLimits(1)) as launches, torch.device("meta"):
+    with recorded() as launches, torch.device("meta"):
         floor.launch(*floor.case.make(0))
     if any(isinstance(launch, CudaLaunch) for launch in launches) and shutil.which("nvcc") is None:
         pytest.skip("nvcc, which compiles this kernel, is not installed")

@@ -15,7 +15,7 @@ from permtriton.kernels import autotune, cusparselt, launch
 from permtriton.kernels import sparse_linear as sparse_linear_file
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton as kernels
-from permtriton.kernels.launch import Config, GpuLimits
+from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, PACKED, ROUTE_CONFIGS, routed, sparse_linear
 from permtriton.kernels.tools import tuning
@@ -174,7 +174,7 @@ def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possi
 def test_on_hopper_more_tokens_take_our_kernel(tokens, channels, expected, monkeypatch):
     weight = sparse(64, channels // 4, TWO_FOUR, torch.bfloat16)
     routes = Routes(monkeypatch, weight)
-    monkeypatch.setattr(mma, "limits_of", lambda _: GpuLimits(132, has_wgmma=True))
+    monkeypatch.setattr(mma, "limits_of", lambda _: mma.GpuLimits(132, has_wgmma=True))
     x, form = torch.ones(tokens, channels).bfloat16(), weight.new_zeros(64 * channels * 9 // 16)
     routed(x, *pack(weight, TWO_FOUR), None, None, channels, TWO_FOUR, form)
     assert routes.taken == [expected]

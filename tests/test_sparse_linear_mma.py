@@ -14,10 +14,10 @@ import torch
 from permtriton.kernels import autotune
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.cuda.runtime import FOLDER, CudaKernel
-from permtriton.kernels.launch import GpuLimits
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear_mma import (
     CONFIGS,
+    GpuLimits,
     Variant,
     configs_for,
     is_right,

@@ -32,12 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.sass import Code, loops_of, parse
-from permtriton.errors import ConfigError
-from permtriton.kernels.cuda.runtime import FOLDER, OPTIONS, CudaKernel, CudaLaunch
-from permtriton.kernels.launch import GpuLimits, Launch, recorded
-from permtriton.kernels.tools.case import Case
-from permtriton.kernels.tools.compile_check import (
+from benchmarks.gpu.compile_check import (
     RESERVED_SHARED,
     TARGETS,
     Target,
@@ -47,6 +42,12 @@ from permtriton.kernels.tools.compile_check import (
     disassembled,
     resident,
 )
+from benchmarks.gpu.recording import CudaLaunch, Launch, recorded
+from benchmarks.gpu.sass import Code, loops_of, parse
+from permtriton.errors import ConfigError
+from permtriton.kernels.cuda.runtime import FOLDER, OPTIONS, CudaKernel
+from permtriton.kernels.sparse_linear_mma import GpuLimits
+from permtriton.kernels.tools.case import Case
 
 ISSUE_SLOTS = 4
 BARRIERS, SHUFFLES = ("BAR", "UCGABAR_ARV"), ("SHFL",)
@@ -209,7 +210,7 @@ def row(floor: Floor, gpu: Gpu) -> Row:
         ConfigError: nothing can be compiled here, or ``loops`` does not fit the machine code.
     """
     check_compiles()
-    with torch.device("meta"), recorded(gpu.limits) as launches:
+    with torch.device("meta"), recorded(gpu.processors) as launches:
         floor.launch(*floor.case.make(0))
     if not launches:
         raise ConfigError(f"{floor.case.name}: its floor launches nothing: call the kernel's launcher there")

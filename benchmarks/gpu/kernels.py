@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 
 from benchmarks.gpu.bench import Bench, Prepare
 from benchmarks.gpu.table import PAIRS
-from permtriton.kernels.launch import Kernel, multiprocessors, tl, triton
+from permtriton.kernels.launch import jit, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case
@@ -77,7 +77,7 @@ def _norm_and_select(inputs: Arguments) -> Callable[[], Tensor]:
     return lambda: _torch_norm(inputs).index_select(1, wide)
 
 
-@Kernel
+@jit
 def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, rows, C, eps, BLOCK_C: tl.constexpr):
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C

@@ -6,13 +6,13 @@ A copy is the wrong ceiling there: memory that turns from reading to writing los
 import torch
 from torch import Tensor
 
-from permtriton.kernels.launch import Kernel, multiprocessors, tl
+from permtriton.kernels.launch import jit, multiprocessors, tl
 from permtriton.kernels.tools.timing import measure
 
 TILE, PER_SM = 4096, 4  # 32-bit words at once, programs per multiprocessor
 
 
-@Kernel
+@jit
 def _read_kernel(x_ptr, sums_ptr, words, TILE: tl.constexpr, STAGES: tl.constexpr):
     program, place = tl.program_id(0), tl.arange(0, TILE)
     sums = tl.zeros([TILE], tl.int32)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.floors import Floor
+from benchmarks.gpu.floors import Floor, Gpu
+from benchmarks.gpu.recording import CudaLaunch, Launch
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels import sparse_linear_triton
 from permtriton.kernels.assignment import launched
-from permtriton.kernels.cuda.runtime import CudaLaunch
-from permtriton.kernels.launch import Launch, triton
+from permtriton.kernels.launch import triton
 from permtriton.kernels.nm_mask import nm_mask_triton
 from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permute_triton
@@ -37,8 +37,8 @@ TOKENS = 16384
 META = torch.device("meta")
 
 
-def floors() -> Iterator[Floor]:
-    """Yields the shapes of each kernel, of a model of 7 billion weights."""
+def floors(gpu: Gpu) -> Iterator[Floor]:
+    """Yields the shapes of each kernel, of a model of 7 billion weights; ``gpu`` runs the kernels in CUDA."""
     case, elements = permute_case(TOKENS, ROWS, torch.bfloat16, META), TOKENS * ROWS
     yield Floor(case, permute_triton, elements, "element", _per_tile)
     case, elements = norm_permute_case(TOKENS, CHANNELS, torch.bfloat16, META), TOKENS * CHANNELS
@@ -53,8 +53,8 @@ def floors() -> Iterator[Floor]:
     yield _of_swaps()
     case = unpack_case(ROWS, CHANNELS, torch.bfloat16, META)
     yield Floor(case, lambda *packed: unpack_triton(*packed[:3]), ROWS * CHANNELS, "weight", lambda launch: ())
-    for tokens, in_cuda in ((1, False), (16, False), (16, True), (64, True)):
-        yield floor_of(tokens, ROWS, CHANNELS, in_cuda)
+    for tokens, runs in ((1, None), (16, None), (16, gpu), (64, gpu)):
+        yield floor_of(tokens, ROWS, CHANNELS, runs)
 
 
 def _per_tile(launch: Launch) -> tuple[float, ...]:
@@ -90,16 +90,20 @@ def _of_swaps() -> Floor:
     return Floor(case, launch, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["rows"],))
 
 
-def floor_of(tokens: int, rows: int, channels: int, in_cuda: bool) -> Floor:
-    """Returns a linear's default launch, by Triton or by CUDA."""
-    run = mma.sparse_linear_mma if in_cuda else sparse_linear_triton.sparse_linear_triton
+def floor_of(tokens: int, rows: int, channels: int, gpu: Gpu | None) -> Floor:
+    """Returns a linear's default launch, in CUDA on a GPU, or by Triton."""
+    run = sparse_linear_triton.sparse_linear_triton
+    if gpu is not None:
+        config = mma.configs_for(tokens, channels, gpu.limits)[0]
+        variant = mma.variant_of(config, tokens, rows, channels, torch.bfloat16, gpu.limits)
+        run = partial(mma.sparse_linear_mma, variant=variant)
 
     def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
         return run(x, values, positions, None, index, x.shape[1], PATTERN)
 
     case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
-    case = replace(case, op=case.op + " mma" * in_cuda)
-    return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops if in_cuda else _loops)
+    case = replace(case, op=case.op + " mma" * (gpu is not None))
+    return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops if gpu else _loops)
 
 
 def _loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial sums has none

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from permtriton.errors import PermTritonError
 from permtriton.kernels.autotune import cache_folder
-from permtriton.kernels.launch import record
 from permtriton.util.durable import replace_file
 
 FOLDER = Path(__file__).parent
@@ -57,8 +56,6 @@ class CudaKernel:
     def __call__(self, grid: tuple[int, int, int], *tensors: Tensor, **numbers: int) -> None:
         """Launches the kernel on the current GPU and stream; compiles it first, once per process and GPU.
 
-        Where launches are recorded, it is recorded instead (`permtriton.kernels.launch.recorded`).
-
         Args:
             grid: Blocks in each direction.
             tensors: The kernel's pointers, in its order: contiguous tensors on the current GPU.
@@ -67,8 +64,6 @@ class CudaKernel:
         Raises:
             PermTritonError: no NVIDIA GPU, or the kernel could not be compiled, loaded or launched.
         """
-        if record(CudaLaunch(self, grid, {**dict(self.constants), **numbers})):
-            return
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
         pointers = (ctypes.c_uint64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         integers = (ctypes.c_int32 * len(numbers))(*numbers.values())
@@ -93,21 +88,6 @@ class CudaKernel:
         if problem := _refusal(asked):
             raise PermTritonError(f"{self.source}: {self.name} cannot run on {grid}: {problem}")
         return clusters.value
-
-
-@dataclass(frozen=True)
-class CudaLaunch:
-    """One launch of a kernel, as it is recorded.
-
-    Attributes:
-        kernel: The kernel.
-        grid: Blocks in each direction.
-        numbers: Its template arguments and integers, by name.
-    """
-
-    kernel: CudaKernel
-    grid: tuple[int, ...]
-    numbers: Mapping[str, int]
 
 
 _Int, _UInt, _Pointer = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p

@@ -1,9 +1,8 @@
-"""The list of kernels, in the order of their tuning, and what each is checked, tuned and compiled on.
+"""The list of kernels, in the order of their tuning, and what each is checked and tuned on.
 
-A module ``<op>`` beside this file has two functions:
+A module ``<op>`` beside this file has the function
 
     cases(shapes, tokens, dtype, device)   the `Case`s for linears of some shapes (out, in) and numbers of tokens
-    builds()                               the launches that are compiled ahead of time, in every configuration
 """
 
 from permtriton.kernels.tools.cases import (

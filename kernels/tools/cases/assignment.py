@@ -1,15 +1,12 @@
-"""Cases, builds and resources of `permtriton.kernels.assignment`."""
+"""Cases of `permtriton.kernels.assignment`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from permtriton.kernels.assignment import CONFIGS, assignment, assignment_reference, launched
+from permtriton.kernels.assignment import CONFIGS, assignment, assignment_reference
 from permtriton.kernels.sinkhorn import sinkhorn_reference
-from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, blocks_of
 
 
@@ -39,14 +36,3 @@ def assignment_case(blocks: int, size: int, device: torch.device) -> Case:
         lambda score: (score, assignment_reference(score)), error, 1e-4, blocks * size * (size * 4 + 4),
         tables={"assignment": CONFIGS},
     )  # fmt: skip
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel cold and warm, for blocks of 64 and 256 and one that is padded."""
-
-    def solve(size: int, dtype: torch.dtype, warm: bool) -> object:
-        return launched(torch.empty(8, size, size, dtype=dtype), torch.empty(8, size) if warm else None)
-
-    for dtype, size, warm in product((torch.float32, torch.bfloat16), (64, 256, 48), (False, True)):
-        about = f"{size}x{size} {name_of(dtype)}{' warm' if warm else ''}"
-        yield from builds_of(about, partial(solve, size, dtype, warm), "assignment", CONFIGS)

@@ -1,8 +1,6 @@
-"""Cases and builds of `permtriton.kernels.nm_mask`."""
+"""Cases of `permtriton.kernels.nm_mask`."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +14,8 @@ from permtriton.kernels.nm_mask import (
     nm_mask_backward_reference,
     nm_mask_reference,
 )
-from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.util.sparsity import NMPattern
 
 
 def cases(
@@ -77,43 +73,3 @@ def _mask_inputs(
         return weight, factors, random.order(in_features, True), sizes, grad
 
     return make
-
-
-def builds() -> Iterator[Build]:
-    """Yields the forward kernels at 2:4, 4:8, 8:16 and 16:32; the backward kernel in every tile at 2:4.
-
-    The backward kernel at 8:16 too where registers are short.
-    """
-
-    def masked(dtype: torch.dtype, pattern: NMPattern, row_major: bool) -> object:
-        rows, channels = 4096, 1024
-        weight = torch.empty(rows, channels, dtype=dtype) if row_major else torch.empty(channels, rows, dtype=dtype).t()
-        factors = ImportanceFactors(1, torch.empty(channels), torch.empty(rows), torch.empty(channels))
-        index = torch.empty(channels, dtype=torch.int64)
-        return forward.nm_mask_triton(weight, factors, index, [channels], pattern)
-
-    for dtype, group, row_major in product((torch.bfloat16, torch.float32), (4, 8, 16, 32), (False, True)):
-        pattern = NMPattern(group // 2, group)
-        about = f"{pattern} {name_of(dtype)}{' row-major' if row_major else ''}"
-        table = ("nm_mask", forward.CONFIGS) if group == 4 and not row_major else ()
-        yield from builds_of(about, partial(masked, dtype, pattern, row_major), *table)
-
-    def gradient(dtype: torch.dtype, size: int, group: int, layout: str, wanda: bool, group_scale: bool) -> object:
-        channels, rows = 4 * size, {"any length": 4097, "masked": 4112}.get(layout, 4096)
-        weight = torch.empty(channels, rows, dtype=dtype).t()
-        if layout == "any strides":
-            weight = torch.empty(2 * rows, 3 * channels, dtype=dtype)[::2, ::3]
-        statistics = (None, None) if wanda else (torch.empty(rows), torch.empty(channels))
-        factors, index = ImportanceFactors(1, torch.empty(channels), *statistics), torch.empty(channels).long()
-        return backward.nm_mask_backward_triton(weight, weight, factors, index, [size] * 4, group, group_scale)
-
-    shapes = [(size, 4, "aligned") for size in (64, 16, 32, 128)] + [(size, 16, "aligned") for size in (64, 128)]
-    shapes += [(size, 4, "masked") for size in (16, 32, 64)] + [(size, 4, "any length") for size in (64, 128)]
-    shapes += [(size, 4, "any strides") for size in (16, 32, 64, 128)]
-    variants = [(dtype, *shape, False, True) for dtype, shape in product((torch.bfloat16, torch.float32), shapes)]
-    variants += [(torch.bfloat16, *shapes[0], wanda, wanda) for wanda in (True, False)]
-    for dtype, size, group, layout, wanda, group_scale in variants:
-        about = f"{name_of(dtype)} blocks of {size} in groups of {group}, {layout}"
-        about += (", Wanda" if wanda else "") + ("" if group_scale else ", scores not scaled")
-        call = partial(gradient, dtype, size, group, layout, wanda, group_scale)
-        yield from builds_of(about, call, "nm_mask_backward", backward.CONFIGS)

@@ -1,8 +1,6 @@
-"""Cases and builds of `permtriton.kernels.norm_permute`."""
+"""Cases of `permtriton.kernels.norm_permute`."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import product
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,21 +8,12 @@ from torch import Tensor
 from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CONFIGS,
-    HELD,
-    KINDS,
-    LONGEST,
-    LONGEST_BACKWARD,
     add_norm_permute,
-    add_norm_permute_triton,
     norm_permute,
-    norm_permute_backward_triton,
-    norm_permute_triton,
     norm_reference,
 )
-from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import Arguments, Case, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.util.permutation import index_dtype
 
 EPS = 1e-5
 
@@ -110,29 +99,3 @@ def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, dev
         "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, _largest_error,
         rounding(dtype), moved, tables={"norm_permute": CONFIGS, "norm_permute_backward": BACKWARD_CONFIGS},
     )  # fmt: skip
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels for bfloat16 and float32, each kind, short and long rows."""
-
-    def run(launcher: Callable[..., object], x_copies: int, kind: str, dtype: torch.dtype, channels: int) -> object:
-        x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
-        index = torch.empty(channels, dtype=index_dtype(channels))
-        return launcher(*[x] * x_copies, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
-
-    def add(dtype: torch.dtype, channels: int) -> object:
-        x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
-        return add_norm_permute_triton(x, x, vector, torch.empty(channels, dtype=index_dtype(channels)), 0.0)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from builds_of(f"of a sum {name_of(dtype)} x 4096", partial(add, dtype, 4096), "norm_permute", CONFIGS)
-    forward, backward = partial(run, norm_permute_triton, 1), partial(run, norm_permute_backward_triton, 2)
-    short, long = (128, 4096, HELD), (4096, LONGEST)
-    for kind, dtype in (*product(KINDS, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
-        for block in short if dtype == torch.bfloat16 else long:
-            about, of = f"{kind} {name_of(dtype)} x {block}", (kind, dtype, block)
-            yield from builds_of(about, partial(forward, *of), "norm_permute", CONFIGS, aligned=block == LONGEST)
-            if block <= LONGEST_BACKWARD:
-                yield from builds_of(about, partial(backward, *of), "norm_permute_backward", BACKWARD_CONFIGS)
-        for either in (forward, backward):
-            yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * LONGEST))

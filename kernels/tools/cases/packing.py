@@ -1,12 +1,10 @@
-"""Cases and builds of `permtriton.kernels.packing`."""
+"""Cases of `permtriton.kernels.packing`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
-from permtriton.kernels.packing import CONFIGS, pack, unpack, unpack_reference, unpack_triton
-from permtriton.kernels.tools.builds import Build, builds_of, name_of
+from permtriton.kernels.packing import CONFIGS, pack, unpack, unpack_reference
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, unequal
 
 
@@ -29,13 +27,3 @@ def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device:
     shape = f"{out_features}x{in_features}"
     tables = {"packing": CONFIGS}
     return Case("packing", shape, dtype, make, unpack, unpack_reference, unequal, 0, moved, tables=tables)
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel for bfloat16 and float32."""
-
-    def unpacked(dtype: torch.dtype) -> object:
-        return unpack_triton(torch.empty(4096, 2048, dtype=dtype), torch.empty(4096, 512, dtype=torch.uint8), 4096)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", CONFIGS)

@@ -1,22 +1,15 @@
-"""Cases and builds of `permtriton.kernels.permute`."""
+"""Cases of `permtriton.kernels.permute`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
 from permtriton.kernels.permute import (
     CONFIGS,
-    PACKED_ROWS,
-    STAGED,
-    WORDS,
-    gather_rows,
     permute,
     permute_reference,
 )
-from permtriton.kernels.tools.builds import Build, builds_of
 from permtriton.kernels.tools.case import Arguments, Case, Random, unequal
-from permtriton.util.permutation import index_dtype
 
 
 def cases(
@@ -37,18 +30,3 @@ def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.dev
     moved = 2 * rows * channels * dtype.itemsize
     shape, tables = f"{rows}x{channels} {where}", {"permute": CONFIGS}
     return Case("permute", shape, dtype, make, permute, permute_reference, unequal, 0, moved, tables=tables)
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernels for values of each size and rows of each kind."""
-
-    def gather(size: int, channels: int) -> object:
-        x = torch.empty(PACKED_ROWS, channels, dtype=WORDS[size])
-        return gather_rows(x, torch.empty(channels, dtype=index_dtype(channels)))
-
-    for size, channels in (
-        (1, 4096), (2, 64), (2, 4096), (2, STAGED), (4, STAGED), (8, STAGED // 2), (2, STAGED // 2 - 1), (4, 4095),
-    ):  # fmt: skip
-        call = partial(gather, size, channels)
-        yield from builds_of(f"{8 * size}-bit x {channels}", call, "permute", CONFIGS, aligned=channels % 16 == 0)
-    yield from builds_of("16-bit", partial(gather, 2, 2 * STAGED))

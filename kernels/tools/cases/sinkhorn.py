@@ -1,7 +1,6 @@
-"""Cases and builds of `permtriton.kernels.sinkhorn`."""
+"""Cases of `permtriton.kernels.sinkhorn`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,11 +11,8 @@ from permtriton.kernels.sinkhorn import (
     sinkhorn,
     sinkhorn_backward,
     sinkhorn_backward_reference,
-    sinkhorn_backward_triton,
     sinkhorn_reference,
-    sinkhorn_triton,
 )
-from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, blocks_of
 from permtriton.kernels.tools.timing import relative_error
 
@@ -65,22 +61,3 @@ def sinkhorn_backward_case(blocks: int, size: int, device: torch.device) -> Case
         "sinkhorn backward", shape, torch.float32, make, sinkhorn_backward, reference, relative_error, 1e-3, moved,
         tables={"sinkhorn_backward": BACKWARD_CONFIGS},
     )  # fmt: skip
-
-
-def builds() -> Iterator[Build]:
-    """Yields both kernels for blocks of 32, 64, 128 in float32 and a padded size in bfloat16.
-
-    16-bit logits have the layout of float32 ones, so that one size of them is enough.
-    """
-
-    def forward(size: int, dtype: torch.dtype) -> object:
-        return sinkhorn_triton(torch.empty(64, size, size, dtype=dtype), TAU, ROUNDS)
-
-    def backward(size: int, dtype: torch.dtype) -> object:
-        logits, scales = torch.empty(64, size, size, dtype=dtype), torch.empty(ROUNDS, 64, size)
-        return sinkhorn_backward_triton(logits.float(), logits, scales, scales, TAU)
-
-    for size, dtype in ((32, torch.float32), (64, torch.float32), (128, torch.float32), (48, torch.bfloat16)):
-        about = f"{size}x{size} {name_of(dtype)}"
-        yield from builds_of(about, partial(forward, size, dtype), "sinkhorn", CONFIGS)
-        yield from builds_of(about, partial(backward, size, dtype), "sinkhorn_backward", BACKWARD_CONFIGS)

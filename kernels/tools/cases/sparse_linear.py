@@ -1,7 +1,6 @@
-"""Cases and builds of `permtriton.kernels.sparse_linear`."""
+"""Cases of `permtriton.kernels.sparse_linear`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +12,8 @@ from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.kernels.permute import permute_reference
 from permtriton.kernels.sparse_linear import ROUTE_CONFIGS, sparse_linear
-from permtriton.kernels.tools.builds import Build, builds_of, name_of
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, rounding
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.util.permutation import index_dtype
 
 
 def cases(
@@ -63,28 +60,10 @@ def _tables(
     if mma.takes(tokens, out_features, in_features, dtype, PATTERN):
         tables["sparse_linear_mma"] = mma.configs_for(tokens, in_features, mma.limits_of(device))
     if kernels.takes(tokens, out_features, in_features, dtype, PATTERN):
-        tables |= [_triton_table(tokens)]
+        if tokens == 1:
+            tables["sparse_linear_vector"] = kernels.VECTOR_CONFIGS
+        else:
+            tables["sparse_linear"] = kernels.CONFIGS
     if cusparselt.takes(dtype, out_features, in_features):
         tables["cusparselt"] = cusparselt.CONFIGS
     return {**tables, "sparse_linear_route": ROUTE_CONFIGS}
-
-
-def _triton_table(tokens: int) -> tuple[str, tuple[Config, ...]]:
-    return ("sparse_linear_vector", kernels.VECTOR_CONFIGS) if tokens == 1 else ("sparse_linear", kernels.CONFIGS)
-
-
-def builds() -> Iterator[Build]:
-    """Yields every Triton kernel, with bias and index."""
-    rows, channels = 4096, 16384
-
-    def product_of(tokens: int, dtype: torch.dtype) -> object:
-        values = torch.empty(rows, channels // 2, dtype=dtype)
-        positions = torch.empty(rows, channels // 8, dtype=torch.uint8)
-        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=index_dtype(channels))
-        x = torch.empty(tokens, channels, dtype=dtype)
-        return kernels.sparse_linear_triton(x, values, positions, bias, index, channels, PATTERN)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        for tokens in (1, 16) if dtype == torch.float32 else (1, 16, 64):
-            call = partial(product_of, tokens, dtype)
-            yield from builds_of(f"{name_of(dtype)} {tokens} tokens", call, *_triton_table(tokens))

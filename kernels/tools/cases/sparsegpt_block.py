@@ -1,7 +1,6 @@
-"""Cases and builds of `permtriton.kernels.sparsegpt_block`."""
+"""Cases of `permtriton.kernels.sparsegpt_block`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,9 +9,7 @@ from permtriton.kernels.sparsegpt_block import (
     CONFIGS,
     sparsegpt_block,
     sparsegpt_block_reference,
-    sparsegpt_block_triton,
 )
-from permtriton.kernels.tools.builds import Build, builds_of
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
 from permtriton.kernels.tools.timing import relative_error
 
@@ -48,16 +45,3 @@ def sparsegpt_block_case(out_features: int, device: torch.device) -> Case:
         "sparsegpt_block", f"{CHANNELS}x{out_features}", torch.float32, make, sparsegpt_block, in_float64,
         error, 1e-5, 13 * weights, CHANNELS * weights, tables={"sparsegpt_block": CONFIGS},
     )  # fmt: skip
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel that chooses the mask, and the one that is given it."""
-
-    def pruned(chooses: bool) -> object:
-        block, factor = torch.empty(CHANNELS, 4096), torch.empty(CHANNELS, CHANNELS)
-        keep = None if chooses else torch.empty(CHANNELS, 4096, dtype=torch.bool)
-        return sparsegpt_block_triton(block, factor, keep, PATTERN)
-
-    for chooses in (True, False):
-        name = "choosing" if chooses else "with a mask"
-        yield from builds_of(name, partial(pruned, chooses), "sparsegpt_block", CONFIGS)

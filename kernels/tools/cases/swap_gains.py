@@ -1,7 +1,6 @@
-"""Cases and builds of `permtriton.kernels.swap_gains`."""
+"""Cases of `permtriton.kernels.swap_gains`."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -12,10 +11,8 @@ from permtriton.kernels.swap_gains import (
     SwapTerms,
     swap_gains,
     swap_gains_reference,
-    swap_gains_triton,
     swap_terms,
 )
-from permtriton.kernels.tools.builds import Build, builds_of
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
 from permtriton.kernels.tools.timing import relative_error
 
@@ -50,16 +47,3 @@ def swap_gains_case(out_features: int, in_features: int, device: torch.device) -
         "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains, reference,
         relative_error, 1e-4, moved, flops, {"swap_gains": CONFIGS},
     )  # fmt: skip
-
-
-def builds() -> Iterator[Build]:
-    """Yields the kernel for several blocks, of sizes that are multiples of `ALIGN` or not."""
-
-    def searched(odd: int) -> object:
-        def side(positions: int) -> list[Tensor]:
-            return [*(torch.empty(8, 4096, positions).mT for _ in range(4)), torch.empty(8, positions)]
-
-        return swap_gains_triton(side(256 + odd), side(512))
-
-    for odd, sizes in ((0, "aligned"), (8, "any sizes")):
-        yield from builds_of(f"fp32 {sizes}", partial(searched, odd), "swap_gains", CONFIGS)

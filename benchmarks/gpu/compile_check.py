@@ -3,13 +3,17 @@
 Triton ships the assembler (ptxas) and the disassembler (cuobjdump), so neither a GPU nor a driver is needed. Pointers
 count as aligned to 16 bytes, as torch allocates them. Sizes and strides that are multiples of 16 are compiled as such,
 the usual case, in which Triton makes wide loads; the defaults also as unknown integers, for sm_90.
+
+    python -m benchmarks.gpu.compile_check      every configuration; minutes the first time; --defaults-only
 """
 
+import argparse
 import functools
 import io
 import math
 import re
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -18,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.builds import MODULES, Build, distinct
+from benchmarks.gpu.recording import Launch
 from permtriton.errors import ConfigError
-from permtriton.kernels.launch import Launch, triton
-from permtriton.kernels.tools.builds import Build, distinct
-from permtriton.kernels.tools.cases import KERNELS
+from permtriton.kernels.launch import triton
 
 REGISTERS = 65536  # of a multiprocessor
 RESERVED_SHARED = 1024  # bytes per program that the system takes
@@ -102,7 +106,7 @@ def all_builds() -> list[Build]:
         ConfigError: Triton is not installed, or it interprets instead of compiling.
     """
     check_compiles()
-    return distinct(build for kernel in KERNELS for build in kernel.builds())
+    return distinct(build for builds in MODULES for build in builds())
 
 
 def check_compiles() -> None:
@@ -238,3 +242,27 @@ def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     cause = next((line for line in lines if "fatal" in line or "error" in line.lower().split(":")[0]), lines[-1])
     return f"{type(error).__name__}: {cause}"[:300]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--defaults-only", action="store_true", help="the default configurations only")
+    defaults_only = parser.parse_args().defaults_only
+    builds = [build for build in all_builds() if build.default or not defaults_only]
+    width = max(len(build.name) for build in builds)
+    print(f"{'kernel':<{width}}  target  registers  shared bytes  stack bytes  spills  programs per SM")
+    problems = 0
+    for found in compile_all(builds):
+        used = found.error or (
+            f"{found.registers:>9}  {found.shared_bytes:>12,}  {found.stack_bytes:>11,}  {found.spills:>6}  "
+            f"{found.resident or '-':>15}"
+        )
+        mark = found.problem or ("default" if found.default else "")
+        print(f"{found.name:<{width}}  {found.target:<6}  {used}  {mark}".rstrip(), flush=True)
+        problems += found.problem is not None
+    if problems:
+        sys.exit(f"{problems} builds failed the resource check")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The kernels compiled ahead of time, without a GPU, and what they use; the launches recorded for it."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import builds, compile_check
+from benchmarks.gpu.builds import distinct
+from benchmarks.gpu.compile_check import TARGETS, compile_one
+from benchmarks.gpu.recording import CudaLaunch, Launch, recorded
+from permtriton import kernels
+from permtriton.errors import ConfigError
+from permtriton.kernels import nm_mask, nm_mask_backward_triton
+from permtriton.kernels.cuda.runtime import CudaKernel
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.launch import triton
+from permtriton.kernels.tools.cases import KERNELS
+from permtriton.util.sparsity import NMPattern
+
+needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+SM_80, SM_89, SM_90, SM_100, GFX942 = TARGETS
+
+
+@needs_triton
+class TestCompiling:
+    @pytest.fixture(autouse=True)
+    def _builds(self):
+        from . import kernel_builds
+
+        self.builds = kernel_builds
+
+    @pytest.mark.parametrize("target", TARGETS[:4], ids=lambda target: target.name)
+    def test_a_kernel_that_fits(self, target):
+        found = compile_one(self.builds.copy_build(), target)
+        assert (found.error, found.problem, found.spills, found.stack_bytes) == (None, None, 0, 0)
+        assert 0 < found.registers <= 255
+
+    def test_multiples_of_16_make_wide_loads(self):
+        wide, narrow = (compile_one(self.builds.copy_build(), SM_90, multiples) for multiples in (True, False))
+        assert wide.registers < narrow.registers
+
+    def test_spills_are_a_problem_in_a_default(self):
+        found = compile_one(self.builds.hold_build(16384), SM_90)
+        assert found.spills > 0
+        assert found.stack_bytes > 0
+        assert "spills" in found.problem
+        assert compile_one(self.builds.hold_build(16384, default=False), SM_90).problem is None
+
+    def test_sizes_are_unknown_only_where_a_default_may_get_any(self):
+        build = self.builds.copy_build()
+        for change, expected in (({}, [True, False]), ({"aligned": True}, [True]), ({"default": False}, [True])):
+            found = list(compile_check.compile_all([dataclasses.replace(build, **change)], (SM_90,)))
+            assert [one.multiples for one in found] == expected
+        same = [dataclasses.replace(build, aligned=aligned) for aligned in (True, False, True)]
+        assert distinct(same) == [build]
+
+    def test_what_does_not_compile_is_a_problem_and_says_why(self):
+        found = compile_one(self.builds.hold_build(33), SM_90)
+        assert "power of 2" in found.error
+        assert found.problem == "does not compile"
+        elsewhere = compile_one(self.builds.hold_build(33), GFX942)
+        assert elsewhere.error
+        assert elsewhere.problem is None
+
+    def test_too_much_shared_memory_is_a_problem(self):
+        small = dataclasses.replace(SM_90, shared_limit=-1)
+        assert "shared memory" in compile_one(self.builds.copy_build(), small).problem
+
+    def test_too_much_tensor_memory_is_a_problem(self, monkeypatch):
+        found = compile_one(self.builds.multiply_build(), SM_100)
+        assert (found.tensor_columns, found.problem) == (128, None)
+        monkeypatch.setattr(compile_check, "TENSOR_COLUMNS", 127)
+        assert "tensor memory" in compile_one(self.builds.multiply_build(), SM_100).problem
+
+    def test_the_command(self, monkeypatch, capsys):
+        monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
+        monkeypatch.setattr("sys.argv", ["compile_check"])
+        compile_check.main()
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+        assert [row[1] for row in rows] == ["sm_80", "sm_89", "sm_90", "sm_90", "sm_100", "gfx942"]
+        monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.hold_build(33)])
+        with pytest.raises(SystemExit, match="4 builds failed the resource check"):
+            compile_check.main()
+        assert "power of 2" in capsys.readouterr().out
+
+    def test_interpreting_is_refused(self, monkeypatch):
+        monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+        with pytest.raises(ConfigError, match="TRITON_INTERPRET"):
+            compile_check.all_builds()
+
+
+def test_without_triton_it_says_so(monkeypatch):
+    monkeypatch.setattr(compile_check, "triton", None)
+    with pytest.raises(ConfigError, match="triton is not installed"):
+        compile_check.all_builds()
+
+
+@needs_triton
+@pytest.mark.soak
+def test_every_kernel_compiles_without_spills(soak):
+    """The first default of some kernels; with --soak, all of them."""
+    defaults = [build for build in compile_check.all_builds() if build.default]
+    first = {build.launch.kernel: build for build in reversed(defaults)}
+    assert len(first) >= 10, "forward and backward kernels of every op"
+    targets = TARGETS if soak else (SM_90,)
+    found = list(compile_check.compile_all(defaults if soak else list(first.values())[::3], targets))
+    assert [(one.name, one.target, one.problem, one.error) for one in found if one.problem] == []
+
+
+@needs_triton
+def test_scores_of_nm_mask_are_rounded_before_they_are_compared():
+    """A product fused with the difference of two scores would break ties otherwise than the reference."""
+    of = next(build.launch for build in builds._nm_mask())
+    compiled = compile_check.binary_of(of, SM_90)
+    fused = re.findall(r"fma\.rn\S*f32\s.*", compiled.asm["ptx"])
+    assert fused
+    assert all(line.rstrip(";").endswith(" 0f00000000") for line in fused)
+
+
+@needs_triton
+def test_every_module_with_kernels_has_builds_and_cases():
+    """A file of Triton kernels that no entry of the tuples compiles or runs would be checked by nothing."""
+    launched = {build.launch.kernel.fn.__module__.rpartition(".")[2] for build in compile_check.all_builds()}
+    files = {path.stem: path.read_text() for path in Path(kernels.__path__[0]).glob("*.py")}
+    assert launched == {name for name, text in files.items() if re.search(r"^def \w+_kernel\(", text, re.M)}
+    assert all(module.cases for module in KERNELS)
+
+
+@needs_triton
+class TestRecording:
+    def test_it_notes_what_triton_would_specialise(self):
+        from .kernel_builds import _copy
+
+        source = torch.zeros(8, dtype=torch.bfloat16)
+        with recorded() as launches:
+            _copy[(1,)](source, source.float(), 1, 1 << 40, SIZE=4, num_warps=2)
+        (found,) = launches
+        assert list(found.signature.items()) == [
+            ("source_ptr", "*bf16"), ("target_ptr", "*fp32"), ("rows", "constexpr"), ("row_stride", "i64"),
+            ("SIZE", "constexpr"),
+        ]  # fmt: skip
+        assert found.constants == {"rows": 1, "SIZE": 4}
+        assert found.options == {"num_warps": 2}
+
+    def test_launches_of_cuda(self):
+        kernel = CudaKernel("sparse_linear_mma.cu", "scale", 256, constants=(("BF16", 1), ("ROWS", 64)))
+        with recorded() as launches:
+            kernel((2, 3, 1), torch.ones(2), count=7)
+        assert launches == [CudaLaunch(kernel, (2, 3, 1), {"BF16": 1, "ROWS": 64, "count": 7})]
+
+    def test_every_build_has_a_name_and_a_launch_of_its_own(self):
+        found = compile_check.all_builds()
+        assert len({build.name for build in found}) == len({build.launch.key for build in found}) == len(found)
+
+
+FREE = {"KEPT", "GROUP", "PADDED", "POWER", "STATISTICS", "GROUP_SCALE", "FLOOR", "INTERPRETED", "EXACT", "LONG",
+        "VECTOR"}  # not of the tile  # fmt: skip
+
+
+def tile_of(of: Launch) -> dict[str, int]:
+    """In what tile, warps and stages a kernel is launched."""
+    return {k: v for k, v in of.constants.items() if k.isupper() and k not in FREE} | dict(of.options)
+
+
+def default_tiles(of: Launch) -> list[dict[str, int]]:
+    """The tiles of the builds that count as defaults, of the kernel and weight dtype of a launch."""
+    return [
+        tile_of(build.launch)
+        for build in builds._nm_mask()
+        if build.default
+        and build.launch.kernel is of.kernel
+        and build.launch.signature["weight_ptr"] == of.signature["weight_ptr"]
+    ]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("group", [2, 4, 6, 32, *(pytest.param(g, marks=pytest.mark.slow) for g in (3, 8, 12, 16))])
+class TestDefaultLaunchesOfNmMask:
+    """What runs without autotuning is a default build, which the check holds to be free of spills."""
+
+    @pytest.mark.parametrize("row_major", [False, True])
+    def test_forward(self, group, dtype, row_major):
+        weight, channels = torch.zeros(32, 4 * group, dtype=dtype), torch.arange(4 * group)
+        weight = weight if row_major else weight.t().contiguous().t()
+        factors = ImportanceFactors(1, torch.ones(4 * group))
+        with recorded() as launches:
+            nm_mask.nm_mask_triton(weight, factors, channels, [4 * group], NMPattern(1, group))
+        name = "_nm_mask_fwd_kernel" if group <= 4 else "_nm_mask_fwd_wide_kernel"
+        assert launches[0].kernel is getattr(nm_mask, name)
+        assert tile_of(launches[0]) in default_tiles(launches[0])
+
+    @pytest.mark.parametrize(
+        "size", [16, 48, 256, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 64, 96, 128))]
+    )
+    @pytest.mark.parametrize("rows", [32, 33])
+    def test_backward(self, group, dtype, size, rows):
+        size = -(-size // group) * group
+        weight = torch.zeros(size, rows, dtype=dtype).t()
+        factors, index = ImportanceFactors(1, torch.ones(size)), torch.arange(size)
+        with recorded() as launches:
+            nm_mask_backward_triton.nm_mask_backward_triton(weight, weight, factors, index, [size], group, True)
+        assert (launches[0].constants["ALIGN"] > 1) == (rows % 16 == 0 and size % 16 == 0)
+        assert tile_of(launches[0]) in default_tiles(launches[0])
