@@ -1,9 +1,7 @@
 """The self-test of `permtriton doctor`: what works, what is not here, and what fails, with the reason."""
 
 import json
-import time
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -12,7 +10,6 @@ from permtriton.cli.main import app
 from permtriton.cli.self_test import ABSENT, FAILS, WORKS, Check, self_test
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import VerificationError
-from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.cases import permute
 
 NO_GPU = not torch.cuda.is_available()
@@ -32,7 +29,6 @@ def test_everything_that_is_here_works(tmp_path, monkeypatch):
     assert [check for check in checks.values() if check.outcome == FAILS] == []
     assert checks["compile, save and reload"].outcome == WORKS
     assert "reloaded: same outputs" in checks["compile, save and reload"].detail
-    assert checks["Triton's interpreter"].outcome == (WORKS if triton else ABSENT)
     if NO_GPU:
         assert checks["Triton"].outcome == checks["cuSPARSELt"].outcome == ABSENT
         assert "no GPU" in checks["Triton"].detail
@@ -59,19 +55,6 @@ def test_a_kernel_that_computes_something_else_fails(monkeypatch):
     check = module._checked("Triton", lambda: module._kernels(cpu, float("inf")))
     assert check.outcome == FAILS
     assert "kernel permute" in check.detail
-
-
-@pytest.mark.skipif(triton is None, reason="triton is not installed")
-def test_an_interpreter_that_fails_or_hangs(monkeypatch):
-    monkeypatch.setattr(module, "INTERPRETED", "raise ValueError('no kernel')")
-    check = module._checked(
-        "interpreter", lambda: module._interpreter(module._start_interpreter(), time.perf_counter() + 100)
-    )
-    assert (check.outcome, check.detail) == (FAILS, "RuntimeError: ValueError: no kernel")
-    monkeypatch.setattr(module, "INTERPRETED", "import time; time.sleep(100)")
-    check = module._checked("interpreter", lambda: module._interpreter(module._start_interpreter(), 0.0))
-    assert check.outcome == ABSENT
-    assert "not finished in time" in check.detail
 
 
 def test_the_command_prints_all_of_it(monkeypatch):
