@@ -21,7 +21,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.nm_mask import top_n_mask
@@ -126,21 +125,9 @@ def sparsegpt_block_triton(
     return pruned, errors
 
 
-def _check(block: Tensor, factor: Tensor, keep: Tensor | None, pattern: NMPattern) -> None:
-    channels = len(block)
-    shapes = (block.dim(), tuple(factor.shape), channels % pattern.group)
-    if shapes != (2, (channels, channels), 0) or (keep is not None and keep.shape != block.shape):
-        raise ModelError(
-            f"sparsegpt_block: a block of shape {list(block.shape)} with a factor of shape {list(factor.shape)}"
-            + (f" and a mask of shape {list(keep.shape)}" if keep is not None else "")
-            + f": expected [B, O], [B, B] and [B, O], B a multiple of {pattern.group}"
-        )
-
-
 sparsegpt_block = operator(
     "sparsegpt_block",
     lambda block, *_: (torch.empty_like(block), torch.empty_like(block)),
-    check=_check,
     launcher=sparsegpt_block_triton,
     supports=lambda block, factor, keep, pattern: supports(block, pattern),
 )(sparsegpt_block_reference)

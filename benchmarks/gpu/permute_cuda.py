@@ -51,10 +51,10 @@ def permute_cuda(x: Tensor, index: Tensor, block_size: int | None = None) -> Ten
             This is not checked: an entry outside its segment reads another channel.
 
     Raises:
-        ModelError: shapes that do not fit, values larger than 64 bits, or a tensor on a CPU.
+        ModelError: values larger than 64 bits, or a tensor on a CPU.
         PermTritonError: the kernel could not be built or launched.
     """
-    check_shapes("permute_cuda", x, index)
+    check_shapes(x, index)
     if not x.is_cuda or index.device != x.device:
         raise ModelError(f"permute_cuda: x on {x.device}, the index on {index.device}: expected both on one GPU")
     if x.element_size() not in (1, 2, 4, 8):
