@@ -14,9 +14,8 @@ and a positive gain lowers the loss. Pairs of one group have no meaning; the cal
 lower than its rival's, a tie goes to j: there, the threshold is the next smaller number, so that the one comparison
 decides exactly as the mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
 
-Terms have one line of O rows per position, ``[C, O]``, and a leading dimension if several blocks of positions are
-searched apart. The reference is fastest if the rows lie next to each other in memory, the Triton kernel if the
-positions do, so `swap_terms` lays them out by device; both take any strides.
+Terms have one line of O rows per position, ``[C, O]``. The reference is fastest if the rows lie next to each other in
+memory, the Triton kernel if the positions do, so `swap_terms` lays them out by device; both take any strides.
 Bytes moved: 16 per position and row on either side, and 4 per pair.
 Floor: per pair and row 2 comparisons, which write 1.0 or 0.0, 2 subtractions, and 2 multiply-adds of what is selected;
 3.6e13 comparisons for every pair of every linear of LLaMA-2-7B.
@@ -38,13 +37,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from itertools import product
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config, jit, tl, triton
@@ -79,14 +76,14 @@ class RankOneCurvature:
 class SwapTerms:
     """What the gains of swaps need to know of some positions of one linear's order.
 
-    All are float32, or float64 for float64 weights, of shape ``[positions, O]``, or ``[blocks, positions, O]``.
+    All are float32, or float64 for float64 weights, of shape ``[positions, O]``.
 
     Attributes:
         scores: S of the channel at the position.
         agreement: Its A.
         threshold: t of the position: what a score must exceed for its weight to be kept there.
         displaced: a of the position: the agreement of the weight that would make room.
-        own: D[j, j], without the last dimension.
+        own: D[j, j], ``[positions]``.
     """
 
     scores: Tensor
@@ -100,18 +97,14 @@ class SwapTerms:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def of_positions(self, positions: slice | Tensor) -> SwapTerms:
-        """Returns the terms of some positions, of terms without blocks.
-
-        Args:
-            positions: A slice, or int64 of shape ``[positions]`` or ``[blocks, positions]``.
-        """
+        """Returns the terms of some positions: a slice, or int64 ``[positions]``."""
         return SwapTerms(*(_lines(part, positions) for part in self.tensors()))
 
 
 def _lines(part: Tensor, positions: slice | Tensor) -> Tensor:
     """Returns some lines of a matrix, or entries of a vector; positions stay next to each other where they were."""
     if part.dim() == 2 and part.stride(1) != 1 and not isinstance(positions, slice):
-        return part.t()[:, positions].movedim(0, -1)
+        return part.t()[:, positions].t()
     return part[positions]
 
 
@@ -136,16 +129,10 @@ def swap_terms(
         index: int64 ``[C]``, the present order.
         pattern: What each group keeps; its group divides C.
         curvature: curvature of the loss; None for gains that are exact to first order.
-
-    Raises:
-        ModelError: shapes that do not fit.
     """
     out_features, channels = weight.shape
-    if gradient.shape != weight.shape or index.shape != (channels,) or channels % pattern.group:
-        raise ModelError(
-            f"swaps in a weight {list(weight.shape)} with a gradient {list(gradient.shape)} and an order of "
-            f"{list(index.shape)}: expected the weight's shape, its channels, and a multiple of {pattern.group} of them"
-        )
+    fits = gradient.shape == weight.shape and index.shape == (channels,) and channels % pattern.group == 0
+    assert fits, f"a weight {weight.shape}, its gradient {gradient.shape}, an order {index.shape}, {pattern}"
     dtype = torch.promote_types(weight.dtype, torch.float32)
     on_cpu = weight.device.type == "cpu"
     shape = (channels, out_features) if on_cpu else (out_features, channels)
@@ -210,26 +197,33 @@ GPU_TILE = 1 << 24
 
 
 def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
-    """The gains in plain torch, of terms with blocks; besides the result it takes some MiB per thread.
+    """Returns the gain of swapping each position of ``left`` with each of ``right``, positive if the loss falls.
+
+    Gains of linears that share their input channels add up. Pairs of positions in one group have no meaning.
 
     With the comparison as a float mask, every step is a vectorised operation on a tile, in place: torch's boolean
     comparison, `where` and `masked_fill` take several times as long. One half of a pair is
 
         sum_o [S_oi > t_oj] (A_oi - a_oj) = sum_o lerp(a_oj, A_oi, mask_oij) - sum_o a_oj
+
+    Args:
+        left: Terms of I positions.
+        right: Terms of J positions, of the same rows and dtype.
+
+    Returns:
+        ``[I, J]`` in the dtype of the terms; besides, some MiB per thread are used.
     """
-    blocks, rows = right.scores.shape[0], right.scores.shape[2]
+    columns, rows = right.scores.shape
     on_cpu = right.scores.device.type == "cpu"
     step = max((TILE if on_cpu else GPU_TILE) // max(rows, 1), 1)
-    gains = right.scores.new_empty(blocks, left.scores.shape[1], right.scores.shape[1])
+    gains = right.scores.new_empty(left.scores.shape[0], columns)
 
-    def fill(tile: tuple[int, int]) -> None:
-        block, start = tile
+    def fill(start: int) -> None:
         there = slice(start, start + step)
-        lines = [part[block] for part in left.tensors()]
-        columns = [part[block, there].contiguous() for part in right.tensors()]
-        _fill(gains[block, :, there], SwapTerms(*lines), SwapTerms(*columns))
+        tile = SwapTerms(*(part[there].contiguous() for part in right.tensors()))
+        _fill(gains[:, there], left, tile)
 
-    _for_each(list(product(range(blocks), range(0, right.scores.shape[1], step))), fill, on_cpu)
+    _for_each(range(0, columns, step), fill, on_cpu)
     return gains
 
 
@@ -295,17 +289,16 @@ def _row(scores_ptr, agreement_ptr, threshold_ptr, displaced_ptr, places, valid)
 def _swap_gains_kernel(
     s_left_ptr, a_left_ptr, t_left_ptr, d_left_ptr, own_left_ptr,
     s_right_ptr, a_right_ptr, t_right_ptr, d_right_ptr, own_right_ptr, gains_ptr,
-    rows, left, right, left_block_stride, left_row_stride, right_block_stride, right_row_stride,
+    rows, left, right, left_row_stride, right_row_stride,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Known to be multiples of ALIGN, so that loads and stores are wide.
-    left, left_block_stride, left_row_stride = left * ALIGN, left_block_stride * ALIGN, left_row_stride * ALIGN
-    right, right_block_stride, right_row_stride = right * ALIGN, right_block_stride * ALIGN, right_row_stride * ALIGN
+    left, left_row_stride = left * ALIGN, left_row_stride * ALIGN
+    right, right_row_stride = right * ALIGN, right_row_stride * ALIGN
     i = tl.program_id(1) * TILE_I + tl.arange(0, TILE_I)
     j = tl.program_id(0) * TILE_J + tl.arange(0, TILE_J)
     i_valid, j_valid = i < left, j < right
-    block = tl.program_id(2).to(tl.int64)
-    at_i, at_j = block * left_block_stride + i, block * right_block_stride + j
+    at_i, at_j = i.to(tl.int64), j.to(tl.int64)
     moved = tl.zeros([TILE_I, TILE_J], tl.float32)
     for _ in tl.range(rows, num_stages=STAGES):
         s_i, a_i, t_i, d_i = _row(s_left_ptr, a_left_ptr, t_left_ptr, d_left_ptr, at_i, i_valid)
@@ -314,9 +307,9 @@ def _swap_gains_kernel(
         moved = _added(moved, s_j[None, :], t_i[:, None], a_j[None, :], d_i[:, None])
         at_i += left_row_stride
         at_j += right_row_stride
-    own_i = tl.load(own_left_ptr + block * left + i, mask=i_valid, other=0.0)
-    own_j = tl.load(own_right_ptr + block * right + j, mask=j_valid, other=0.0)
-    places = (block * left + i)[:, None] * right + j[None, :]
+    own_i = tl.load(own_left_ptr + i, mask=i_valid, other=0.0)
+    own_j = tl.load(own_right_ptr + j, mask=j_valid, other=0.0)
+    places = i.to(tl.int64)[:, None] * right + j[None, :]
     tl.store(gains_ptr + places, own_i[:, None] + own_j[None, :] - moved, mask=i_valid[:, None] & j_valid[None, :])
 
 
@@ -325,23 +318,18 @@ def supports(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def swap_gains_triton(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
-    """Computes `swap_gains_reference` of terms that `supports` accepts.
-
-    Args:
-        left: The five tensors of terms ``[n, I, O]``.
-        right: Those of terms ``[n, J, O]``.
-    """
-    (blocks, lines, rows), columns = left[0].shape, right[0].shape[1]
-    if not blocks * lines * columns * rows:
-        return left[4].unsqueeze(2) + right[4].unsqueeze(1)
-    gains = torch.empty((blocks, lines, columns), dtype=torch.float32, device=left[0].device)
-    by_row = [_row_major(side[:4]) for side in (left, right)]
-    sizes = [lines, columns, *(stride for side in by_row for stride in side[0].stride()[:2])]
+def swap_gains_triton(left: SwapTerms, right: SwapTerms) -> Tensor:
+    """Computes `swap_gains_reference` of terms that `supports` accepts."""
+    (lines, rows), columns = left.scores.shape, right.scores.shape[0]
+    if not lines * columns * rows:
+        return left.own.unsqueeze(1) + right.own
+    gains = torch.empty((lines, columns), dtype=torch.float32, device=left.own.device)
+    by_row = [_row_major(side.tensors()[:4]) for side in (left, right)]
+    sizes = [lines, columns, *(side[0].stride(0) for side in by_row)]
     options = _launch(config_for("swap_gains", CONFIGS, (rows,), torch.float32), sizes)
-    grid = (triton.cdiv(columns, options["TILE_J"]), triton.cdiv(lines, options["TILE_I"]), blocks)
+    grid = (triton.cdiv(columns, options["TILE_J"]), triton.cdiv(lines, options["TILE_I"]))
     _swap_gains_kernel[grid](
-        *by_row[0], left[4].contiguous(), *by_row[1], right[4].contiguous(), gains,
+        *by_row[0], left.own.contiguous(), *by_row[1], right.own.contiguous(), gains,
         rows, *(size // options["ALIGN"] for size in sizes), **options,
     )  # fmt: skip
     return gains
@@ -356,44 +344,16 @@ def _launch(config: Config, sizes: Sequence[int]) -> dict[str, int]:
 
 
 def _row_major(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the terms as ``[n, O, positions]`` in one layout, positions next to each other."""
-    turned = [part.mT for part in parts]
-    if len({part.stride() for part in turned}) == 1 and turned[0].stride(2) == 1:
+    """Returns the terms as ``[O, positions]`` in one layout, positions next to each other."""
+    turned = [part.t() for part in parts]
+    if len({part.stride() for part in turned}) == 1 and turned[0].stride(1) == 1:
         return turned
     return [part.clone(memory_format=torch.contiguous_format) for part in turned]
 
 
-_swap_gains = operator(
+swap_gains = operator(
     "swap_gains",
-    lambda left, right: left.scores.new_empty(*left.scores.shape[:2], right.scores.shape[1]),
-    launcher=lambda left, right: swap_gains_triton(left.tensors(), right.tensors()),
+    lambda left, right: left.scores.new_empty(left.scores.shape[0], right.scores.shape[0]),
+    launcher=swap_gains_triton,
     supports=lambda left, right: supports(left.scores.dtype),
 )(swap_gains_reference)
-
-
-def swap_gains(left: SwapTerms, right: SwapTerms) -> Tensor:
-    """Returns the gain of swapping each position of ``left`` with each of ``right``, positive if the loss falls.
-
-    Gains of linears that share their input channels add up. Pairs of positions in one group have no meaning.
-
-    Args:
-        left: Terms ``[I, O]``, or ``[n, I, O]`` for pairs inside n blocks only.
-        right: Terms ``[J, O]``, or ``[n, J, O]``, of the same dtype.
-
-    Returns:
-        float32, or float64 of float64 terms: ``[I, J]``, or ``[n, I, J]``.
-
-    Raises:
-        ModelError: shapes or dtypes that do not fit.
-    """
-    one, other = left.scores, right.scores
-    fits = one.dim() in (2, 3) and one.dim() == other.dim() and one.shape[-1] == other.shape[-1]
-    if not fits or one.shape[:-2] != other.shape[:-2] or one.dtype != other.dtype:
-        raise ModelError(
-            f"swaps between {one.dtype} terms {list(one.shape)} and {other.dtype} terms {list(other.shape)}: expected "
-            "one dtype, and [positions, rows] or [blocks, positions, rows] with as many blocks and rows"
-        )
-    if one.dim() == 3:
-        return _swap_gains(left, right)
-    left, right = (SwapTerms(*(part.unsqueeze(0) for part in side.tensors())) for side in (left, right))
-    return _swap_gains(left, right).squeeze(0)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.errors import ModelError
 from permtriton.kernels import swap_gains as file
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
@@ -218,16 +217,6 @@ def test_strides_and_tiles_make_no_difference(monkeypatch):
     assert_near(swap_gains(turned, turned), gains, 1e-12)
 
 
-def test_blocks_are_pairs_inside_them():
-    terms = terms_of(48)
-    positions = torch.stack([index_of(48, 3)[:20], index_of(48, 4)[:20], index_of(48, 5)[:20]])
-    blocks = terms.of_positions(positions)
-    found = swap_gains(blocks, blocks)
-    assert found.shape == (3, 20, 20)
-    for block, inside in zip(found, positions, strict=True):
-        assert_near(block, swap_gains(terms, terms)[inside][:, inside], 1e-12)
-
-
 @pytest.mark.parametrize("layout", ["rows", "positions"])
 def test_of_positions(layout):
     terms = terms_of(24)
@@ -266,15 +255,3 @@ def test_no_rows_and_no_positions():
     assert torch.equal(swap_gains(terms, terms), torch.zeros(8, 8, dtype=torch.float64))
     assert swap_gains(terms.of_positions(slice(0, 0)), terms).shape == (0, 8)
     assert swap_gains(terms, terms.of_positions(slice(0, 0))).shape == (8, 0)
-
-
-def test_what_does_not_fit_is_refused():
-    terms, wide = terms_of(8, dtype=torch.float32), terms_of(8)
-    for other in (wide, terms_of(8, rows=5, dtype=torch.float32), terms.of_positions(torch.arange(8).view(2, 4))):
-        with pytest.raises(ModelError, match="swaps between"):
-            swap_gains(terms, other)
-    factors = factors_of("power 1", 3, 6)
-    with pytest.raises(ModelError, match="multiple of 4"):
-        swap_terms(torch.ones(3, 6), factors, torch.ones(3, 6), torch.arange(6), TWO_FOUR)
-    with pytest.raises(ModelError, match=r"gradient \[6, 3\]"):
-        swap_terms(torch.ones(3, 6), factors, torch.ones(6, 3), torch.arange(6), NMPattern(1, 3))

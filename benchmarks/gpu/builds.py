@@ -15,7 +15,6 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu.recording import Launch, recorded
 from permtriton.kernels import (
@@ -212,11 +211,11 @@ def _nm_mask() -> Iterator[Build]:
 
 
 def _swap_gains() -> Iterator[Build]:
-    """Yields the kernel for several blocks, of sizes that are multiples of `ALIGN` or not."""
+    """Yields the kernel for sizes that are multiples of `ALIGN` or not."""
 
     def searched(odd: int) -> object:
-        def side(positions: int) -> list[Tensor]:
-            return [*(torch.empty(8, 4096, positions).mT for _ in range(4)), torch.empty(8, positions)]
+        def side(positions: int) -> swap_gains.SwapTerms:
+            return swap_gains.SwapTerms(*(torch.empty(4096, positions).t() for _ in range(4)), torch.empty(positions))
 
         return swap_gains.swap_gains_triton(side(256 + odd), side(512))
 

@@ -20,7 +20,7 @@ from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permut
 from permtriton.kernels.packing import unpack_triton
 from permtriton.kernels.permute import permute_triton
 from permtriton.kernels.sinkhorn import sinkhorn_backward_triton, sinkhorn_triton
-from permtriton.kernels.swap_gains import SwapTerms, swap_gains_triton
+from permtriton.kernels.swap_gains import swap_gains_triton
 from permtriton.kernels.tools.case import BLOCK, PATTERN
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
@@ -83,11 +83,8 @@ def _of_masks() -> Iterator[Floor]:
 
 
 def _of_swaps() -> Floor:
-    def launch(*sides: SwapTerms) -> Tensor:
-        return swap_gains_triton(*([part.unsqueeze(0) for part in side.tensors()] for side in sides))
-
     pairs, case = POSITIONS * CHANNELS, swap_gains_case(ROWS, CHANNELS, META)
-    return Floor(case, launch, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["rows"],))
+    return Floor(case, swap_gains_triton, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["rows"],))
 
 
 def floor_of(tokens: int, rows: int, channels: int, gpu: Gpu | None) -> Floor:

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from torch import Tensor
 
 from permtriton.kernels import swap_gains as file
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains_reference, swap_terms
@@ -17,20 +16,20 @@ def terms_of(channels: int, rows: int) -> SwapTerms:
     return swap_terms(weight, factors_of("power 1", rows, channels), gradient, index_of(channels), TWO_FOUR)
 
 
-def laid_out(terms: SwapTerms, layout: str) -> list[Tensor]:
-    """The terms, with a leading dimension if they have none, in other strides."""
-    parts = [part if terms.own.dim() == 2 else part.unsqueeze(0) for part in terms.tensors()]
+def laid_out(terms: SwapTerms, layout: str) -> SwapTerms:
+    """The terms in other strides."""
+    *parts, own = terms.tensors()
     if layout == "positions":
-        return [*(part.mT.contiguous().mT for part in parts[:4]), parts[4]]
+        parts = [part.t().contiguous().t() for part in parts]
     if layout == "mixed":  # one of them differs, and the sums have gaps
-        return [parts[0].mT.contiguous().mT, *parts[1:4], parts[4].repeat_interleave(2, 1)[:, ::2]]
-    return parts
+        parts, own = [parts[0].t().contiguous().t(), *parts[1:]], own.repeat_interleave(2)[::2]
+    return SwapTerms(*parts, own)
 
 
 def check(left: SwapTerms, right: SwapTerms, layout: str = "rows") -> None:
     sides = laid_out(left, layout), laid_out(right, layout)
     found = file.swap_gains_triton(*sides)
-    doubles = [SwapTerms(*(part.double() for part in side)) for side in sides]
+    doubles = [SwapTerms(*(part.double() for part in side.tensors())) for side in sides]
     expected = swap_gains_reference(*doubles)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
@@ -56,23 +55,22 @@ def test_sizes(left, right, rows, monkeypatch):
     ("layout", "sizes", "align"),
     [("rows", (33, 70), 1), ("positions", (33, 70), 1), ("mixed", (33, 70), 1), ("positions", (48, 80), 16)],
 )
-def test_blocks(layout, sizes, align, monkeypatch):
+def test_alignment(layout, sizes, align, monkeypatch):
     poison(monkeypatch)
     launch = file._launch
     monkeypatch.setattr(file, "_launch", lambda *of: launched.setdefault("options", launch(*of)))
     launched: dict[str, dict[str, int]] = {}
     terms = terms_of(96, 9)
-    left, right = (terms.of_positions(torch.stack([index_of(96, seed + k)[:size] for k in range(3)]))
-                   for seed, size in zip((0, 5), sizes, strict=True))  # fmt: skip
+    left, right = (terms.of_positions(index_of(96, seed)[:size]) for seed, size in zip((0, 5), sizes, strict=True))
     check(left, right, layout)
     assert launched["options"]["ALIGN"] == align
 
 
 def test_no_rows_and_no_positions():
     terms = terms_of(8, 0)
-    assert torch.equal(file.swap_gains_triton(laid_out(terms, "rows"), laid_out(terms, "rows")), torch.zeros(1, 8, 8))
+    assert torch.equal(file.swap_gains_triton(terms, terms), torch.zeros(8, 8))
     none = terms.of_positions(slice(0, 0))
-    assert file.swap_gains_triton(laid_out(none, "rows"), laid_out(terms, "rows")).shape == (1, 0, 8)
+    assert file.swap_gains_triton(none, terms).shape == (0, 8)
 
 
 def test_what_the_kernel_does_not_take():

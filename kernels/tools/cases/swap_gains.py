@@ -38,8 +38,7 @@ def swap_gains_case(out_features: int, in_features: int, device: torch.device) -
         return terms.of_positions(slice(0, positions)), terms
 
     def reference(left: SwapTerms, right: SwapTerms) -> Tensor:
-        doubles = (SwapTerms(*(part.double().unsqueeze(0) for part in side.tensors())) for side in (left, right))
-        return swap_gains_reference(*doubles).squeeze(0)
+        return swap_gains_reference(*(SwapTerms(*(part.double() for part in side.tensors())) for side in (left, right)))
 
     moved = (positions + in_features) * out_features * 16 + positions * in_features * 4
     flops = 6 * positions * in_features * out_features
