@@ -25,9 +25,6 @@ and reductions, not for arithmetic. Floor: the scores read once.
 Blocks without an assignment (a NaN, a score of +inf, or -inf in such places that no finite total is left) come out of
 the kernel as -1. The host then needs only one comparison over ``[n]`` numbers, and one synchronisation, which is
 skipped while a CUDA graph is captured.
-
-Warm start: any prices give the same total; those of the last step save searching if the scores changed little (steps
-measured for random blocks of 64 with 2% noise: 258 without, 110 with).
 """
 
 from __future__ import annotations
@@ -83,23 +80,6 @@ def assignment_reference(score: Tensor) -> Tensor:
     return torch.from_numpy(index).to(score.device)
 
 
-def assignment_warm_reference(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, starting from the prices of an earlier call: faster on a GPU if the scores changed little.
-
-    Args:
-        score: ``[n, B, B]``, any float dtype, no NaN.
-        prices: float32 ``[n, B]``; any prices give the same total. NaN for the first call.
-
-    Returns:
-        (index, prices for the next call). Prices may decide between equally good permutations. scipy always starts
-        afresh, and the prices stay as they are.
-
-    Raises:
-        ModelError: a score is NaN, or a block has no assignment with a finite total.
-    """
-    return assignment_reference(score), prices.to(torch.float32).clone(memory_format=torch.contiguous_format)
-
-
 @jit
 def _costs(score_ptr, row, columns, valid, SIZE: tl.constexpr):
     return -tl.load(score_ptr + row * SIZE + columns, mask=valid, other=-float("inf")).to(tl.float64)
@@ -135,51 +115,31 @@ def _at(values, here):
 
 @jit
 def _survey(score_ptr, columns, valid, SIZE: tl.constexpr, PADDED: tl.constexpr, UNROLL: tl.constexpr):
-    """(least cost per column, its first row, largest finite cost per column, which columns have a NaN or no least)."""
+    """(least cost per column, its first row, which columns have a NaN or no least)."""
     least = tl.full([PADDED], float("inf"), tl.float64)
     first = tl.zeros([PADDED], tl.int32)
-    largest = tl.zeros([PADDED], tl.float64)
     wrong = ~valid & valid
     for row in tl.range(0, SIZE, loop_unroll_factor=UNROLL):
         cost = _costs(score_ptr, row, columns, valid, SIZE)
         first = tl.where(cost < least, row, first)
         least = tl.where(cost < least, cost, least)
-        largest = tl.where(cost < float("inf"), tl.maximum(largest, tl.abs(cost)), largest)
         wrong = wrong | (cost != cost)
     wrong = valid & (wrong | (tl.abs(least) == float("inf")))
-    return tl.where(valid & ~wrong, least, 0.0), first, largest, wrong
+    return tl.where(valid & ~wrong, least, 0.0), first, wrong
 
 
 @jit
-def _saved_prices(prices_ptr, block, columns, valid, price, largest, SIZE: tl.constexpr):
-    """The prices of an earlier call, within limits; ``price`` where one is not a number.
-
-    Prices far beyond the costs would drown them: no useful price is beyond a path through every column.
-    """
-    limit = tl.max(largest) * (2 * SIZE)
-    start = tl.load(prices_ptr + block * SIZE + columns, mask=valid, other=0.0).to(tl.float64)
-    start = tl.minimum(tl.maximum(start, -limit), limit)
-    return tl.where(tl.abs(start) <= limit, start, price)
-
-
-@jit
-def _assignment_kernel(
-    score_ptr, prices_ptr, index_ptr,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, WARM: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+def _assignment_kernel(score_ptr, index_ptr, SIZE: tl.constexpr, PADDED: tl.constexpr, UNROLL: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     valid = columns < SIZE
     score_ptr += block * (SIZE * SIZE)
-    price, first, largest, wrong = _survey(score_ptr, columns, valid, SIZE, PADDED, UNROLL)
+    price, first, wrong = _survey(score_ptr, columns, valid, SIZE, PADDED, UNROLL)
     solved = tl.max(wrong.to(tl.int32)) == 0
     owner = tl.full([PADDED], -1, tl.int32)
-    if WARM:
-        price = _saved_prices(prices_ptr, block, columns, valid, price, largest, SIZE)
-    else:
-        for row in range(SIZE):
-            wins = tl.min(tl.where(valid & (first == row), columns, PADDED))
-            owner = tl.where(columns == wins, row, owner)
+    for row in range(SIZE):
+        wins = tl.min(tl.where(valid & (first == row), columns, PADDED))
+        owner = tl.where(columns == wins, row, owner)
     for root in range(SIZE):
         unvisited = valid
         distance = tl.full([PADDED], float("inf"), tl.float64)
@@ -218,9 +178,6 @@ def _assignment_kernel(
             owner = tl.where(here, tl.where(before < 0, root, moved), owner)
             sink = before
     tl.store(index_ptr + block * SIZE + columns, tl.where(solved, owner, -1), mask=valid)
-    if WARM:
-        price += _least(tl.where(valid, -price, float("inf")))  # searches only lower prices: without this they drift
-        tl.store(prices_ptr + block * SIZE + columns, price.to(tl.float32), mask=valid)
 
 
 def assignment_triton(score: Tensor) -> Tensor:
@@ -230,52 +187,21 @@ def assignment_triton(score: Tensor) -> Tensor:
         ModelError: a score is NaN, or a block has no assignment with a finite total. While a CUDA graph is captured
             this is not raised, and such a block is all -1.
     """
-    return _solve(score, None)
-
-
-def assignment_warm_triton(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, starting from the prices of an earlier call.
-
-    Args:
-        score: As for `assignment_triton`.
-        prices: float32 ``[n, B]``, one per column. Any are valid; those that are not finite are replaced by the start
-            from the column's largest score.
-
-    Returns:
-        (index, prices for the next call, of which the largest in each block is 0).
-
-    Raises:
-        ModelError: as for `assignment_triton`, or prices of another shape.
-    """
-    if prices.shape != score.shape[:2]:
-        raise ModelError(
-            f"assignment: prices {tuple(prices.shape)} for scores {tuple(score.shape)}: expected "
-            f"{tuple(score.shape[:2])}, one per column; pass NaN to start afresh"
-        )
-    prices = prices.to(torch.float32).clone(memory_format=torch.contiguous_format)
-    return _solve(score, prices), prices
-
-
-def _solve(score: Tensor, prices: Tensor | None) -> Tensor:
-    index = launched(score, prices)
+    index = launched(score)
     capturing = score.is_cuda and torch.cuda.is_current_stream_capturing()
     if index.numel() and not capturing and bool((index[:, 0] < 0).any()):
         raise refusal(score)
     return index
 
 
-def launched(score: Tensor, prices: Tensor | None) -> Tensor:
-    """Returns the index, all -1 in refused blocks; ``prices`` are updated in place."""
+def launched(score: Tensor) -> Tensor:
+    """Returns the index, all -1 in blocks without an assignment."""
     blocks, size, _ = score.shape
     index = torch.empty((blocks, size), dtype=torch.int32, device=score.device)
-    if not index.numel():
-        return index
-    config = config_for("assignment", CONFIGS, (blocks, size), score.dtype)
-    warm = prices is not None
-    _assignment_kernel[(blocks,)](
-        score.detach().contiguous(), prices if warm else index, index,
-        SIZE=size, PADDED=max(triton.next_power_of_2(size), 32), WARM=warm, **config.arguments(),
-    )  # fmt: skip
+    if index.numel():
+        config = config_for("assignment", CONFIGS, (blocks, size), score.dtype)
+        score, padded = score.detach().contiguous(), max(triton.next_power_of_2(size), 32)
+        _assignment_kernel[(blocks,)](score, index, SIZE=size, PADDED=padded, **config.arguments())
     return index
 
 
@@ -291,15 +217,9 @@ def supports(score: Tensor) -> bool:
     return score.dtype in DTYPES and score.shape[-1] <= LARGEST
 
 
-def _fake(score: Tensor) -> Tensor:
-    return score.new_empty(score.shape[:2], dtype=torch.int32)
-
-
-assignment = operator("assignment", _fake, launcher=assignment_triton, supports=supports)(assignment_reference)
-
-assignment_warm = operator(
-    "assignment_warm",
-    lambda score, prices: (_fake(score), prices.new_empty(prices.shape, dtype=torch.float32)),
-    launcher=assignment_warm_triton,
-    supports=lambda score, prices: supports(score),
-)(assignment_warm_reference)
+assignment = operator(
+    "assignment",
+    lambda score: score.new_empty(score.shape[:2], dtype=torch.int32),
+    launcher=assignment_triton,
+    supports=supports,
+)(assignment_reference)

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import CalibrationError
-from permtriton.kernels.assignment import assignment
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learning import OrderTrainer, learned_spaces
 from permtriton.methods.order.masked_model import Masks, masked_model
@@ -18,7 +17,7 @@ from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
 from permtriton.util.permutation import identity
 
-from .learning import CPU, PATTERN, QUICK, STEPS, Problem, tiny
+from .learning import CPU, PATTERN, QUICK, Problem, tiny
 
 CONFIG = CompileConfig(sparsity=PATTERN)
 
@@ -125,21 +124,3 @@ def test_the_host_waits_no_more_often_in_a_model_of_more_layers():
                 trainer.step(torch.arange(4), 0)
         counts.append(waits.count)
     assert counts[0] == counts[1]
-
-
-def test_every_hardening_starts_from_the_prices_of_the_last(problem, monkeypatch):
-    """The first hardening has no prices yet, which are NaN; both training steps and ends of epochs harden."""
-    given = []
-
-    def solve(score: Tensor, prices: Tensor) -> tuple[Tensor, Tensor]:
-        given.append((score.shape, prices))
-        return assignment(score), torch.full_like(prices, len(given))
-
-    monkeypatch.setattr("permtriton.methods.order.relaxation.assignment_warm", solve)
-    problem.learn()
-    sizes = len({shape for shape, _ in given})
-    assert sizes == 2
-    assert len(given) == sizes * QUICK.epochs * (STEPS + 1)
-    for number, (shape, prices) in enumerate(given):
-        assert prices.shape == shape[:2]
-        assert prices.isnan().all() if number < sizes else prices.eq(number + 1 - sizes).all()

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from permtriton.kernels.assignment import assignment_warm
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.norm_permute import norm_permute, norm_permute_backward
 from permtriton.kernels.packing import pack, unpack
@@ -57,7 +56,6 @@ def of_other_inputs() -> list:
         for form in ("power 1", "power 2", "row and column"):
             factors = factors_of(form, 3, 12, torch.float32)
             nm_mask(torch.rand(3, 12), factors, block_index([8, 4]), torch.zeros(80), [8, 4], NMPattern(2, 4), True)
-        assignment_warm(torch.rand(2, 4, 4), torch.rand(2, 4))
         torch.ops.permtriton.assignment(torch.rand(0, 4, 4))
         torch.ops.permtriton.sinkhorn(torch.rand(0, 4, 4), 0.5, 0)
     return calls.made

@@ -160,14 +160,14 @@ def _sinkhorn() -> Iterator[Build]:
 
 
 def _assignment() -> Iterator[Build]:
-    """Yields the kernel cold and warm, for blocks of 64 and 256 and one that is padded."""
+    """Yields the kernel for blocks of 64 and 256 and one that is padded."""
 
-    def solve(size: int, dtype: torch.dtype, warm: bool) -> object:
-        return assignment.launched(torch.empty(8, size, size, dtype=dtype), torch.empty(8, size) if warm else None)
+    def solve(size: int, dtype: torch.dtype) -> object:
+        return assignment.launched(torch.empty(8, size, size, dtype=dtype))
 
-    for dtype, size, warm in product((torch.float32, torch.bfloat16), (64, 256, 48), (False, True)):
-        about = f"{size}x{size} {name_of(dtype)}{' warm' if warm else ''}"
-        yield from builds_of(about, partial(solve, size, dtype, warm), "assignment", assignment.CONFIGS)
+    for dtype, size in product((torch.float32, torch.bfloat16), (64, 256, 48)):
+        about = f"{size}x{size} {name_of(dtype)}"
+        yield from builds_of(about, partial(solve, size, dtype), "assignment", assignment.CONFIGS)
 
 
 def _nm_mask() -> Iterator[Build]:

@@ -48,7 +48,7 @@ def floors(gpu: Gpu) -> Iterator[Floor]:
     entries = BLOCKS * BLOCK * BLOCK
     for make, launch in ((sinkhorn_case, sinkhorn_triton), (sinkhorn_backward_case, sinkhorn_backward_triton)):
         yield Floor(make(BLOCKS, BLOCK, META), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))
-    yield Floor(assignment_case(BLOCKS, BLOCK, META), lambda score: launched(score, None), entries, "score", None)
+    yield Floor(assignment_case(BLOCKS, BLOCK, META), launched, entries, "score", None)
     yield from _of_masks()
     yield _of_swaps()
     case = unpack_case(ROWS, CHANNELS, torch.bfloat16, META)

@@ -188,12 +188,10 @@ def test_operators_pass_opcheck(device):
     logits = torch.randn(3, 32, 32, device=device, requires_grad=True)
     weight = torch.randn(64, device=device, requires_grad=True)
     ops = torch.ops.permtriton
-    prices = torch.full((3, 32), float("nan"), device=device)
     scales = torch.rand(3, 5, 32, device=device) + 0.5
     mask = (torch.randn(48, 64, device=device), 1, torch.rand(64, device=device), None, None, index, [64])
     swaps = [torch.rand(shape, device=device) for shape in (4 * [(8, 48)] + [(8,)] + 4 * [(9, 48)] + [(9,)])]
     for op, arguments in [
-        (ops.assignment_warm.default, (torch.rand(3, 32, 32, device=device), prices)),
         (ops.norm_permute_backward.default, (x.detach(), x.detach(), weight.detach(), None, index, 1e-5, 0.0, "rms")),
         (ops.sinkhorn_backward.default, (torch.rand(3, 32, 32, device=device), logits.detach(), scales, scales, 0.5)),
         (ops.nm_mask.default, (*mask[:6], torch.rand(64 * 64, device=device, requires_grad=True), [64], 2, 4, True)),

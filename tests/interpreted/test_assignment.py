@@ -7,10 +7,10 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
-from permtriton.kernels.assignment import CONFIGS, assignment_triton, assignment_warm, assignment_warm_triton, supports
+from permtriton.kernels.assignment import CONFIGS, assignment_triton, supports
 from permtriton.kernels.sinkhorn import sinkhorn_reference
 
-from ..kernel_inputs import adversarial, best, check_assignment, poison, total
+from ..kernel_inputs import adversarial, check_assignment, poison
 
 NAN, INF = float("nan"), float("inf")
 
@@ -82,8 +82,6 @@ def test_strided_scores():
 
 def test_no_blocks():
     assert assignment_triton(torch.zeros(0, 8, 8)).shape == (0, 8)
-    index, prices = assignment_warm_triton(torch.zeros(0, 8, 8), torch.zeros(0, 8))
-    assert index.shape == prices.shape == (0, 8)
 
 
 def test_blocks_come_back_in_their_order():
@@ -99,8 +97,6 @@ def test_nan_is_refused(where):
     with pytest.raises(ModelError, match=r"\(3, 5, 5\).* 1 of them are NaN"):
         assignment_triton(score)
     with pytest.raises(ModelError, match="NaN"):
-        assignment_warm_triton(score, torch.zeros(3, 5))
-    with pytest.raises(ModelError, match="NaN"):
         assignment_triton(torch.full_like(score, NAN))
 
 
@@ -110,7 +106,6 @@ def test_forbidden_pairs():
     score[torch.rand(score.shape) < 0.5] = -INF
     score.diagonal(dim1=1, dim2=2).fill_(-50.0)
     check(score)
-    check(score, assignment_warm_triton(score, torch.randn(3, 9))[0])
 
 
 @pytest.mark.parametrize("kind", ["row", "column", "corner", "above"])
@@ -128,42 +123,6 @@ def test_no_finite_assignment_is_refused(kind):
         linear_sum_assignment(score[1].numpy(), maximize=True)
     with pytest.raises(ModelError, match="infinite"):
         assignment_triton(score)
-    with pytest.raises(ModelError, match="infinite"):
-        assignment_warm_triton(score, torch.zeros(2, 6))
-
-
-@pytest.mark.parametrize("start", [0.0, NAN, INF, 1e30, "wild"])
-def test_warm_start_from_any_prices(start):
-    score = torch.cat((torch.randn(1, 6, 6), adversarial(6)))
-    prices = torch.randn(len(score), 6)
-    if start == "wild":
-        prices = (prices * 1e4).exp() * prices.sign()
-    else:
-        prices.fill_(start)
-    before = prices.clone()
-    index, found = assignment_warm_triton(score, prices)
-    check(score, index)
-    assert prices.equal(before) or before.isnan().all()
-    assert found.isfinite().all()
-    assert torch.equal(found.amax(1), torch.zeros(len(score)))
-
-
-def test_prices_prove_the_assignment():
-    """Every row's best column at these prices is its own: the dual of the optimum."""
-    score = torch.randn(2, 12, 12)
-    index, prices = assignment_warm_triton(score, torch.full((2, 12), NAN))
-    net = score + prices.unsqueeze(1)
-    own = net.gather(1, index.long().unsqueeze(1)).squeeze(1)  # by column
-    row_best = net.amax(2).gather(1, index.long())
-    torch.testing.assert_close(own, row_best, atol=1e-5, rtol=0)
-
-
-def test_warm_steps_follow_changing_scores():
-    score, prices = torch.randn(1, 12, 12), torch.full((1, 12), NAN)
-    for _ in range(4):
-        index, prices = assignment_warm_triton(score, prices)
-        check(score, index)
-        score = score + 0.1 * torch.randn(score.shape)
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -176,16 +135,3 @@ def test_every_configuration(config):
 def test_what_the_kernel_does_not_take(score):
     assert not supports(score)
     assert supports(score[:, :256, :256].float())
-
-
-@pytest.mark.parametrize("shape", [(2, 4, 4), (0, 4, 4)])
-def test_the_warm_operator(shape):
-    score, prices = torch.randn(shape), torch.zeros(shape[:2])
-    torch.library.opcheck(torch.ops.permtriton.assignment_warm.default, (score.mT, prices.mT.clone().mT))
-    index, _ = assignment_warm(score, prices)
-    torch.testing.assert_close(total(score, index), best(score) if shape[0] else torch.zeros(0).double())
-
-
-def test_prices_of_another_shape_are_refused():
-    with pytest.raises(ModelError, match=r"\(2, 3\).*expected \(2, 4\)"):
-        assignment_warm_triton(torch.zeros(2, 4, 4), torch.zeros(2, 3))

@@ -1,6 +1,5 @@
 """The logits that learn, and the soft and hard permutations that follow from them (eq. 2-6)."""
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.errors import CalibrationError, ModelError, VerificationError
-from permtriton.kernels.assignment import assignment_warm
+from permtriton.kernels.assignment import assignment
 from permtriton.kernels.sinkhorn import sinkhorn
 from permtriton.methods.options import Learning
 from permtriton.passes.plan import ChannelSpace, Site
@@ -54,7 +53,6 @@ class Relaxation(nn.Module):
         inside = [torch.arange(size, device=device) for size in self.sizes]
         by_size = [(starts + more).flatten() for starts, more in zip(self._starts, inside, strict=True)]
         self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the batches, one after another
-        self._prices = [torch.full((len(blocks[size]), size), math.nan, device=device) for size in self.sizes]
         generator = torch.Generator().manual_seed(seed)
         weights = []
         for size in self.sizes:
@@ -93,10 +91,6 @@ class Relaxation(nn.Module):
     def assign(self, soft: Sequence[Tensor]) -> Tensor:
         """Returns the hard permutation nearest to each block's soft one, for all spaces at once.
 
-        Every assignment starts from the prices of the previous call. It is optimal from any prices, but where several
-        permutations are optimal, the prices may decide: on a GPU, a resumed run may diverge from an uninterrupted one
-        at an exact tie.
-
         Args:
             soft: Soft permutations, as `soft` returns them.
 
@@ -107,9 +101,9 @@ class Relaxation(nn.Module):
             CalibrationError: A soft permutation is not finite.
         """
         batches = []
-        for batch, (matrices, starts) in enumerate(zip(soft, self._starts, strict=True)):
+        for matrices, starts in zip(soft, self._starts, strict=True):
             try:
-                inside, self._prices[batch] = assignment_warm(matrices, self._prices[batch])
+                inside = assignment(matrices)
             except ModelError as error:  # the solver checks every score, so there is no check before it
                 raise CalibrationError(
                     "the permutation logits are no longer finite: lower learning_rate or weight_decay, or raise tau_end"
