@@ -20,7 +20,7 @@ decompresses them in registers, so that only packed bytes are read of W; sparse_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from permtriton.util.sparsity import NMPattern
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CHUNK = 1 << 20  # weights whose positions are unpacked at once: 64-bit temporaries take a few MiB each
-Faults = Iterator[tuple[str, Tensor, int]]  # what is wrong; where, bool, rows first; the channels per column
 
 PATTERN = NMPattern(2, 4)  # the only one that the kernels read
 WORD = 16  # channels whose positions fill 16 bits
@@ -110,10 +109,8 @@ def check_packed(values: Tensor, positions: Tensor, out_features: int, in_featur
             that are not 0, a value that is not finite or is -0.0, zeros not at the first free positions.
     """
     check_packed_shapes(values, positions, out_features, in_features, pattern)
-    _refuse(
-        lambda rows: _faults_of_packed(values[rows], positions[rows], in_features, pattern),
-        list(_row_chunks(out_features, in_features)),
-    )
+    for rows in _row_chunks(out_features, in_features):
+        _refuse(rows, _faults_of_packed(values[rows], positions[rows], in_features, pattern))
 
 
 def _chosen(grouped: Tensor, kept: int) -> Tensor:
@@ -139,45 +136,29 @@ def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _faults_of_weight(weight_OC: Tensor, pattern: NMPattern) -> Faults:
-    weight_OC = weight_OC.contiguous()
-    yield "a weight that is not finite", ~weight_OC.isfinite(), 1
-    yield "a weight of -0.0: store 0.0", _negative_zero(weight_OC), 1
-    nonzero = (weight_OC.unflatten(1, (-1, pattern.group)) != 0).sum(2, dtype=torch.int8)
-    yield f"more nonzero weights than {pattern} keeps: prune before packing", nonzero > pattern.kept, pattern.group
-
-
-def _faults_of_packed(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Faults:
+def _faults_of_packed(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> dict[str, Tensor]:
     slots_and_padding = _unpack_all(positions, pattern.group)
     slots, padding = slots_and_padding.split((values.shape[1], slots_and_padding.shape[1] - values.shape[1]), 1)
-    yield f"a position outside its group of {pattern.group}", slots >= pattern.group, 1
     grouped = slots.unflatten(1, (-1, pattern.kept))
-    yield "positions of a group that do not ascend", grouped[..., 1:] <= grouped[..., :-1], 1
-    yield "padding bits that are not 0", padding != 0, 1
-    yield "a value that is not finite", ~values.isfinite(), 1
-    yield "a value of -0.0", _negative_zero(values), 1
     # Limited to the group: a position outside of it is refused only later, and must not write outside the weight.
     channels = slots.clamp(max=pattern.group - 1).long() + _starts(in_features, pattern, values.device)
     weight = values.new_zeros(values.shape[0], in_features).scatter_(1, channels, values)
     chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept).flatten(1)
-    yield "zeros that are not at the first free positions", ~chosen.gather(1, channels), 1
+    return {
+        f"a position outside its group of {pattern.group}": slots >= pattern.group,
+        "positions of a group that do not ascend": grouped[..., 1:] <= grouped[..., :-1],
+        "padding bits that are not 0": padding != 0,
+        "a value that is not finite": ~values.isfinite(),
+        "a value of -0.0": _negative_zero(values),
+        "zeros that are not at the first free positions": ~chosen.gather(1, channels),
+    }
 
 
-def _refuse(faults: Callable[[slice], Faults], chunks: Sequence[slice]) -> None:
-    """Raises ModelError about the first fault of the first chunk of rows that has one, naming row, group and fault.
-
-    Waits for a GPU once, unless there is a fault.
-    """
-    flags = [torch.stack([bad.any() for _, bad, _ in faults(rows)]).any() for rows in chunks]
-    if not flags or not bool(torch.stack(flags).any()):
-        return
-    rows = next(rows for rows, flag in zip(chunks, flags, strict=True) if bool(flag))
-    what, bad, group = next(fault for fault in faults(rows) if bool(fault[1].any()))
-    first = bad.nonzero()[0].tolist()
-    where = f"row {rows.start + first[0]}"
-    if group > 1:
-        where += f", group {first[1]} (channels {first[1] * group} to {(first[1] + 1) * group - 1})"
-    raise ModelError(f"{where}: {what}")
+def _refuse(rows: slice, faults: Mapping[str, Tensor]) -> None:
+    """Raises ModelError about the first fault of a chunk of rows: what is wrong, and bool, rows first, where."""
+    for what, bad in faults.items():
+        if bool(bad.any()):
+            raise ModelError(f"row {rows.start + int(bad.nonzero()[0, 0])}: {what}")
 
 
 def check_packed_shapes(
@@ -226,10 +207,15 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
         )
     out_features, in_features = weight_OC.shape
     values, positions = _empty_packed(weight_OC, pattern)
-    _refuse(lambda rows: _faults_of_weight(weight_OC[rows], pattern), list(_row_chunks(out_features, in_features)))
     for rows in _row_chunks(out_features, in_features):
         weight = weight_OC[rows].contiguous()  # masked weights come transposed, whose groups are slow to sum
         chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept)
+        too_many = chosen.sum(2, dtype=torch.int8) > pattern.kept
+        _refuse(rows, {
+            "a weight that is not finite": ~weight.isfinite(),
+            "a weight of -0.0: store 0.0": _negative_zero(weight),
+            f"more nonzero weights in a group than {pattern} keeps: prune before packing": too_many,
+        })  # fmt: skip
         kept = weight.shape[0] * values.shape[1]
         places = torch.nonzero_static(chosen.flatten(), size=kept).view(-1, values.shape[1])
         values[rows] = weight.reshape(-1)[places]
