@@ -14,7 +14,7 @@ Bytes moved by `unpack`: the packed weight read, the dense one written.
 
 On a GPU, Triton unpacks 2:4 weights; other patterns, and packing, are plain torch. Eight values of a row of W (16 bytes
 at 16 bits) and a 16-bit word of their positions make four groups of channels. A thread loads both at once and
-decompresses them in registers, so that only packed bytes are read of W; sparse_linear_triton.py does the same.
+decompresses them in registers, so that only packed bytes are read of W.
 """
 
 from __future__ import annotations
@@ -234,49 +234,27 @@ def unpack_reference(values: Tensor, positions: Tensor, in_features: int, patter
 
 
 @jit
-def load_pairs(
-    values_ptr, positions_ptr, o, valid, c_start, words, end, TILE_O: tl.constexpr, TILE_C: tl.constexpr
+def _unpack_kernel(
+    values_ptr, positions_ptr, weight_ptr, out_features, words, TILE_O: tl.constexpr, TILE_C: tl.constexpr
 ):  # fmt: skip
-    """(first values, second values, 4 bits of positions) of a tile, each ``[TILE_O, TILE_C / 4]``; zeros outside."""
-    k = c_start // 2 + tl.arange(0, TILE_C // 2)
-    lines = o.to(tl.int64)[:, None]
-    kept = tl.load(
-        values_ptr + lines * (words * 8) + k[None, :], mask=valid[:, None] & (k < end // 2)[None, :], other=0.0
-    )
-    word = c_start // 16 + tl.arange(0, TILE_C // 16)
-    packed = tl.load(
-        positions_ptr + lines * words + word[None, :],
-        mask=valid[:, None] & (word < end // 16)[None, :], other=0,
-    )  # fmt: skip
+    o = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
+    valid, lines = (o < out_features)[:, None], o.to(tl.int64)[:, None]
+    k = tl.program_id(1) * (TILE_C // 2) + tl.arange(0, TILE_C // 2)
+    word = tl.program_id(1) * (TILE_C // 16) + tl.arange(0, TILE_C // 16)
+    c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    kept = tl.load(values_ptr + lines * (words * 8) + k[None, :], mask=valid & (k < words * 8)[None, :], other=0.0)
+    packed = tl.load(positions_ptr + lines * words + word[None, :], mask=valid & (word < words)[None, :], other=0)
     first, second = tl.split(tl.reshape(kept, [TILE_O, TILE_C // 4, 2]))
     bits = packed.to(tl.int32)[:, :, None] >> (tl.arange(0, 4) * 4)[None, None, :]
-    return first, second, tl.reshape(bits, [TILE_O, TILE_C // 4])
-
-
-@jit
-def dense_tile(first, second, bits, TILE_O: tl.constexpr, TILE_C: tl.constexpr):
-    """The dense ``[TILE_O, TILE_C]`` tile of what `load_pairs` returns; positions in a group ascend."""
-    slot, other = bits & 3, (bits >> 2) & 3
+    bits = tl.reshape(bits, [TILE_O, TILE_C // 4])
+    slot, other = bits & 3, (bits >> 2) & 3  # they ascend
     zero = tl.zeros_like(first)
     w0 = tl.where(slot == 0, first, zero)
     w1 = tl.where(slot == 1, first, tl.where(other == 1, second, zero))
     w2 = tl.where(slot == 2, first, tl.where(other == 2, second, zero))
     w3 = tl.where(other == 3, second, zero)
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE_O, TILE_C])
-
-
-@jit
-def _unpack_kernel(
-    values_ptr, positions_ptr, weight_ptr, out_features, words, TILE_O: tl.constexpr, TILE_C: tl.constexpr
-):  # fmt: skip
-    o = tl.program_id(0) * TILE_O + tl.arange(0, TILE_O)
-    valid = o < out_features
-    c_start = tl.program_id(1) * TILE_C
-    first, second, bits = load_pairs(values_ptr, positions_ptr, o, valid, c_start, words, words * 16, TILE_O, TILE_C)
-    c = c_start + tl.arange(0, TILE_C)
-    places = o.to(tl.int64)[:, None] * (words * 16) + c[None, :]
-    dense = dense_tile(first, second, bits, TILE_O, TILE_C)
-    tl.store(weight_ptr + places, dense, mask=valid[:, None] & (c < words * 16)[None, :])
+    dense = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE_O, TILE_C])
+    tl.store(weight_ptr + lines * (words * 16) + c[None, :], dense, mask=valid & (c < words * 16)[None, :])
 
 
 def supports(dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:

@@ -1,17 +1,15 @@
 """A linear layer whose N:M weight is stored packed: ``y = x[..., index] W^T + bias``.
 
 The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y``
-``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of four routes:
+``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of three routes:
 
     mma         the CUDA kernels of sparse_linear_mma.py, 1 to 256 tokens, 16 bits: the sparse tensor cores multiply the
                 packed weight as it is; only packed bytes are read of W, 9/16 of the dense weight's at 16 bits
-    packed      the Triton kernels of sparse_linear_triton.py, 1 to 64 tokens: the same bytes, for GPUs and dtypes that
-                mma does not serve
     cusparselt  `permtriton.kernels.cusparselt`, if ``compressed`` is given: half of the dense product's operations
     dense       unpacked by a kernel, then cuBLAS: any number of tokens; moves 25/16 of the dense weight's bytes more
 
 Unless `permtriton autotune` measured a faster one for the shape, the number of tokens and the GPU (`ROUTE_CONFIGS` is
-the table), the first possible one of mma, cusparselt, packed and dense is taken; beyond 256 tokens, and beyond 64
+the table), the first possible one of mma, cusparselt and dense is taken; beyond 256 tokens, and beyond 64
 without wgmma (another GPU than Hopper, or channels that are no multiple of 128), cusparselt is tried first. So an H200
 measured it (benchmarks/NOTES.md); no other GPU did.
 """
@@ -26,7 +24,6 @@ from torch.nn.functional import linear
 from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
@@ -35,10 +32,10 @@ from permtriton.kernels.permute import check_shapes, permute
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
-PACKED, CUSPARSELT, DENSE, MMA = 0, 1, 2, 3
+CUSPARSELT, DENSE, MMA = 1, 2, 3
 MMA_TOKENS = 64  # up to which that route is the default where there is no wgmma
-ROUTES = {PACKED: "packed", CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
-ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, PACKED, DENSE))
+ROUTES = {CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
+ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, DENSE))
 
 
 def sparse_linear_reference(
@@ -72,8 +69,6 @@ def routed(
     possible: dict[int, Callable[[], Tensor]] = {}
     if mma.runs_on(x.device) and mma.takes(*shape, pattern):
         possible[MMA] = partial(mma.sparse_linear_mma, *arguments)
-    if kernels.takes(*shape, pattern):
-        possible[PACKED] = partial(kernels.sparse_linear_triton, *arguments)
     if compressed is not None and tokens and pattern == PATTERN and cusparselt.serves(x.device):
         possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
     possible[DENSE] = partial(sparse_linear_reference, *arguments)

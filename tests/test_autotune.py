@@ -141,9 +141,9 @@ class TestChoice:
         keep(gpu, TABLE[1])
         with autotune.choices() as ran:
             assert chosen() is TABLE[1]
-            autotune.note("route", "packed")
+            autotune.note("route", "dense")
         chosen(64)
-        assert ran == {KEY: "SIZE=128 num_warps=4 num_stages=2", "route": "packed"}
+        assert ran == {KEY: "SIZE=128 num_warps=4 num_stages=2", "route": "dense"}
 
     def test_torch_compile_does_not_see_it(self, gpu):
         keep(gpu, TABLE[2])

@@ -109,10 +109,10 @@ def test_the_table_of_results_and_of_goals(rows):
 
 def test_a_rejected_kernel_meets_no_goal(rows):
     """What ran in its place was not what the goal is about."""
-    result = {**rows["sparse_linear"]["results"][0], "case": "4096x4096", "routes": ["packed"], "rejected": ["mma<1>"]}
+    result = {**rows["sparse_linear"]["results"][0], "case": "4096x4096", "routes": ["dense"], "rejected": ["mma<1>"]}
     result["figures"] = {f"{table.SPEED}{table.DENSE}": 2.0}
     line = table._line("sparse_linear", result, tiny=False)
-    assert line[-2:] == ("NO", "packed; REJECTED: mma<1>")
+    assert line[-2:] == ("NO", "dense; REJECTED: mma<1>")
     assert table._line("sparse_linear", {**result, "rejected": []}, tiny=False)[-2] == "yes"
 
 

@@ -14,10 +14,9 @@ from permtriton.errors import ModelError
 from permtriton.kernels import autotune, cusparselt, launch
 from permtriton.kernels import sparse_linear as sparse_linear_file
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack
-from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, PACKED, ROUTE_CONFIGS, routed, sparse_linear
+from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, ROUTE_CONFIGS, routed, sparse_linear
 from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.timing import Timing
@@ -107,9 +106,8 @@ class Routes:
     def __init__(self, monkeypatch, weight: Tensor) -> None:
         self.weight, self.taken, self.requested = weight, [], []
         monkeypatch.setattr(mma, "runs_on", lambda device: True)
-        monkeypatch.setattr(mma, "sparse_linear_mma", partial(self.packed, route=MMA))
+        monkeypatch.setattr(mma, "sparse_linear_mma", self.by_mma)
         monkeypatch.setattr(mma, "chosen", lambda *_: self.right)
-        monkeypatch.setattr(kernels, "sparse_linear_triton", self.packed)
         monkeypatch.setattr(cusparselt, "product", self.product)
         monkeypatch.setattr(sparse_linear_file, "unpack", self.unpack)
         monkeypatch.setattr(sparse_linear_file, "config_for", self.config_for)
@@ -119,8 +117,8 @@ class Routes:
         self.requested.append((op, [config.constants["ROUTE"] for config in configs], shape, dtype))
         return next((config for config in configs if config.constants["ROUTE"] == self.prefer), configs[0])
 
-    def packed(self, x, values, positions, bias, index, *_, route=PACKED):
-        self.taken.append(route)
+    def by_mma(self, x, values, positions, bias, index, *_):
+        self.taken.append(MMA)
         return linear(x if index is None else x[..., index.long()], self.weight, bias)
 
     def product(self, x_TC, compressed, bias, out_features):
@@ -137,16 +135,15 @@ class Routes:
 @pytest.mark.parametrize(
     ("dtype", "tokens", "compressed", "possible"),
     [
-        (torch.bfloat16, 1, True, [MMA, CUSPARSELT, PACKED, DENSE]),
-        (torch.bfloat16, 64, True, [MMA, CUSPARSELT, PACKED, DENSE]),
+        (torch.bfloat16, 1, True, [MMA, CUSPARSELT, DENSE]),
+        (torch.bfloat16, 64, True, [MMA, CUSPARSELT, DENSE]),
         (torch.bfloat16, 65, True, [CUSPARSELT, MMA, DENSE]),
         (torch.bfloat16, 129, True, [CUSPARSELT, MMA, DENSE]),
         (torch.bfloat16, 257, True, [CUSPARSELT, DENSE]),
-        (torch.bfloat16, 2, False, [MMA, PACKED, DENSE]),
+        (torch.bfloat16, 2, False, [MMA, DENSE]),
         (torch.bfloat16, 256, False, [MMA, DENSE]),
         (torch.bfloat16, 257, False, [DENSE]),
-        (torch.float32, 16, False, [PACKED, DENSE]),
-        (torch.float32, 17, False, [DENSE]),
+        (torch.float32, 16, False, [DENSE]),
         (torch.bfloat16, 0, True, [DENSE]),
     ],
 )
@@ -189,8 +186,8 @@ def test_a_kernel_that_is_not_right_leaves_the_choice_to_the_others(monkeypatch)
     routes.right = None
     with autotune.choices() as ran:
         routed(x, *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, None)
-    assert routes.taken == [PACKED]
-    assert ran["route 16x64x32"] == "packed"
+    assert routes.taken == [DENSE]
+    assert ran["route 16x64x32"] == "dense"
 
 
 def test_other_patterns_are_unpacked(monkeypatch):
@@ -212,7 +209,7 @@ def test_the_table_of_routes_is_read_from_what_was_measured():
                 torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, weight.new_zeros(288)
             )
     assert [(one.op, one.configs, one.shape) for one in requested] == [
-        ("sparse_linear_route", (ROUTE_CONFIGS[1], ROUTE_CONFIGS[3]), (65, 16, 32)),
+        ("sparse_linear_route", (ROUTE_CONFIGS[1], ROUTE_CONFIGS[2]), (65, 16, 32)),
         ("cusparselt", cusparselt.CONFIGS, (65, 16, 32)),
     ]
 

@@ -22,7 +22,6 @@ from permtriton.kernels import (
     nm_mask,
     packing,
     sinkhorn,
-    sparse_linear_triton,
     sparsegpt_block,
     swap_gains,
 )
@@ -247,26 +246,6 @@ def _packing() -> Iterator[Build]:
         yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", packing.CONFIGS)
 
 
-def _sparse_linear() -> Iterator[Build]:
-    """Yields every Triton kernel, with bias and index."""
-    rows, channels = 4096, 16384
-
-    def product_of(tokens: int, dtype: torch.dtype) -> object:
-        values = torch.empty(rows, channels // 2, dtype=dtype)
-        positions = torch.empty(rows, channels // 8, dtype=torch.uint8)
-        bias, index = torch.empty(rows, dtype=dtype), torch.empty(channels, dtype=index_dtype(channels))
-        x = torch.empty(tokens, channels, dtype=dtype)
-        return sparse_linear_triton.sparse_linear_triton(x, values, positions, bias, index, channels, PATTERN)
-
-    for dtype in (torch.bfloat16, torch.float32):
-        for tokens in (1, 16) if dtype == torch.float32 else (1, 16, 64):
-            about, call = f"{name_of(dtype)} {tokens} tokens", partial(product_of, tokens, dtype)
-            if tokens == 1:
-                yield from builds_of(about, call, "sparse_linear_vector", sparse_linear_triton.VECTOR_CONFIGS)
-            else:
-                yield from builds_of(about, call, "sparse_linear", sparse_linear_triton.CONFIGS)
-
-
 MODULES = (
-    _permute, _norm_permute, _sinkhorn, _assignment, _nm_mask, _swap_gains, _sparsegpt_block, _packing, _sparse_linear,
+    _permute, _norm_permute, _sinkhorn, _assignment, _nm_mask, _swap_gains, _sparsegpt_block, _packing,
 )  # fmt: skip

@@ -171,10 +171,7 @@ def binary_of(launch: Launch, target: Target, multiples: bool = True) -> Any:
         for place, (name, kind) in enumerate(launch.signature.items())
         if kind.startswith("*") or (multiples and kind != "i1" and launch.numbers.get(name, 1) % 16 == 0)
     }
-    constants = dict(launch.constants)
-    if target.backend == "hip" and "PTX" in constants:
-        constants["PTX"] = False  # as launchers set it there
-    source = ASTSource(launch.kernel, dict(launch.signature), constants, attributes)
+    source = ASTSource(launch.kernel, dict(launch.signature), dict(launch.constants), attributes)
     gpu = GPUTarget(target.backend, target.arch, target.warp)
     with redirect_stdout(io.StringIO()):  # where assembling fails, Triton prints all of the assembly
         return triton.compile(source, target=gpu, options={**launch.options, "enable_fp_fusion": True})

@@ -11,7 +11,6 @@ from torch import Tensor
 from benchmarks.gpu.floors import Floor, Gpu
 from benchmarks.gpu.recording import CudaLaunch, Launch
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels import sparse_linear_triton
 from permtriton.kernels.assignment import launched
 from permtriton.kernels.launch import triton
 from permtriton.kernels.nm_mask import nm_mask_triton
@@ -53,8 +52,8 @@ def floors(gpu: Gpu) -> Iterator[Floor]:
     yield _of_swaps()
     case = unpack_case(ROWS, CHANNELS, torch.bfloat16, META)
     yield Floor(case, lambda *packed: unpack_triton(*packed[:3]), ROWS * CHANNELS, "weight", lambda launch: ())
-    for tokens, runs in ((1, None), (16, None), (16, gpu), (64, gpu)):
-        yield floor_of(tokens, ROWS, CHANNELS, runs)
+    for tokens in (16, 64):
+        yield floor_of(tokens, ROWS, CHANNELS, gpu)
 
 
 def _per_tile(launch: Launch) -> tuple[float, ...]:
@@ -87,27 +86,17 @@ def _of_swaps() -> Floor:
     return Floor(case, swap_gains_triton, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["rows"],))
 
 
-def floor_of(tokens: int, rows: int, channels: int, gpu: Gpu | None) -> Floor:
-    """Returns a linear's default launch, in CUDA on a GPU, or by Triton."""
-    run = sparse_linear_triton.sparse_linear_triton
-    if gpu is not None:
-        config = mma.configs_for(tokens, channels, gpu.limits)[0]
-        variant = mma.variant_of(config, tokens, rows, channels, torch.bfloat16, gpu.limits)
-        run = partial(mma.sparse_linear_mma, variant=variant)
+def floor_of(tokens: int, rows: int, channels: int, gpu: Gpu) -> Floor:
+    """Returns a packed linear's default launch, by mma.sp."""
+    config = mma.configs_for(tokens, channels, gpu.limits)[0]
+    variant = mma.variant_of(config, tokens, rows, channels, torch.bfloat16, gpu.limits)
 
     def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
-        return run(x, values, positions, None, index, x.shape[1], PATTERN)
+        return mma.sparse_linear_mma(x, values, positions, None, index, x.shape[1], PATTERN, variant)
 
     case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
-    case = replace(case, op=case.op + " mma" * (gpu is not None))
-    return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops if gpu else _loops)
-
-
-def _loops(launch: Launch) -> tuple[float, ...]:  # the kernel that adds partial sums has none
-    if "STAGES" in launch.constants:
-        bits = 16 if launch.signature["x_ptr"] in ("*bf16", "*fp16") else 32
-        return (triton.cdiv(256 * launch.numbers["words"], bits * launch.constants["TILE_C"]),)
-    return (launch.numbers["tiles_per_split"],) if "tiles_per_split" in launch.numbers else ()
+    case = replace(case, op=f"{case.op} mma")
+    return Floor(case, launch, rows * channels // 2, "kept value", _mma_loops)
 
 
 def _mma_loops(launch: CudaLaunch) -> tuple[float, ...]:  # over a block's chunks, and over its results if they are many

@@ -47,7 +47,7 @@ def check_content(
 
 
 def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device) -> bool:
-    """Whether a kernel multiplies the packed weight of a linear: 2:4, in 16 bits, on a GPU with kernels.
+    """Whether the weight of a linear stays packed: 2:4, in 16 bits, on a GPU with kernels.
 
     Args:
         in_features: number of input channels, on this rank if several ranks divide them.

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels import sparse_linear_triton as kernels
 from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.kernels.permute import permute_reference
@@ -59,11 +58,6 @@ def _tables(
     tables = {}
     if mma.takes(tokens, out_features, in_features, dtype, PATTERN):
         tables["sparse_linear_mma"] = mma.configs_for(tokens, in_features, mma.limits_of(device))
-    if kernels.takes(tokens, out_features, in_features, dtype, PATTERN):
-        if tokens == 1:
-            tables["sparse_linear_vector"] = kernels.VECTOR_CONFIGS
-        else:
-            tables["sparse_linear"] = kernels.CONFIGS
     if cusparselt.takes(dtype, out_features, in_features):
         tables["cusparselt"] = cusparselt.CONFIGS
     return {**tables, "sparse_linear_route": ROUTE_CONFIGS}
