@@ -41,8 +41,10 @@ RESHAPING = {
 
 
 def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Returns a graph module with a copy of the graph and the same parameters."""
-    return fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph), "Compiled")
+    """Returns a graph module with a copy of the graph, and the same parameters and ``meta``."""
+    copy_of = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph), "Compiled")
+    copy_of.meta = dict(graph_module.meta)
+    return copy_of
 
 
 def parameter_nodes(graph_module: fx.GraphModule) -> dict[str, fx.Node]:

@@ -1,4 +1,4 @@
-"""The passes in their order, and the runner that proves each one."""
+"""The passes in their order, and the runner that checks each one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +7,6 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from permtriton.data.samples import Inputs
-from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.passes.cancel_permutations import cancel_permutations
 from permtriton.passes.edits import Move, moves_of
@@ -18,26 +16,10 @@ from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.insert_permutations import insert_permutations
 from permtriton.passes.lower import lower
 from permtriton.passes.plan import ChannelSpace, Plan
-from permtriton.passes.verify_graph import Verifier, count_operators
+from permtriton.passes.provenance import channel_unions
+from permtriton.passes.verify_graph import check_channels, count_operators
 
-
-@dataclass(frozen=True)
-class Pass:
-    """A step of the compiler.
-
-    Attributes:
-        run: Plain function that rewrites a graph module and returns it.
-        exact: Whether the graph must give the same outputs as before.
-    """
-
-    run: Callable[[fx.GraphModule], fx.GraphModule]
-    exact: bool = True
-
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        function = self.run.func if isinstance(self.run, partial) else self.run
-        return function.__name__
+Pass = Callable[[fx.GraphModule], fx.GraphModule]
 
 
 @dataclass(frozen=True)
@@ -49,15 +31,12 @@ class PassResult:
         graph_module: The rewritten graph; the next pass rewrites it again.
         before: Operator -> number of nodes that call it, before the pass.
         after: The same after the pass.
-        difference: Largest difference of the outputs relative to their size from those before the passes that were
-            verified with it, of which it is the last; None where they were not compared.
     """
 
     name: str
     graph_module: fx.GraphModule
     before: dict[str, int]
     after: dict[str, int]
-    difference: float | None
 
     @property
     def changes(self) -> dict[str, int]:
@@ -70,24 +49,15 @@ class PassResult:
 def permutation_passes(moves: Sequence[Move]) -> tuple[Pass, ...]:
     """Returns the exact passes, which reorder channels and change nothing else."""
     return (
-        Pass(partial(insert_permutations, moves=moves)),
-        Pass(partial(fuse_permutations, moves=moves)),
-        Pass(cancel_permutations),
+        partial(insert_permutations, moves=moves),
+        partial(fuse_permutations, moves=moves),
+        cancel_permutations,
     )
 
 
-def pruning_passes(
-    plan: Plan, importances: Mapping[str, ImportanceFactors], *, exact: bool = False
-) -> tuple[Pass, ...]:
-    """Returns the passes from a graph in its final order to one that multiplies packed N:M weights.
-
-    Args:
-        exact: Whether the weights are N:M already, so that the masks change nothing.
-    """
-    return (
-        Pass(partial(insert_masks, plan=plan, importances=importances), exact=exact),
-        Pass(lower),
-    )
+def pruning_passes(plan: Plan, importances: Mapping[str, ImportanceFactors]) -> tuple[Pass, ...]:
+    """Returns the passes from a graph in its final order to one that multiplies packed N:M weights."""
+    return partial(insert_masks, plan=plan, importances=importances), lower
 
 
 # The passes of a compilation, in their order.
@@ -115,8 +85,8 @@ def run_with_stand_ins(
     importances = {
         name: ImportanceFactors(1, torch.ones(site.channels, device=device)) for site, name in plan.linears()
     }
-    permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe=observe)
-    return run_passes(absorb_folds(permuted), pruning_passes(plan, importances), observe=observe)
+    permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe)
+    return run_passes(absorb_folds(permuted), pruning_passes(plan, importances), observe)
 
 
 def _random_index(space: ChannelSpace, generator: torch.Generator) -> Tensor:
@@ -127,19 +97,13 @@ def _random_index(space: ChannelSpace, generator: torch.Generator) -> Tensor:
 def run_passes(
     graph_module: fx.GraphModule,
     passes: Sequence[Pass],
-    batches: Sequence[Inputs] = (),
     observe: Callable[[PassResult], None] = lambda result: None,
 ) -> fx.GraphModule:
-    """Runs passes on a copy of a graph. After each, removes dead nodes, lints and recompiles.
-
-    Exact passes that follow one another are verified together. Where they are wrong, they run again, each verified
-    alone, so that the error names the one that is.
+    """Runs passes on a copy of a graph. After each, removes dead nodes, lints, recompiles and compares channels.
 
     Args:
         graph_module: The graph to start from; unchanged on return.
         passes: Passes, such as those from `permutation_passes`.
-        batches: Samples of the traced shapes, on which exact passes must give the same outputs. If
-            there are none (on the meta device), only the structure is verified.
 
     Returns:
         The graph after the last pass; its parameters are shared with ``graph_module``.
@@ -147,43 +111,17 @@ def run_passes(
     Raises:
         VerificationError: A pass broke the graph; the message names the pass and the node.
     """
-    for together in _verified_together(passes):
-        try:
-            after = _verified(graph_module, together, batches, observe)
-        except VerificationError:
-            for alone in together if len(together) > 1 else ():
-                graph_module = _verified(graph_module, [alone], batches, lambda result: None)
-            raise
-        graph_module = after
-    return graph_module
-
-
-def _verified_together(passes: Sequence[Pass]) -> list[list[Pass]]:
-    parts: list[list[Pass]] = []
-    for each in passes:
-        if parts and each.exact and parts[-1][-1].exact:
-            parts[-1].append(each)
-        else:
-            parts.append([each])
-    return parts
-
-
-def _verified(
-    graph_module: fx.GraphModule,
-    passes: Sequence[Pass],
-    batches: Sequence[Inputs],
-    observe: Callable[[PassResult], None],
-) -> fx.GraphModule:
     graph_module = copied(graph_module)
     graph_module.graph.eliminate_dead_code()
-    verifier = Verifier(graph_module, batches)
+    unions = channel_unions(graph_module)
     for each in passes:
+        name = (each.func if isinstance(each, partial) else each).__name__
         before = count_operators(graph_module)
         with one_thread():
-            graph_module = each.run(graph_module)
+            graph_module = each(graph_module)
         graph_module.graph.eliminate_dead_code()
         graph_module.graph.lint()
         graph_module.recompile()
-        difference = verifier.check(each.name, graph_module, exact=each.exact) if each is passes[-1] else None
-        observe(PassResult(each.name, graph_module, before, count_operators(graph_module), difference))
+        check_channels(name, unions, channel_unions(graph_module))
+        observe(PassResult(name, graph_module, before, count_operators(graph_module)))
     return graph_module

@@ -335,7 +335,7 @@ FAULTS: dict[str, Fault] = {
     "head columns not permuted": Fault(without("lm_head.weight"), FOLDING),
     "embedding not permuted": Fault(without("embed_tokens.weight"), FOLDING),
     "Conv1D not folded": Fault(without("mlp.c_proj.weight"), FOLDING, model="gpt2"),
-    "copies of a value head not tied": Fault(replaced(Site, "expand", untied_copies), "should retain an importance"),
+    "copies of a value head not tied": Fault(replaced(Site, "expand", untied_copies), "joins channels|joined"),
     "gather with the inverse": Fault(
         replaced(apply, "_gather_input", lambda f, model, name, index: f(model, name, inverse(index))),
         FOLDING, options=FUSED,

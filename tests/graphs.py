@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
+from permtriton.driver.traced import graph_outputs
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.prune.weights import mask_weights
 from permtriton.model.experts import unstack_experts
@@ -31,7 +33,6 @@ from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import Traced, trace
-from permtriton.passes.verify_graph import run
 from permtriton.util.permutation import compose, identity
 from permtriton.util.sparsity import NMPattern
 
@@ -54,6 +55,10 @@ every_case = pytest.mark.parametrize(
     ("name", "layout"), [case if case in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 )
 BATCH = zoo.token_ids(1, 4)
+
+
+def run(graph_module: fx.GraphModule) -> Tensor:
+    return graph_outputs(graph_module, Samples.of(BATCH))
 
 
 def built(name: str) -> PreTrainedModel:
@@ -160,21 +165,21 @@ def described(graph_module: fx.GraphModule) -> str:
 def compiled(name: str, layout: str) -> Compiled:
     model, plan, graph_module = private(name, layout)
     indices, importances = zoo.random_indices(plan), random_importances(plan, model)
-    source, dense = described(graph_module), run(graph_module, BATCH)
+    source, dense = described(graph_module), run(graph_module)
     found = Compiled(model, plan, indices, importances, source, "", graph_module, outputs=[dense])
 
     def observe(result: PassResult) -> None:
         result.graph_module.graph.lint()
         found.results.append(result)
-        found.outputs.append(run(result.graph_module, BATCH))
+        found.outputs.append(run(result.graph_module))
         found.printed.append(result.graph_module.print_readable(print_output=False))
         assert len(drawing.listing(result.graph_module)) == len(result.graph_module.graph.nodes)
 
-    permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), [BATCH], observe)
+    permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe)
     found.permuted, found.source_after = counted(permuted), described(graph_module)
     zoo.fold(model, plan, indices)
     passes = pruning_passes(plan, moved_importances(plan, model, indices, importances))
-    found.graph_module = run_passes(absorb_folds(permuted), passes, [BATCH], observe)
+    found.graph_module = run_passes(absorb_folds(permuted), passes, observe)
     return found
 
 

@@ -11,6 +11,7 @@ from permtriton.methods.order.learned import Learned as Options
 from permtriton.methods.order.learning import OrderTrainer, learned_spaces
 from permtriton.methods.order.masked_model import masked_model
 from permtriton.methods.order.relaxation import Relaxation
+from permtriton.model.checks import relative_difference
 from permtriton.model.forward import cosine_loss, last_hidden_state
 from permtriton.passes.edits import moves_of
 from permtriton.passes.graph import (
@@ -21,11 +22,10 @@ from permtriton.passes.graph import (
 )
 from permtriton.passes.insert_masks import insert_masks
 from permtriton.passes.pipeline import permutation_passes, run_passes
-from permtriton.passes.verify_graph import relative_difference, run
 from permtriton.util.permutation import identity
 
 from . import zoo
-from .graphs import BATCH, PATTERN, planned, private, random_importances, traced
+from .graphs import BATCH, PATTERN, planned, private, random_importances, run, traced
 from .insert_relaxation import insert_relaxation
 from .zoo import fold
 
@@ -64,7 +64,7 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     with torch.no_grad():
         target = last_hidden_state(model, Samples.of(BATCH))
     base = zoo.random_indices(plan)
-    graph_module = run_passes(graph_module, permutation_passes(moves_of(plan, base)), [BATCH])
+    graph_module = run_passes(graph_module, permutation_passes(moves_of(plan, base)))
     fold(model, plan, base)
     if layout == "portable":
         with torch.no_grad():
@@ -117,4 +117,4 @@ def test_only_the_spaces_that_learn_are_relaxed():
     learning.recompile()
     constant = [is_index(node.args[5]) for node in learning.graph.nodes if node.target is NM_MASK]
     assert constant.count(True) == 7, "the first layer's order is constant"
-    assert bool(run(learning, BATCH).isfinite().all())
+    assert bool(run(learning).isfinite().all())

@@ -194,7 +194,7 @@ def test_what_differs_between_heads_keeps_channels_in_their_head(forward):
     assert (space.segments, space.reason) == ((4,) * HEADS, "")
     graph_module = unlifted(export_program(net := Net(forward), torch.randn(2, TOKENS, IN)), net)
     moves = moves_of(plan, zoo.random_indices(plan))
-    run_passes(graph_module, permutation_passes(moves), [])  # the same channels move together in any order
+    run_passes(graph_module, permutation_passes(moves))  # the same channels move together in any order
 
 
 def test_heads_that_share_a_norm_move_alike_in_the_gate():

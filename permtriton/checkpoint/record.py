@@ -230,7 +230,7 @@ class Pass(TypedDict):
 
     name: str
     nodes: dict[str, Integer]
-    difference: float | None
+    difference: NotRequired[float | None]  # written by earlier versions
 
 
 class Proof(TypedDict):

@@ -78,7 +78,7 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
             for name, corner in corners(run.model, run.plan).items()
         },
         "evaluation": {**evaluation, "text": origin.text} if origin else evaluation,
-        "passes": [{"name": p.name, "nodes": p.changes, "difference": p.difference} for p in run.passes],
+        "passes": [{"name": p.name, "nodes": p.changes} for p in run.passes],
         "proof": {
             "fold_difference": run.difference,
             "lowered_graph": comparison,

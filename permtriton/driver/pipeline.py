@@ -14,13 +14,12 @@ from permtriton.driver.prepare import Given, check_way, placed, planned, prepare
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage
-from permtriton.driver.traced import check_graph
-from permtriton.errors import VerificationError
+from permtriton.driver.traced import check_graph, traced_sample, why_not_compared
 from permtriton.methods.measure.importance import magnitudes
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
-from permtriton.passes.pipeline import pruning_passes, run_passes
+from permtriton.passes.pipeline import pruning_passes
 from permtriton.running import ranks
 from permtriton.util.asking import asking
 
@@ -113,17 +112,11 @@ def prove(run: Run) -> str:
     with run.workspace.timed("prove"):
         check_pruned(model, run.plan)
         # The model is N:M: masks by magnitude keep all of it.
-        passes = pruning_passes(run.plan, magnitudes(model, run.plan), exact=True)
-        if run.not_compared:
-            run.run_passes(passes, run.batches)
-            return run.not_compared
-        before = run.graph
-        run.run_passes(passes)
-        try:
-            check_graph(run.graph, model, run.batches[0], "after pruning")
-        except VerificationError:
-            run_passes(before, passes, run.batches)  # whose error, if there is one, names the pass that is wrong
-            raise
+        run.run_passes(pruning_passes(run.plan, magnitudes(model, run.plan)))
+        if reason := why_not_compared(run.graph, model):
+            return reason
+        sample = traced_sample(run.graph, model, run.reference.samples)
+        check_graph(run.graph, model, sample, "after pruning")
     return "same outputs"
 
 

@@ -21,7 +21,7 @@ from permtriton.driver.memory import GENERATION, IN_PLACE, Devices, Needs, descr
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
-from permtriton.driver.traced import graph_outputs, traced_batches, why_not_compared
+from permtriton.driver.traced import graph_outputs, traced_sample, why_not_compared
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
@@ -251,11 +251,11 @@ def _check_traced(start: Planned) -> None:
     model, graph = start.model, start.graph
     if why_not_compared(graph, model):
         return
-    batch = traced_batches(graph, model, start.samples.start(1, TOKENS))[0]
-    traced = graph_outputs(graph, batch)
+    sample = traced_sample(graph, model, start.samples.start(1, TOKENS))
+    traced = graph_outputs(graph, sample)
     if bool(traced.isfinite().all()):  # else `Reference` says what to do
         stage = f"the graph that torch.export traces of this {type(model).__name__}"
-        check_same_outputs(traced, lambda: model_outputs(model, batch), model, stage)
+        check_same_outputs(traced, lambda: model_outputs(model, sample), model, stage)
 
 
 def without_dense_share(run: Run) -> Run:

@@ -13,7 +13,6 @@ from permtriton.data.samples import Samples
 from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Outcome, Step
-from permtriton.driver.traced import traced_batches, why_not_compared
 from permtriton.driver.workspace import Kind, Workspace
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
@@ -59,8 +58,6 @@ class Run:
         needs: estimated memory.
         placement: where the model runs.
         rows: linear -> how much the loss feels each of its rows in the present order; None where it is not known.
-        not_compared: why the graph need not give the outputs of the model; empty where it must.
-        batches: single samples of the traced shapes, on which passes are verified.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
@@ -87,8 +84,6 @@ class Run:
     rows: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.not_compared = why_not_compared(self.graph, self.model)
-        self.batches = traced_batches(self.graph, self.model, self.reference.samples)
         self.indices = self.unmoved()
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
@@ -186,9 +181,9 @@ class Run:
         """Returns space name -> identity, int64 ``[units]``."""
         return {space.name: identity(space.units) for space in self.plan.spaces}
 
-    def run_passes(self, passes: Sequence[Pass], batches: Sequence[Samples] = ()) -> None:
-        """Runs compiler passes on the graph, and verifies its outputs where samples of the traced shapes are given."""
-        self.graph = run_passes(self.graph, passes, batches, self.passes.append)
+    def run_passes(self, passes: Sequence[Pass]) -> None:
+        """Runs compiler passes on the graph."""
+        self.graph = run_passes(self.graph, passes, self.passes.append)
 
     def reorder(self, indices: Mapping[str, Tensor]) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
@@ -197,14 +192,14 @@ class Run:
             indices: space name -> unit index relative to the present order, int64 ``[units]``.
 
         Raises:
-            VerificationError: an exact pass changed the outputs, or masks retain another importance than promised.
+            VerificationError: the outputs changed, or masks retain another importance than promised.
         """
         for space in self.plan.spaces:
             if space.name in indices:
                 space.check(indices[space.name])
         promised = self._retained(indices)
         moves = moves_of(self.plan, indices)
-        self.run_passes(permutation_passes(moves), self.batches)
+        self.run_passes(permutation_passes(moves))
         apply_edits(self.model, edits_of(moves))
         self.indices |= {name: compose(self.indices[name], index) for name, index in indices.items()}
         order = self.plan.hidden_order(self.indices)
