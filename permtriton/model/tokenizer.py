@@ -1,9 +1,5 @@
-"""Loads what makes a model's inputs, a tokenizer or a processor, and refuses one that would fill the memory."""
+"""Loads what makes a model's inputs, a tokenizer or a processor."""
 
-import struct
-import unicodedata
-from base64 import b64decode
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,14 +11,13 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ModelError, first_line, reading, shown, without_panics
 from permtriton.model.gguf_file import complete_tokenizer
-from permtriton.model.headers import read_json
 from permtriton.model.source import PROCESSOR_FILES, Source
 from permtriton.util.progress import NoProgress, Progress
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-MOST_TOKENS, MOST_GROWTH = 2**24, 1000
+MOST_TOKENS = 2**24
 
 
 def load_processor(source: Source, model: PreTrainedModel, progress: Progress | None = None) -> Any:
@@ -70,7 +65,6 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
     """
     try:
         with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
-            _check_growth(source)
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:
@@ -105,56 +99,8 @@ def _without_sentencepiece(source: Source) -> Path | None:
     return None
 
 
-def _check_growth(source: Source) -> None:
-    """Refuses a tokenizer that replaces characters by many, again and again: any text would fill the memory."""
-    if (path := source.find(TOKENIZER_FILE)) is None:
-        return
-    grown: list[tuple[str, float]] = []  # what a character may have become, "" for any -> by how many times longer
-    for step in _steps_of(read_json(path).get("normalizer")):
-        text, content = map(_folded, _replaced(step))
-        if not content:
-            continue
-        again = [growth for before, growth in grown if not text or not before or set(text) <= set(before)]
-        growth = max(len(content) / len(_replaced(step)[0] or "x"), 1) * max([1, *again])
-        grown.append(("" if step["type"] in ("ByteLevel", "Precompiled") else content, growth))
-        if growth > MOST_GROWTH:
-            raise ModelError(
-                f"{path}: its normalizers make text {growth:.0e} times as long: expected at most {MOST_GROWTH}"
-            )
-
-
-def _replaced(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns what a normalizer replaces, "" for any text, and by what at the longest; "" if it adds no characters."""
-    kind, pattern = step.get("type"), step.get("pattern")
-    if kind == "ByteLevel":
-        return "", "byte"  # a character has at most four
-    if kind == "Precompiled":
-        with suppress(ValueError, TypeError, struct.error):  # the tokenizer itself refuses it
-            table = b64decode(step.get("precompiled_charsmap", ""))
-            (tree,) = struct.unpack_from("<I", table)  # what follows the tree are the replacements, each with a zero
-            return "", max(table[4 + tree :].split(b"\0"), key=len).decode("latin1")
-    text = pattern.get("String") if isinstance(pattern, dict) else None
-    content = step.get({"Replace": "content", "Prepend": "prepend"}.get(str(kind), ""))
-    return text if isinstance(text, str) else "", content if isinstance(content, str) else ""
-
-
-def _folded(text: str) -> str:
-    """Returns a text as NFKD and lower case, which other normalizers may make of it."""
-    return unicodedata.normalize("NFKD", text).casefold()
-
-
-def _steps_of(normalizer: Any) -> Iterator[dict[str, Any]]:
-    """Yields the normalizers of a sequence, and of those inside it, in their order."""
-    if not isinstance(normalizer, dict):
-        return
-    yield normalizer
-    inner = normalizer.get("normalizers")
-    for each in inner if isinstance(inner, list) else []:
-        yield from _steps_of(each)
-
-
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses absurd ids and additions: saving lists all ids below the largest one, and the process would die of it.
+    """Refuses absurd ids: saving lists all ids below the largest one, and the process would die of it.
 
     It also refuses a vocabulary of special tokens only, which transformers makes up where no file holds one.
     """
@@ -172,10 +118,6 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
         raise ModelError(
             f"{source.name}: its tokenizer gives {shown(token)} the id {largest}, expected less than {MOST_TOKENS}: it "
             "is damaged"
-        )
-    if (added := tokenizer.num_special_tokens_to_add()) > MOST_GROWTH:
-        raise ModelError(
-            f"{source.name}: its tokenizer adds {added} tokens to each text: expected at most {MOST_GROWTH}"
         )
 
 
