@@ -59,7 +59,7 @@ from permtriton.model.modules import (
     is_permuted,
 )
 from permtriton.model.norms import match_norm
-from permtriton.model.sizes import check_numbers
+from permtriton.model.sizes import check_counts
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
@@ -152,9 +152,8 @@ class PermTritonQuantizer(HfQuantizer):
         return True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Refuses a config that claims far more layers than the checkpoint names; called before the model is built."""
-        names = [*self.quantization_config.packed, *self.quantization_config.permuted]
-        check_numbers(config.to_dict(), names)
+        """Refuses a config that claims absurdly many layers; called before the model is built."""
+        check_counts(config.to_dict(), "config.json")
         return config
 
     update_tp_plan = update_attn_implementation  # older versions of transformers call this instead

@@ -13,12 +13,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import StoredTensor
-from permtriton.model.sizes import check_numbers
+from permtriton.model.sizes import check_counts
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
 SUFFIX = ".gguf"
-COUNTS = {"block_count": "layers", "expert_count": "experts"}  # what GGUF calls the parts that sizes limits
 FACTORS = ("rope_freqs", "rope_factors_")  # of rotations by position: tensors of LLaMA 3.1 and of Phi-3 with 128k
 # `_check_rotation` knows what the factors mean; T5 stores positions of the encoder's outputs, which nothing adds.
 MAY_BE_UNUSED = (*FACTORS, "dec.blk.0.cross_attn_rel_b")
@@ -70,7 +69,7 @@ def read_gguf(path: Path) -> GgufFile:
 
     Raises:
         MissingExtraError: a package that reads it is missing.
-        ModelError: the file is damaged, a part of a model, or claims far more layers or experts than it names.
+        ModelError: the file is damaged, a part of a model, or claims absurdly many layers or experts.
     """
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
@@ -80,8 +79,6 @@ def read_gguf(path: Path) -> GgufFile:
             str(each.name): StoredTensor(path, each.tensor_type.name, tuple(map(int, reversed(each.shape))))
             for each in file.tensors
         }
-        ends = {name.rpartition(".")[2]: field for name, field in file.fields.items()}
-        counts = {COUNTS[end]: field.contents() for end, field in ends.items() if end in COUNTS}
         if "split.count" in file.fields and (parts := file.fields["split.count"].contents()) > 1:
             raise ModelError(f"{path} is one of {parts} parts: merge them with llama-gguf-split --merge")
         if not stored:
@@ -95,7 +92,7 @@ def read_gguf(path: Path) -> GgufFile:
             str(e.name): e.data.tolist() for e in file.tensors if e.name.startswith(FACTORS) and (e.data != 1).any()
         }
         biases = frozenset(str(each.name) for each in file.tensors if each.name.endswith(".bias") and each.data.any())
-    check_numbers(counts, stored, str(path))
+    check_counts(header, str(path))
     return GgufFile(path, stored, header, factors, biases)
 
 

@@ -32,7 +32,7 @@ from permtriton.model.headers import (
 from permtriton.model.name import DEMO
 from permtriton.model.prunable import check_weights, compiled_already
 from permtriton.model.rehearsal import rehearse_saving
-from permtriton.model.sizes import build_empty, check_numbers
+from permtriton.model.sizes import build_empty, check_counts
 from permtriton.model.source import BESIDE, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
 from permtriton.running.offload import NO_GPU, OffloadFolder
@@ -98,7 +98,7 @@ def load_model(
         raise ConfigError(NO_GPU.format(device=device))
     _refuse_pickles(source)
     stored = _stored(source)
-    config = config_of(source, stored)
+    config = config_of(source)
     if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
         raise compiled_already(source)
     _check_config(source, config)
@@ -203,7 +203,7 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     stored = None
     with suppress(ModelError):  # no weights, or not all of them: the config is enough
         stored = _stored(source)
-    config = config_of(source, stored)
+    config = config_of(source)
     _check_config(source, config)
     model_class = _model_class(source, config)
     if _is_compiled(config):
@@ -320,11 +320,8 @@ def _check_config(source: Source, config: Any) -> None:
             )
 
 
-def config_of(source: Source, stored: Mapping[str, StoredTensor] | None = None) -> Any:
+def config_of(source: Source) -> Any:
     """Returns a model's config; its weights need not be there.
-
-    Args:
-        stored: tensors of the checkpoint, which the config must not exceed by far; None where they are not known.
 
     Raises:
         ModelError: no such model, its config is damaged, or as `check_config`.
@@ -341,8 +338,9 @@ def config_of(source: Source, stored: Mapping[str, StoredTensor] | None = None) 
         with reading(f"{source.name}: {missing}", ModelError):
             return AutoConfig.from_pretrained(source.location, **source.loading)
     path = source.folder / CONFIG_FILE
-    check_numbers(read_json(path), stored, str(path))
+    content = read_json(path)
     with reading(f"{source.name}: its config.json cannot be used", ModelError):
+        check_counts(content, str(path))
         return AutoConfig.from_pretrained(source.location, **source.loading)
 
 
