@@ -444,9 +444,9 @@ def of_inference_mode(model):
 UP = "model.layers.0.mlp.up_proj"
 MISSING = "is missing or tied, expected"
 UNSAVABLE = {
-    "shared": (shared, {}, ModelError, "does not declare, cannot be saved .give each a copy."),
-    "values": (sharing_values, {}, ModelError, "does not declare, cannot be saved .give each a copy."),
-    "config": (divided, {}, ModelError, "with this config.json, it cannot be saved again"),
+    "shared": (shared, {}, ModelError, "could not be saved again: .* contained shared tensors"),
+    "values": (sharing_values, {}, ModelError, "could not be saved again: .* contained shared tensors"),
+    "config": (divided, {}, ModelError, "could not be saved again: "),
     "tokenizer": (lambda model: model, {"tokenizer": "x"}, ConfigError, "tokenizer is a str: expected a tokenizer"),
     "complex": (complex_norm, {}, ModelError, "model.norm.weight is torch.complex64, expected floating-point"),
     "parametrized": (parametrized, {}, ModelError, rf"{UP}.weight {MISSING} .24, 16.*remove parametrizations"),
@@ -484,7 +484,7 @@ def test_what_a_user_adds_beside_the_class_is_no_hindrance():
 def test_a_config_that_cannot_be_saved_again_is_refused_before_any_work(place):
     zoo.tiny_llama().save_pretrained(place / "model")
     folders.edit_json(place / "model" / "config.json", lambda config: config.update(distributed_config={"tp": 4}))
-    with pytest.raises(ModelError, match=r"with this config\.json, it cannot be saved again"):
+    with pytest.raises(ModelError, match="model could not be saved again: "):
         permtriton.compile(place / "model", data=zoo.tiny_ids(4, 16), recipe="mask")
 
 

@@ -57,7 +57,7 @@ def load_original(
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
             `load_model` and `load_processor`.
-        OutputError: the folder for temporary files cannot be written, or as `load_model`.
+        OutputError: as `load_model`.
         ConfigError: as `load_model`.
     """
     model = load_model(source, allow_compiled=False, offload=offload, progress=progress)

@@ -1,16 +1,13 @@
 """Can a model be saved at the end? All but its weights are saved at the start, into a temporary folder."""
 
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from permtriton.errors import ModelError, OutputError, reading
-from permtriton.util.output_files import disk_error
+from permtriton.errors import ModelError, reading
 
 
 def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
@@ -24,27 +21,17 @@ def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
 
     Raises:
         ModelError: a config, the tokenizer or the weights could not be saved.
-        OutputError: the folder for temporary files cannot be written.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    parts: dict[str, Callable[[str], object]] = {
-        "its config.json cannot be saved again": model.config.save_pretrained,
-        "with this config.json, it cannot be saved again": lambda folder: model.save_pretrained(
-            folder, state_dict={}, is_main_process=False
-        ),
-        "weights that share their values, which its class does not declare, cannot be saved (give each a copy)": (
-            lambda folder: remove_tied_weights_from_state_dict(model.state_dict(), model)
-        ),
-    }
-    if model.can_generate():
-        parts["its generation_config.json cannot be saved again"] = model.generation_config.save_pretrained
-    if tokenizer is not None:
-        parts["its tokenizer cannot be saved again"] = tokenizer.save_pretrained
-    with _temporary_folder() as folder:
-        for problem, save in parts.items():
-            with reading(f"{name}: {problem}", ModelError), _temporary_files():
-                save(folder)
+    with reading(f"{name} could not be saved again", ModelError), TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict={}, is_main_process=False)
+        remove_tied_weights_from_state_dict(model.state_dict(), model)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
 
 def check_made_by_config(model: PreTrainedModel) -> None:
@@ -73,25 +60,3 @@ def check_made_by_config(model: PreTrainedModel) -> None:
                 "change the config, give a model of the class that is made so, or undo what changed this one (merge "
                 "adapters, remove parametrizations, compile no module inside)"
             )
-
-
-@contextmanager
-def _temporary_folder() -> Iterator[str]:
-    with ExitStack() as stack:
-        with _temporary_files():
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-        yield folder
-
-
-@contextmanager
-def _temporary_files() -> Iterator[None]:
-    """Says of an error of the disk which folder it is about."""
-    try:
-        yield
-    except Exception as error:  # transformers raises many kinds
-        if (reported := disk_error(error)) is None:
-            raise
-        named = "the folder for temporary files"
-        with suppress(OSError):  # where there is none
-            named = f"{named}, {tempfile.gettempdir()},"
-        raise OutputError(f"{named} cannot be written: {reported.strerror}") from error
