@@ -24,11 +24,17 @@ from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
 from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
 from permtriton.model.forward import without_cache
-from permtriton.model.other_calls import CONTROLS
 from permtriton.passes.branches import Answers, converted, samples_like
 from permtriton.passes.trace_inputs import examples
 
 OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
+# Arguments of forward that bring in no further weights: they describe tokens, or control the call.
+CONTROLS = {
+    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "token_type_ids", "head_mask",
+    "labels", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
+    "vision_feature_layer", "vision_feature_select_strategy", "return_dict", "cache_position", "next_sentence_label",
+    "encoder_attention_mask", "cross_attention_mask",
+}  # fmt: skip
 GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the graph does not need
 
 

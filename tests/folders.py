@@ -120,7 +120,7 @@ def record(sparsity: str = "2:4", **entries: object) -> dict[str, object]:
         "sparsity_by_layer": {}, "permutations": [], "skipped": {}, "barriers": [], "sites": [], "rows": [],
         "hidden_states": {"permuted": False}, "steps": [], "retained_importance": {}, "corners": {}, "passes": [],
         "evaluation": {},
-        "proof": {"fold_difference": 0.0, "lowered_graph": "", "verified_inputs": [], "unverified_inputs": {}},
+        "proof": {"fold_difference": 0.0, "lowered_graph": ""},
         "seconds": {}, "memory": {"peak": 1, "estimate": {}}, "files": {}, "card": None,
         "verification": {"tensors": 1, "pruned_weights": 1, "reloaded": "same outputs"}, **entries,
     }  # fmt: skip

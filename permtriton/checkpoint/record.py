@@ -238,8 +238,8 @@ class Proof(TypedDict):
 
     fold_difference: float
     lowered_graph: str
-    verified_inputs: list[str]
-    unverified_inputs: dict[str, str]
+    verified_inputs: NotRequired[list[str]]  # this and the next were written by earlier versions
+    unverified_inputs: NotRequired[dict[str, str]]
 
 
 class Tensors(TypedDict):

@@ -82,8 +82,6 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
         "proof": {
             "fold_difference": run.difference,
             "lowered_graph": comparison,
-            "verified_inputs": list(run.reference.verified),
-            "unverified_inputs": run.reference.unverified,
         },
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
         "memory": {"peak": peak_memory(run.placement.device), "estimate": run.needs.report()},

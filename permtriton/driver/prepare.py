@@ -134,7 +134,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
     with workspace.timed("trace"):
         _check_traced(start)
     samples, generated = _with_text(start, workspace, placement)
-    reference = Reference(model, samples, start.plan.unseen)
+    reference = Reference(model, samples)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     evaluation, statistics, expert_tokens = None, {}, {}

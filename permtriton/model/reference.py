@@ -1,46 +1,34 @@
 """The dense model's outputs, which the permuted model must reproduce."""
 
-from functools import partial
-
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, VerificationError
 from permtriton.model.checks import LAST, check_same_outputs, output_and_states, same_channels
-from permtriton.model.other_calls import other_inputs
 from permtriton.model.routing import Routing
 
 SEQUENCES, TOKENS = 2, 64
 
 
 class Reference:
-    """Outputs of a dense model on the first calibration samples (of text, their start), and on its other inputs.
-
-    Args:
-        unseen: parameters that the trace did not use; if there are any, calls with `other_inputs` are compared, too.
+    """Outputs of a dense model on the first calibration samples (of text, their start).
 
     Attributes:
         samples: at most `SEQUENCES` samples, of text with at most `TOKENS` tokens.
         output: first output on them, float32 on the CPU.
-        verified: arguments of ``forward`` with which calls are compared.
-        unverified: argument of ``forward`` -> why no call with it could be made.
         unproved: why `check` could not prove that all hidden states have the order of the last one; else empty.
 
     Raises:
         CalibrationError: the outputs on the samples are not finite.
     """
 
-    def __init__(self, model: PreTrainedModel, samples: Samples, unseen: tuple[str, ...]) -> None:
+    def __init__(self, model: PreTrainedModel, samples: Samples) -> None:
         self.samples = samples.start(SEQUENCES, TOKENS)
-        calls, self.unverified = other_inputs(model, self.samples) if unseen else ({}, {})
-        self._calls = {samples.name: self.samples.to(model.device, model.dtype).inputs, **calls}
-        self.verified = tuple(self._calls)
+        self._inputs = self.samples.to(model.device, model.dtype).inputs
         self._routing = Routing(model)
         with self._routing.recorded():
-            returned = {name: output_and_states(model, call) for name, call in self._calls.items()}
-        self._outputs = {name: output for name, (output, _) in returned.items()}
-        self.output, self._states = returned[samples.name]
+            self.output, self._states = output_and_states(model, self._inputs)
         self.unproved = ""
         if not bool(self.output.isfinite().all()):
             raise CalibrationError(
@@ -49,26 +37,28 @@ class Reference:
             )
 
     def check(self, model: PreTrainedModel, stage: str, order: Tensor | None) -> float:
-        """Compares the present outputs of the model with the dense ones, on every call, and its hidden states.
+        """Compares the present output of the model with the dense one, and its hidden states.
 
         Args:
             order: index ``[C]`` of the last hidden state, from the dense model's channels to the present ones; None
                 where they did not move.
 
         Returns:
-            The largest difference on the samples, relative to the largest output.
+            The largest difference, relative to the largest output.
 
         Raises:
             VerificationError: a difference is larger than rounding explains, too many tokens go to other experts, or
                 the last hidden state is not in that order.
         """
         states: dict[str, list[Tensor]] = {}
-        differences = {
-            name: check_same_outputs(
-                output, partial(self._output, model, name, states), model, f"{stage}, called with {name}"
-            )
-            for name, output in self._outputs.items()
-        }
+
+        def present() -> Tensor:
+            with self._routing.replayed():  # each token goes to the experts of the dense model
+                output, found = output_and_states(model, self._inputs)
+            states.update(found)
+            return output
+
+        difference = check_same_outputs(self.output, present, model, stage)
         unordered = [name for name, dense in self._states.items() if not _ordered(dense, states[name], order, model)]
         if LAST in unordered:
             raise VerificationError(
@@ -80,18 +70,7 @@ class Reference:
             self.unproved = f"{LAST}: the model returns none to compare with"
         elif unordered:
             self.unproved = f"{', '.join(unordered)}: other channels moved than in the last hidden state"
-        return differences[self.samples.name]
-
-    def _output(self, model: PreTrainedModel, name: str, states: dict[str, list[Tensor]]) -> Tensor:
-        """Returns the present output of a call, with each token sent to the experts of the dense model.
-
-        Args:
-            states: takes the hidden states on the samples.
-        """
-        with self._routing.replayed():  # of all calls, in their order
-            returned = {each: output_and_states(model, call) for each, call in self._calls.items()}
-        states.update(returned[self.samples.name][1])
-        return returned[name][0]
+        return difference
 
 
 def _ordered(dense: list[Tensor], present: list[Tensor], order: Tensor | None, model: PreTrainedModel) -> bool:

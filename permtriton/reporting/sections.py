@@ -239,8 +239,6 @@ def details(folders: Sequence[Compiled]) -> Section:
             f"same outputs (largest difference {each.record['proof']['fold_difference']:.1e})"
         ),
         "pruned against the graph": lambda each: each.record["proof"]["lowered_graph"],
-        "inputs compared": lambda each: ", ".join(each.record["proof"]["verified_inputs"]),
-        "inputs not compared": _unverified,
         "pruned weights checked on disk": lambda each: str(each.record["verification"]["pruned_weights"]),
         "reloaded": lambda each: each.record.get("export", each.record["verification"])["reloaded"],
     }
@@ -299,11 +297,6 @@ def _calibration(folder: Compiled) -> str:
 def _pruned(folder: Compiled) -> str:
     pruned, total = folder.record["pruned_parameters"], folder.record["parameters"]
     return f"{pruned:,} of {total:,} ({pruned / total:.1%})"
-
-
-def _unverified(folder: Compiled) -> str:
-    unverified = folder.record["proof"]["unverified_inputs"]
-    return "; ".join(f"{name}: {why}" for name, why in unverified.items()) or "none"
 
 
 def _hidden_states(folder: Compiled) -> str:
