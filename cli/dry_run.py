@@ -1,7 +1,6 @@
 """The command ``permtriton compile --dry-run``: shows what a compilation would do and need."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,14 +8,12 @@ from permtriton.checkpoint.plan_entries import grouped
 from permtriton.cli.console import out, print_json, show
 from permtriton.cli.inspect import destination
 from permtriton.cli.processor import suit_processor
-from permtriton.driver.forecast import duration
 from permtriton.driver.job import DryRun, Job
-from permtriton.driver.memory import Devices, describe_low_memory, describe_weights
+from permtriton.driver.memory import Devices, describe_low_memory
 from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.model.source import Source
 from permtriton.running.placement import Way
 from permtriton.util.bars import reporter
-from permtriton.util.machine import format_bytes
 from permtriton.util.output_files import real_path
 
 GIB = 1 << 30
@@ -64,23 +61,11 @@ def _estimate(planned: DryRun, folder: Path) -> Iterator[tuple[str, str]]:
     yield "share of parameters to prune", f"{pruned / total:.1%} ({pruned:,} of {total:,})"
     dense = [*reasons_of(plan.skipped), *([f"a share of {share:.0%}, chosen by a backward pass"] if share else [])]
     yield "linears left dense", "; ".join(dense) or "none"
-    devices = forecast.devices
-    each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
-    yield "memory", f"{format_bytes(forecast.needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
-    if devices.count > 1 or forecast.needs.way:
-        yield "weights", describe_weights(forecast.needs)
-    if devices.count > 1:
-        yield "started by", f"torchrun --nproc-per-node {devices.count} -m permtriton compile ..."
-    if saved := describe_low_memory(forecast.needs, planned.config):
-        yield "to save memory", saved
+    yield from forecast.rows(folder)
     if not forecast.seconds:
         missing = "these devices" if planned.fetched else "the weights yet"
         yield "time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}"
-    else:
-        stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in forecast.seconds.items())
-        yield "time", f"{forecast.time} ({stages})"
-    free = format_bytes(shutil.disk_usage(folder).free)
-    yield "disk", f"{format_bytes(sum(forecast.disk.values()))} in {folder}; {free} free"
-    if forecast.needs.offloaded:
-        parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in forecast.needs.offloaded.items())
-        yield forecast.needs.beside, parts
+    if forecast.devices.count > 1:
+        yield "started by", f"torchrun --nproc-per-node {forecast.devices.count} -m permtriton compile ..."
+    if saved := describe_low_memory(forecast.needs, planned.config):
+        yield "to save memory", saved

@@ -292,7 +292,8 @@ def test_the_library_measures_only_where_it_is_to_say_so(model, monkeypatch):
 def test_a_run_says_what_it_needs_before_it_starts(desk):
     result = RUNNER.invoke(app, desk.compile())
     assert result.exit_code == 0, result.output
-    line = next(line for line in result.stderr.splitlines() if line.startswith("memory on cpu: about"))
+    line = next(line for line in result.stderr.splitlines() if line.startswith("memory: "))
+    assert "on cpu at the peak" in line
     assert "time: roughly" in line
     assert "disk: 16 MiB" in line
     report = json.loads((desk.out / "permtriton.json").read_text())

@@ -342,7 +342,7 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     whole, spread = needs(4, 10**12), needs(4, 0)
     assert whole.way is Way.WHOLE
     assert spread.way is Way.SPREAD
-    assert "spread" in memory.describe(spread, memory.Devices("cuda", 4, 0))
+    assert "spread" in memory.describe_weights(spread)
     assert needs(1, 0).way is Way.WHOLE, "there is no other GPU"
     assert needs(4, 0, shard=False).way is Way.WHOLE
     assert memory.refusal(needs(4, 0, shard=False), memory.Devices("cuda", 4, 0))

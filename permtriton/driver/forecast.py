@@ -7,7 +7,7 @@ What depends on the text or on chance (when a search ends, a busy machine) makes
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -20,7 +20,7 @@ from permtriton.checkpoint.format import Format
 from permtriton.data.generated import texts_at_once, written
 from permtriton.data.samples import Samples
 from permtriton.driver.identity import states_beside
-from permtriton.driver.memory import Devices, Needs, describe, refusal
+from permtriton.driver.memory import Devices, Needs, describe_weights, refusal
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
 from permtriton.driver.step import FLOAT32, Facts, Speed, Stage
@@ -79,22 +79,26 @@ class Forecast:
         total = sum(self.seconds.values())
         return FASTER * total, SLOWER * total
 
-    @property
-    def time(self) -> str:
-        """The range in words."""
-        least, most = map(duration, self.time_range)
-        return f"roughly {least} to {most}" + f" {self.assumed}".rstrip() if self.seconds else "not measured"
+    def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
+        """Yields the name and value of each need; ``folder`` is where the output goes, None if that is not known."""
+        needs, devices = self.needs, self.devices
+        each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
+        yield "memory", f"{format_bytes(needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
+        if devices.count > 1 or needs.way:
+            yield "weights", describe_weights(needs)
+        if self.seconds:
+            least, most = map(duration, self.time_range)
+            stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.seconds.items())
+            assumed = f", {self.assumed}" if self.assumed else ""
+            yield "time", f"roughly {least} to {most}{assumed} ({stages})"
+        free = f" in {folder}; {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
+        yield "disk", f"{format_bytes(sum(self.disk.values()))}{free}"
+        if needs.offloaded:
+            yield needs.beside, ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.offloaded.items())
 
     def describe(self, folder: Path | None) -> str:
-        """Returns memory, time and disk as one line; ``folder`` is where the output goes, None if that is not known."""
-        free = f", {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
-        time = (
-            f"{self.time}, most of it {max(self.seconds, key=self.seconds.__getitem__)}" if self.seconds else self.time
-        )
-        disk = f"{format_bytes(sum(self.disk.values()))}{free}"
-        return f"{describe(self.needs, self.devices)}; time: {time}; disk: {disk}" + (
-            f"; {self.needs.beside}: {format_bytes(sum(self.needs.offloaded.values()))}" if self.needs.offloaded else ""
-        )
+        """Returns `rows` as one line."""
+        return "; ".join(f"{name}: {value}" for name, value in self.rows(folder))
 
     def report(self) -> dict[str, Any]:
         """Returns everything, as JSON can hold it; ``seconds`` is None where it was not measured."""

@@ -347,18 +347,6 @@ def describe_low_memory(needs: Needs, config: CompileConfig) -> str:
     return "; ".join([*(["backward passes recompute activations"] if needs.recomputes else []), *steps])
 
 
-def describe(needs: Needs, devices: Devices) -> str:
-    """Returns the estimate as one line."""
-    program = f", program {format_bytes(needs.program)}" if needs.program else ""
-    each = f"{devices.count} x {devices.kind}, on each" if devices.count > 1 else devices.kind
-    return (
-        f"memory on {each}: about {format_bytes(needs.peak)} at the peak (model {format_bytes(needs.model)}"
-        f"{program}, {needs.largest} {format_bytes(needs.extra(needs.largest))}); "
-        f"{format_bytes(devices.free)} free"
-        + (f"; weights: {describe_weights(needs)}" if devices.count > 1 or needs.way else "")
-    )
-
-
 def describe_weights(needs: Needs) -> str:
     """Returns where the weights are while the model runs on several devices."""
     if needs.way is Way.ONLOADED:
