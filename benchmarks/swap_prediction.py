@@ -17,10 +17,10 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_ids
 from permtriton.demo import FOLDER
-from permtriton.driver.planning import find_plan
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from permtriton.api import compile as compile
     from permtriton.api import dry_run as dry_run
     from permtriton.api import export as export
+    from permtriton.api import find_plan as find_plan
     from permtriton.api import inspect as inspect
     from permtriton.api import report as report
     from permtriton.driver.job import DryRun as DryRun
     from permtriton.driver.options import CompileConfig as CompileConfig
-    from permtriton.driver.planning import find_plan as find_plan
     from permtriton.driver.result import CompiledModel as CompiledModel
     from permtriton.errors import PermTritonError as PermTritonError
     from permtriton.evaluation.evaluate import evaluate as evaluate
@@ -56,7 +56,7 @@ _MODULES = {
     "dry_run": "api",
     "evaluate": "evaluation.evaluate",
     "export": "api",
-    "find_plan": "driver.planning",
+    "find_plan": "api",
     "inspect": "api",
     "keep_pattern": "methods.train.keep_pattern",
     "recipes": "recipe",

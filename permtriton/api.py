@@ -22,12 +22,14 @@ from permtriton.errors import ConfigError, near
 from permtriton.model import load
 from permtriton.model.name import checked_token, location_of
 from permtriton.model.source import Source, source_of
+from permtriton.passes.plan import Plan
 from permtriton.recipe import all_options, build_config, given_by, steps_of
 from permtriton.reporting import html_report
 from permtriton.util.asking import arguments, asking_with_options
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import path_of, real_path
+from permtriton.util.sparsity import NMPattern
 
 Model = PreTrainedModel | str | Path
 
@@ -165,6 +167,20 @@ def inspect(
         model = load.load_empty_model(source)
     assert isinstance(model, PreTrainedModel)
     return plan_report(planning.plan_model(model, chosen)[0])
+
+
+@as_torch_starts()
+def find_plan(model: PreTrainedModel, sparsity: NMPattern | str, **options: Any) -> Plan:
+    """Returns the plan of a loaded model; weights are not needed, so it may be on the meta device.
+
+    Args:
+        options: as `inspect` takes them.
+
+    Raises:
+        PermTritonError: as `inspect`.
+    """
+    given = _parsed({"sparsity": sparsity, **options})
+    return planning.plan_model(model, build_config("", None, given, given))[0]
 
 
 @asking_with_options(AskedComparison)

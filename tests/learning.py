@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.planning import find_plan
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms

@@ -8,8 +8,8 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaForCausalLM
 
 import permtriton
+from permtriton import find_plan
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.held_out import MAX_ENCODER_WINDOWS, Evaluation
 from permtriton.evaluation.perplexity import perplexity

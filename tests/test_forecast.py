@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import permtriton
-from permtriton import config_from
+from permtriton import config_from, find_plan
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory
@@ -25,7 +25,6 @@ from permtriton.driver.forecast import (
     stage_seconds,
 )
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.driver.step import Speed
 from permtriton.errors import OutputError
 from permtriton.model.experts import unstacked_experts

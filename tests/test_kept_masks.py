@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.planning import find_plan
 from permtriton.errors import MemoryTooSmallError
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learned import Learned as Options

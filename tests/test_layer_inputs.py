@@ -6,8 +6,8 @@ import torch
 from transformers import AlbertConfig, AlbertModel, OPTConfig, OPTForCausalLM
 
 from benchmarks.architectures import tiny as tiny_architectures
+from permtriton import find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver.planning import find_plan
 from permtriton.methods.measure.statistics import hessians
 from permtriton.passes.plan import layer_modules, linear_module
 from permtriton.running import ranks

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaModel
 
 import permtriton
+from permtriton import find_plan
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
 from permtriton.methods.order.learning import learned_spaces
 from permtriton.util.permutation import identity, is_permutation, moved

@@ -8,11 +8,10 @@ import pytest
 import torch
 from transformers import AlbertConfig, AlbertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from permtriton import config_from
+from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver import memory
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.errors import ConfigError
 from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.order import learning

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.architectures import tiny as tiny_architectures
-from permtriton import config_from
+from permtriton import config_from, find_plan
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.driver.step import Outcome
 from permtriton.methods.measure import statistics as module_statistics
 from permtriton.methods.measure.statistics import Moments

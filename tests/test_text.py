@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from permtriton import config_from
+from permtriton import config_from, find_plan
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.samples import Samples
@@ -23,7 +23,6 @@ from permtriton.data.text import (
     evaluation_ids,
     fitted,
 )
-from permtriton.driver.planning import find_plan
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.passes.plan import linear_module

@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton import PermTritonError, config_from
+from permtriton import PermTritonError, config_from, find_plan
 from permtriton.data.generated import generated_text
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state

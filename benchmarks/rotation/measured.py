@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from benchmarks.rotation.search import PATTERN, Part
 from benchmarks.rotation.turn import per_query_head, turn_heads
+from permtriton import find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver.planning import find_plan
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.statistics import hessians

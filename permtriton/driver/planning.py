@@ -1,14 +1,14 @@
 """From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
 from transformers import PreTrainedModel
 
-from permtriton.config import CommonConfig, Layout, OProj
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import FLOAT32, Facts, without_gradients
@@ -23,7 +23,6 @@ from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
 from permtriton.running import ranks
-from permtriton.util.machine import as_torch_starts
 from permtriton.util.sparsity import NMPattern
 
 
@@ -123,55 +122,20 @@ class Planned:
         )
 
 
-@as_torch_starts()
-def find_plan(
-    model: PreTrainedModel,
-    sparsity: NMPattern,
-    *,
-    pattern: Sequence[str] = (),
-    skip_indivisible: bool = False,
-    layout: Layout = "portable",
-    o_proj: OProj = "tied",
-    targets: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-) -> Plan:
-    """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
-
-    Args:
-        sparsity: N:M pattern of the linears.
-        pattern: other patterns for some linears, as `permtriton.passes.chosen.own_patterns` takes them.
-        skip_indivisible: whether to leave linears dense whose number of input channels is not a multiple of M.
-        layout: ``portable`` or ``fused``.
-        o_proj: permutation of the attention output in layout ``fused``: ``tied`` or ``free``.
-        targets: the only linears to prune, as `permtriton.passes.chosen.left_out` takes them; nothing for all.
-        ignore: linears to leave dense, whether ``targets`` names them or not.
-
-    Raises:
-        ConfigError: as `permtriton.passes.chosen.left_out`.
-        ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
-    """
-    config = CommonConfig(
-        sparsity=sparsity,
-        pattern=tuple(pattern),
-        skip_indivisible=skip_indivisible,
-        layout=layout,
-        o_proj=o_proj,
-        targets=tuple(targets),
-        ignore=tuple(ignore),
-    )
-    return plan_model(model, config)[0]
-
-
 def plan_model(
     model: PreTrainedModel, config: CommonConfig, samples: Samples | None = None
 ) -> tuple[Plan, fx.GraphModule]:
-    """Returns the plan that `find_plan` makes, and the graph that it was made from.
+    """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
         samples: inputs that the graph will be run on; it has the shapes of one. Text is traced on a few tokens.
 
+    Returns:
+        The plan, and the graph that it was made from.
+
     Raises:
-        ModelError: as `find_plan`.
+        ConfigError: as `permtriton.passes.chosen.left_out`.
+        ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
     """
     with unstacked_experts(model) as experts:
         traced = trace(model, None if samples is None or samples.is_text else samples[:1])

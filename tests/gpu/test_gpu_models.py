@@ -7,12 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import permtriton
-from permtriton import NMPattern
+from permtriton import NMPattern, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import find_plan
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error
