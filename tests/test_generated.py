@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
@@ -275,25 +275,14 @@ def test_text_of_another_run_is_refused(tmp_path):
     assert trained.is_file()
 
 
-@pytest.mark.parametrize("damage", ["shape", "dtype", "negative", "outside", "missing"])
-@pytest.mark.slow(but=["shape", "missing"])
-def test_damaged_text_is_refused(tmp_path, damage):
+def test_damaged_text_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     compiled("mask,distill", resume_path=path, distill_epochs=1)
     state = path.with_suffix(".generated.safetensors")
-    inputs = _inputs(state)
-    ids = load_file(state)["text"]
-    damaged = {
-        "shape": ids[1:], "dtype": ids.float(), "negative": ids - ids.max() - 1, "outside": ids + 10**6, "missing": ids,
-    }[damage]  # fmt: skip
-    save_file({"other" if damage == "missing" else "text": damaged.contiguous()}, state, {"inputs": inputs})
-    with pytest.raises(OutputError, match="is damaged: its text is not 5 x 12 token ids; delete the file"):
-        compiled("mask,distill", resume_path=path, distill_epochs=1)
-
-
-def _inputs(state) -> str:
     content = state.read_bytes()
-    return json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]["inputs"]
+    state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(OutputError, match="is damaged: its content is not what was written; delete the file"):
+        compiled("mask,distill", resume_path=path, distill_epochs=1)
 
 
 # -- without a text ----------------------------------------------------------------------------------------------------

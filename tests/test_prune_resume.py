@@ -65,10 +65,8 @@ def test_a_state_of_another_run_or_a_damaged_one_is_refused(path, step):
     with pytest.raises(OutputError, match=r"refit_0.safetensors belongs to another run: the model is another one"):
         pruned(problem, step, state=FinishedLayers(path, MINE))
     first = path.with_name(".out.refit_0.safetensors")
-    tensors = load_file(first)
-    name = min(tensors)
-    save_file({**tensors, name: tensors[name][:1]}, first, {"inputs": '{"weights": "mine"}', "parts": "[]"})
-    with pytest.raises(OutputError, match=f"is damaged: {name}"):
+    save_file(load_file(first), first, {"inputs": '{"weights": "mine"}', "parts": "[]"})
+    with pytest.raises(OutputError, match="is damaged: its content is not what was written"):
         pruned(problem, step, state=FinishedLayers(path, MINE))
 
 

@@ -1,31 +1,29 @@
 """A run continues only from a whole state of the same model: anything else would end in another result in silence."""
 
 import json
-from dataclasses import replace
 from importlib import metadata
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import permtriton
 from permtriton import config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
-from permtriton.methods.order.learning import LearningFile
 from permtriton.model.checks import model_hash
+from permtriton.running.state import StateFile
 
 from . import zoo
-from .learning import QUICK, unchanged
 from .updating import Recording
 
 OPTIONS = {
     "recipe": "heuristic,learned,mask", "learn_epochs": 2, "learn_batch_size": 4, "micro_batch_size": 4,
     "learn_block_size": 16,
 }  # fmt: skip
-TWO_EPOCHS, MINE = replace(QUICK, epochs=2), {"weights": "mine"}
+MINE = {"weights": "mine"}
 IDS = zoo.token_ids(4, 8).clamp(max=40)
 
 
@@ -106,7 +104,9 @@ def test_other_weights_before_the_stage_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("permtriton.driver.identity.model_hash", lambda model: "same")
     monkeypatch.setattr("permtriton.driver.workspace.model_hash", lambda model: "another")
     kept = tmp_path / "state.learned.safetensors"
-    damage(kept, metadata=lambda m: m.update(inputs=json.dumps({**json.loads(m["inputs"]), "weights": "same"})))
+    with safe_open(kept, framework="pt") as file:
+        inputs = json.loads(file.metadata()["inputs"])
+    edit(kept, inputs=json.dumps({**inputs, "weights": "same"}))
     with pytest.raises(OutputError, match="stages before it ended with other weights, as they may with another number"):
         run(path)
 
@@ -126,82 +126,47 @@ def test_the_hash_sees_every_parameter_and_buffer():
     assert model_hash(model.bfloat16()) != before
 
 
-def damage(path, tensors=lambda t: None, metadata=lambda m: None) -> None:
+def edit(path, **texts: str | None) -> None:
+    """Replaces texts of a state, or removes them."""
     with safe_open(path, framework="pt") as file:
-        about = file.metadata()
-        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    tensors(stored)
-    metadata(about)
-    save_file(stored, path, about)
+        stored = {**file.metadata(), **texts}
+    save_file(load_file(path), path, {name: text for name, text in stored.items() if text is not None})
 
 
-def history(change):
-    def edit(metadata: dict) -> None:
-        epochs = json.loads(metadata["history"])
-        change(epochs)
-        metadata["history"] = json.dumps(epochs)
-
-    return edit
+def test_every_byte_of_a_state_counts(tmp_path):
+    path = tmp_path / "state.safetensors"
+    state = StateFile(path, {**MINE, "machine": "cpu"})
+    tensors = {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.tensor(7.0)}
+    state.write(tensors, {"history": "[1, 2]"})
+    found, texts = state.read()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    assert texts["history"] == "[1, 2]"
+    content = path.read_bytes()
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        with pytest.raises(OutputError):
+            state.read()
 
 
 DAMAGE = {
-    "an index is missing": ({"tensors": lambda t: t.pop("index.stream")}, "index.stream is missing"),
-    "an index is too short": ({"tensors": lambda t: t.update({"index.stream": torch.arange(5)})}, "shape .5."),
-    "an index is no permutation": (
-        {"tensors": lambda t: t["index.stream"].zero_()},
-        "not a permutation",
-    ),
-    "a parameter has another shape": ({"tensors": lambda t: t.update({"parameter.0": torch.ones(1)})}, "shape .1."),
-    "a parameter of another dtype": (
-        {"tensors": lambda t: t.update({"parameter.0": t["parameter.0"].double()})},
-        "parameter.0 is torch.float64",
-    ),
-    "a parameter is not finite": (
-        {"tensors": lambda t: t["parameter.0"].fill_(float("nan"))},
-        "not finite",
-    ),
-    "a mean of squares is negative": ({"tensors": lambda t: t["optimizer.0.exp_avg_sq"].sub_(1)}, "negative values"),
-    "a negative step": ({"tensors": lambda t: t["optimizer.0.step"].fill_(-1)}, "negative values"),
-    "an optimizer state is missing": ({"tensors": lambda t: t.pop("optimizer.0.exp_avg")}, "exp_avg is missing"),
-    "a tensor too many": ({"tensors": lambda t: t.update({"parameter.99": torch.ones(1)})}, "parameter.99"),
-    "an epoch of 999": ({"metadata": history(lambda epochs: epochs[-1].update(epoch=999))}, "not numbered from 0"),
-    "999 epochs": (
-        {"metadata": history(lambda epochs: epochs.extend({**epochs[0], "epoch": n} for n in range(3, 1000)))},
-        "reaches epoch 999, but this run has only 2",
-    ),
-    "an epoch is missing": ({"metadata": history(lambda epochs: epochs.pop(1))}, "history"),
-    "an epoch that is true": (
-        {"metadata": history(lambda epochs: epochs[1].update(epoch=True))},
-        r"\[1\].epoch is True",
-    ),
-    "a loss that is not finite": (
-        {"metadata": history(lambda epochs: epochs[1].update(loss=float("nan")))},
-        r"\[1\].loss is nan",
-    ),
-    "no history": ({"metadata": lambda m: m.pop("history")}, "history"),
-    "a history that is no list": ({"metadata": lambda m: m.update(history="7")}, "history"),
-    "an epoch kept that is not there": ({"metadata": lambda m: m.update(kept="7")}, "keeps epoch 7"),
-    "an epoch kept that is no number": ({"metadata": lambda m: m.update(kept="[]")}, r"kept: it is \[\], expected"),
+    "not said whose it is": ({"inputs": None}, "its inputs cannot be read"),
+    "inputs that are no JSON": ({"inputs": "{"}, "its inputs cannot be read"),
+    "inputs that are a number": ({"inputs": "7"}, "its inputs cannot be read"),
+    "inputs without the weights": ({"inputs": '{"machine": "cpu"}'}, "inputs.weights is missing"),
+    "without a checksum": ({"sha256": None}, "its content is not what was written"),
+    "a history of another run": ({"history": "[]"}, "its content is not what was written"),
+    "a text too many": ({"other": "1"}, "its content is not what was written"),
 }
 
 
-@pytest.fixture(scope="module")
-def stored(problem, tmp_path_factory) -> bytes:
-    """The state of a run of two epochs."""
-    path = tmp_path_factory.mktemp("stored") / "state.safetensors"
-    problem.learn(TWO_EPOCHS, resume=LearningFile(path, MINE))
-    return path.read_bytes()
-
-
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_state_is_refused_by_name(problem, stored, tmp_path, name):
+def test_a_damaged_state_is_refused_by_name(tmp_path, name):
     path = tmp_path / "state.safetensors"
-    path.write_bytes(stored)
-    change, words = DAMAGE[name]
-    damage(path, **change)
+    StateFile(path, MINE).write({"a": torch.ones(1)}, {"history": "[1, 2]"})
+    texts, words = DAMAGE[name]
+    edit(path, **texts)
     before = path.read_bytes()
-    with unchanged(problem.model), pytest.raises(OutputError, match=words) as caught:
-        problem.learn(TWO_EPOCHS, resume=LearningFile(path, MINE))
+    with pytest.raises(OutputError, match=f"{words}.*; delete the file") as caught:
+        StateFile(path, MINE).read()
     assert str(path) in str(caught.value)
-    assert "delete the file" in str(caught.value)
     assert path.read_bytes() == before

@@ -4,8 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 import permtriton
 from permtriton import config_from
@@ -72,77 +70,6 @@ def test_a_state_that_does_not_belong_is_refused(given, tmp_path, content):
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
     with unchanged(given.model), pytest.raises(OutputError, match=f"{words}.*`restart=True`"):
         given.search(state=SearchFile(path, MINE), search_block=16)
-
-
-def history(change):
-    def edit(metadata: dict[str, str]) -> None:
-        rounds = json.loads(metadata["history"])
-        change(rounds)
-        metadata["history"] = json.dumps(rounds)
-
-    return edit
-
-
-DAMAGE = {
-    "an index is missing": (lambda t: t.pop("stream"), None, "stream is missing"),
-    "a space too many": (lambda t: t.update(other=torch.arange(4)), None, "other does not belong"),
-    "an index is too short": (lambda t: t.update(stream=torch.arange(5)), None, "stream is torch.int64 of shape .5."),
-    "an index is a number": (lambda t: t.update(stream=torch.tensor(32)), None, "stream is torch.int64 of shape ..,"),
-    "an index is no permutation": (lambda t: t["stream"].zero_(), None, "stream is not a permutation"),
-    "an index of other numbers": (lambda t: t.update(stream=t["stream"].float()), None, "stream is torch.float32"),
-    "a round is missing": (None, history(lambda rounds: rounds.pop(1)), "not numbered from 0"),
-    "no round": (None, history(lambda rounds: rounds.clear()), "at least one"),
-    "a round of 999": (None, history(lambda rounds: rounds[-1].update(round=999)), "not numbered from 0"),
-    "more rounds than there are": (
-        None,
-        history(lambda rounds: rounds.append({**rounds[-1], "round": 3})),
-        "reaches round 3, but this run has only 2",
-    ),
-    "a negative count": (None, history(lambda rounds: rounds[1].update(moved=-1)), "it holds -1"),
-    "a loss that is no number": (None, history(lambda rounds: rounds[1].update(loss="0.1")), r"\[1\].loss is '0.1'"),
-    "an infinite loss": (None, history(lambda rounds: rounds[1].update(loss=float("inf"))), r"\[1\].loss is inf"),
-    "a field too many": (None, history(lambda rounds: rounds[0].update(colour=1)), r"\[0\].colour is unknown"),
-    "a field is missing": (None, history(lambda rounds: rounds[0].pop("loss")), r"\[0\].loss is missing"),
-    "no history": (None, lambda m: m.pop("history"), "history cannot be read"),
-    "a history that is no list": (None, lambda m: m.update(history="7"), "history: it is 7, expected a valid list"),
-    "not said whether finished": (None, lambda m: m.pop("finished"), "its finished cannot be read"),
-    "not finished after the last round": (None, lambda m: m.update(finished="false"), "finished is False"),
-    "finished is a number": (None, lambda m: m.update(finished="1"), "finished: it is 1, expected a valid boolean"),
-    "not said whose it is": (None, lambda m: m.pop("inputs"), "its inputs cannot be read"),
-    "inputs that are no JSON": (None, lambda m: m.update(inputs="{"), "its inputs cannot be read"),
-    "inputs without the weights": (None, lambda m: m.update(inputs='{"machine": "cpu"}'), r"inputs\.\w+ is missing"),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-@pytest.mark.slow(
-    but=[
-        "an index is missing",
-        "an index is no permutation",
-        "a round is missing",
-        "a loss that is no number",
-        "inputs without the weights",
-        "no history",
-        "a space too many",
-    ]
-)
-def test_a_damaged_state_is_refused_by_name(given, tmp_path, name):
-    path = tmp_path / "state.safetensors"
-    given.search(state=SearchFile(path, MINE), search_rounds=2)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    tensor_change, text_change, words = DAMAGE[name]
-    for change, target in ((tensor_change, tensors), (text_change, metadata)):
-        if change:
-            change(target)
-    save_file(tensors, path, metadata)
-    before = path.read_bytes()
-    with pytest.raises(OutputError, match=words) as caught:
-        given.search(state=SearchFile(path, MINE), search_rounds=2)
-    assert str(path) in str(caught.value)
-    assert "delete the file" in str(caught.value)
-    assert path.read_bytes() == before
 
 
 def test_compile_continues_only_an_equal_compilation(tmp_path):

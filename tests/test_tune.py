@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -430,10 +430,6 @@ def test_it_continues_to_the_same_end(tmp_path, dtype):
     assert progress.steps == [4, 1, 1, 1, 1]
     assert "after round 2" in progress.lines[0]
     assert all(torch.equal(each, expected[name]) for name, each in pruned.model.named_parameters())
-    for damage in ({"value.model.norm.weight": torch.ones(3)}, {"another": torch.ones(3)}):
-        save_file({**load_file(path), **damage}, path, StateFile(path, MINE).read()[1] | {"inputs": json.dumps(MINE)})
-        with pytest.raises(OutputError, match="is damaged"):
-            tuned(restored(pruned, start), state=StateFile(path, MINE))
 
 
 @pytest.mark.parametrize("recipe", ["mask,tune", "mask,distill"])

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -207,13 +207,15 @@ def check_pruned(model: nn.Module, plan: Plan) -> None:
 
 
 def model_hash(model: PreTrainedModel) -> str:
-    """Returns the SHA-256 of what a model computes with: its class, its config, and all parameters and buffers.
-
-    Of parameters and buffers, names, dtypes, shapes and bytes count; they are read one at a time.
-    """
+    """Returns the SHA-256 of what a model computes with: its class, its config, and all parameters and buffers."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_IN_HASH}
     sha256 = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    hash_tensors(sha256, [*model.named_parameters(), *model.named_buffers()])
+    return sha256.hexdigest()
+
+
+def hash_tensors(sha256: "hashlib._Hash", named: Iterable[tuple[str, Tensor]]) -> None:
+    """Adds names, dtypes, shapes and bytes of tensors to a hash, one tensor at a time."""
+    for name, tensor in named:
         sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return sha256.hexdigest()

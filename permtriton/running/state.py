@@ -1,29 +1,25 @@
 """Files that store the state of a long stage, so that an interrupted run continues where it was."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from permtriton.errors import ModelError, OutputError, VerificationError
-from permtriton.kernels.packing import pack, packed_shapes, unpack_reference
+from permtriton.kernels.packing import pack, unpack_reference
+from permtriton.model.checks import hash_tensors
 from permtriton.running import ranks
 from permtriton.util.durable import replace_file
-from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern
-from permtriton.util.validation import checked, checked_list
 
-Record = TypeVar("Record")
-Value = TypeVar("Value")
 INPUTS = "inputs"  # the text of a state that says which run it belongs to
-NEVER_NEGATIVE = ("step", "exp_avg_sq", "row_var", "col_var")  # parts of an optimizer's state
+CHECKSUM = "sha256"  # the text with the hash of all else
 DIFFERS = {
     "text": "the calibration sequences differ",
     "generated": "the dense model wrote another text",
@@ -67,7 +63,10 @@ class StateFile:
         """
         if not self.path.is_file():
             return None
-        stored = self.value(self._open()[1], INPUTS, dict[str, Any])
+        try:
+            stored = dict(json.loads(self._open()[1][INPUTS]))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise self.damaged(f"its {INPUTS} cannot be read ({type(error).__name__}: {error})") from error
         known = [key for key in self._inputs if key in stored]
         differences = [each for key in known for each in _differences(key, stored[key], self._inputs[key])]
         if differences:
@@ -83,7 +82,7 @@ class StateFile:
         """Returns the tensors and the texts of the state, or None where there is no file. The first rank reads it.
 
         Raises:
-            OutputError: As `check`, or the file cannot be read.
+            OutputError: As `check`, or the file cannot be read, or is not what was written.
         """
         tensors: dict[str, Tensor] = {}
 
@@ -91,6 +90,8 @@ class StateFile:
             if self.check() is None:
                 return None
             loaded, texts = self._open(tensors=True)
+            if texts.pop(CHECKSUM, None) != _sha256(loaded, texts):
+                raise self.damaged("its content is not what was written")
             tensors.update(loaded)
             return texts
 
@@ -108,6 +109,7 @@ class StateFile:
     def _replace(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         stored = {**texts, INPUTS: json.dumps(self._inputs)}
+        stored[CHECKSUM] = _sha256(contiguous, stored)
         try:
             replace_file(self.path, lambda temporary: save_file(contiguous, temporary, stored))
         except (SafetensorError, OSError) as error:
@@ -115,56 +117,6 @@ class StateFile:
                 f"state {self.path} cannot be written: {error}; what was stored before is kept: free disk space and "
                 "run the same command again"
             ) from error
-
-    def check_tensors(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-        """Checks that a state holds the expected tensors: finite, and integers only as permutations.
-
-        Args:
-            tensors: What was read.
-            like: Name -> tensor of the expected dtype and shape.
-
-        Raises:
-            OutputError: The state is damaged; the message names the first tensor that differs.
-        """
-        for name in sorted({*tensors, *like}):
-            if name not in tensors or name not in like:
-                raise self.damaged(f"{name} is missing" if name in like else f"{name} does not belong into it")
-            tensor, expected = tensors[name], like[name]
-            if (tensor.dtype, tensor.shape) != (expected.dtype, expected.shape):
-                raise self.damaged(
-                    f"{name} is {tensor.dtype} of shape {list(tensor.shape)}, expected {expected.dtype} of shape "
-                    f"{list(expected.shape)}"
-                )
-            if tensor.dtype == torch.int64:
-                if not is_permutation(tensor):
-                    raise self.damaged(f"{name} is not a permutation")
-            elif not bool(tensor.isfinite().all()):
-                raise self.damaged(f"{name} holds values that are not finite")
-            elif any(part in NEVER_NEGATIVE for part in name.split(".")) and bool((tensor < 0).any()):
-                raise self.damaged(f"{name} holds negative values")
-
-    def value(self, texts: Mapping[str, str], name: str, form: type[Value]) -> Value:
-        """Returns a JSON text of the state, if it has a form; see `permtriton.util.validation.checked`.
-
-        Raises:
-            OutputError: The state is damaged: the text is missing, no JSON, or of another form.
-        """
-        try:
-            parsed = json.loads(texts[name])
-        except (KeyError, ValueError, RecursionError) as error:
-            raise self.damaged(f"its {name} cannot be read ({type(error).__name__}: {error})") from error
-        return checked(form, parsed, lambda problem: self.damaged(f"{name}: {problem}"))
-
-    def history(self, texts: Mapping[str, str], kind: type[Record], most: int) -> list[Record]:
-        """Returns the text ``history`` of the state as `read_records` does.
-
-        Raises:
-            OutputError: The state is damaged.
-        """
-        try:
-            return read_records(kind, self.value(texts, "history", list[Any]), most)
-        except ValueError as error:
-            raise self.damaged(f"its history cannot be read ({error})") from error
 
     def damaged(self, problem: str) -> OutputError:
         """Returns the error for a state that cannot be used."""
@@ -245,25 +197,25 @@ class FinishedLayers:
         Raises:
             OutputError: The state belongs to another run, is damaged, or cannot be read.
         """
-        state = self._layer(number)
-        if (stored := state.read()) is None:
+        if (stored := self._layer(number).read()) is None:
             return None
         tensors, texts = stored
-        like = {}
-        for name, weight in weights.items():
-            shape, bits = packed_shapes(weight.shape[1], len(weight), patterns[name])
-            like[f"{name}.values"] = torch.empty(shape, dtype=weight.dtype, device="meta")
-            like[f"{name}.positions"] = torch.empty(bits, dtype=torch.uint8, device="meta")
-        state.check_tensors(tensors, like)
         for name, weight in weights.items():
             values, positions = tensors[f"{name}.values"], tensors[f"{name}.positions"]
             weight.copy_(unpack_reference(values, positions, len(weight), patterns[name]).T)
-        return state.value(texts, "parts", list[dict[str, Any]])
+        return json.loads(texts["parts"])
 
     def delete(self) -> None:
         """Removes the files, once their result is saved elsewhere."""
         for path in layers_beside(self._path):
             path.unlink(missing_ok=True)
+
+
+def _sha256(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
+    """Returns the hash of everything that a state holds."""
+    sha256 = hashlib.sha256(json.dumps(texts, sort_keys=True).encode())
+    hash_tensors(sha256, sorted(tensors.items()))
+    return sha256.hexdigest()
 
 
 def _differences(key: str, stored: Any, present: Any) -> list[str]:
@@ -282,28 +234,3 @@ def _differences(key: str, stored: Any, present: Any) -> list[str]:
         for name in sorted(names)
         if stored.get(name, ...) != present.get(name, ...)
     ]
-
-
-def read_records(kind: type[Record], values: Any, most: int) -> list[Record]:
-    """Returns the history of a stage from JSON values.
-
-    Args:
-        kind: Dataclass of an entry. Its first field is the entry's number; integers are never negative.
-        values: What was read: a list of objects, numbered from 0.
-        most: Largest number that this run can have reached.
-
-    Raises:
-        ValueError: They are not such a history.
-    """
-    number = fields(kind)[0].name  # type: ignore[arg-type]
-    records = checked_list(kind, values, ValueError)
-    rows = [list(vars(each).values()) for each in records]
-    if not rows:
-        raise ValueError("expected a list of at least one entry")
-    if len(rows) > most + 1:
-        raise ValueError(f"it reaches {number} {len(rows) - 1}, but this run has only {most}")
-    if (numbers := [row[0] for row in rows]) != list(range(len(rows))):
-        raise ValueError(f"its entries are not numbered from 0: {number} is {numbers}")
-    if negative := [value for row in rows for value in row if isinstance(value, int) and value < 0]:
-        raise ValueError(f"it holds {negative[0]}, expected nothing below 0")
-    return records

@@ -21,22 +21,13 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
     Raises:
         Exception: the error that ``refuse`` made.
     """
-    return _checked(form, [content], refuse, 1)[0]
-
-
-def checked_list(form: type[Form], contents: Any, refuse: Callable[[str], Exception]) -> list[Form]:
-    """Does the same for a list of values of one form."""
-    return _checked(form, contents, refuse, 0)
-
-
-def _checked(form: Any, contents: Any, refuse: Callable[[str], Exception], skip: int) -> list[Any]:
     from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
 
     try:
-        values = _checker(form).validate_python(contents)
+        (value,) = _checker(form).validate_python([content])  # type: ignore[arg-type]
     except ValidationError as error:
-        raise refuse(_words(error.errors(include_url=False)[0], skip)) from None
-    return [form(**value) for value in values] if is_dataclass(form) else values  # type: ignore[operator]
+        raise refuse(_words(error.errors(include_url=False)[0])) from None
+    return form(**value) if is_dataclass(form) else value
 
 
 @cache
@@ -51,9 +42,9 @@ def _checker(form: Any) -> Any:
     return TypeAdapter(list[form], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
-def _words(problem: Any, skip: int) -> str:
+def _words(problem: Any) -> str:
     """Returns in one line where a problem that pydantic found is, what is there, and what was expected."""
-    places = [key for key in problem["loc"][skip:] if key != "[key]"]
+    places = [key for key in problem["loc"][1:] if key != "[key]"]
     where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in places).removeprefix(".")
     where = repr(where)[1:-1] or "it"  # a name from a file may hold anything
     if problem["type"] == "missing":

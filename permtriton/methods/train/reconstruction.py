@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from typing_extensions import TypedDict
 
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
@@ -44,18 +43,6 @@ class Reconstructed:
 
     parts: list[dict[str, Any]] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-
-
-class _Entry(TypedDict):
-    """What `Reconstructed.parts` holds of each part."""
-
-    name: str
-    linears: list[str]
-    start: float
-    end: float
-    history: list[dict[str, Any]]
-    kept: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,7 @@ def reconstruct(  # noqa: PLR0913
     for name, reason in result.left.items():
         progress.say(f"reconstruct: {name} keeps its weights: {reason}")
     parts = [(name, part) for chain in chains for name in chain for part in layers[name].parts]
-    finished = _load(state, parts, result, options.epochs) if state else {}
+    finished = _load(state, parts, result) if state else {}
     if finished:
         progress.say(f"reconstruct: continuing after {result.parts[-1]['name']} of an interrupted run")
     steps = Course.of(len(samples), samples.tokens, options, config.seed).steps
@@ -270,7 +257,7 @@ def _parts(
 
 
 def _load(
-    state: StateFile, parts: Sequence[tuple[str, dict[str, nn.Parameter]]], result: Reconstructed, epochs: int
+    state: StateFile, parts: Sequence[tuple[str, dict[str, nn.Parameter]]], result: Reconstructed
 ) -> dict[str, Tensor]:
     """Restores the finished layers and returns their kept weights by linear; empty where there is no state.
 
@@ -281,30 +268,7 @@ def _load(
     if stored is None:
         return {}
     tensors, texts = stored
-    entries = state.value(texts, "parts", list[_Entry])
-    done = [(entry["name"], entry["linears"]) for entry in entries]
-    try:
-        for entry in entries:
-            _check_entry(entry, epochs)
-    except ValueError as error:
-        raise state.damaged(f"its layers cannot be read ({error})") from error
-    if done != [(name, list(part)) for name, part in parts[: len(done)]]:
-        raise state.damaged("its layers are not the model's")
-    weights = {linear: weight for _, part in parts[: len(done)] for linear, weight in part.items()}
-    finished = KeptWeights(weights)
-    state.check_tensors(tensors, finished.snapshot())
-    finished.write(tensors)
-    result.parts = [dict(entry) for entry in entries]
+    result.parts = json.loads(texts["parts"])
+    weights = {linear: weight for _, part in parts[: len(result.parts)] for linear, weight in part.items()}
+    KeptWeights(weights).write(tensors)
     return tensors
-
-
-def _check_entry(entry: _Entry, epochs: int) -> None:
-    """Checks the entry of a part that was trained for all epochs.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    trained = Trained.read(entry, epochs)
-    ends = {"start": trained.history[0].held_out, "end": trained.history[trained.kept].held_out}
-    if len(trained.history) != epochs + 1 or {"start": entry["start"], "end": entry["end"]} != ends:
-        raise ValueError(f"{entry['name']} does not say how all its {epochs} epochs went")

@@ -26,7 +26,7 @@ from permtriton.running import ranks
 from permtriton.running.backward import frozen, loss_scale, with_gradients
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.mixed_precision import mixed_precision
-from permtriton.running.state import StateFile, read_records
+from permtriton.running.state import StateFile
 from permtriton.util.progress import Advance, Progress
 
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
@@ -67,18 +67,6 @@ class Trained:
         """Returns all rounds, each with its number under ``unit``, and the one that is kept."""
         rows = [asdict(epoch) for epoch in self.history]
         return {"history": [{unit: row.pop("epoch"), **row} for row in rows], "kept": self.kept}
-
-    @classmethod
-    def read(cls, values: Any, rounds: int) -> "Trained":
-        """Returns the result that `report` gave, from JSON values; it has at most ``rounds`` rounds.
-
-        Raises:
-            KeyError, TypeError, ValueError: it cannot be read.
-        """
-        history, kept = read_records(UpdateEpoch, values["history"], rounds), values["kept"]
-        if type(kept) is not int or not 0 <= kept < len(history):
-            raise ValueError(f"it has {len(history)} rounds and keeps round {kept}")
-        return cls(history, kept)
 
 
 @dataclass(frozen=True)
@@ -368,14 +356,10 @@ class Trainer:
     def save(self, state: StateFile | None, result: Trained) -> None:
         """Writes what training continues from."""
         if state is not None:
-            done = self._course.steps_until(len(result.history) - 1)
-            texts = {"result": json.dumps(result.report()), "steps": json.dumps(done)}
-            state.write(self._state(done), texts)
-
-    def _state(self, done: int) -> dict[str, Tensor]:
-        """Returns what a run goes on from after so many steps: after the last one, the best weights alone."""
-        best = {f"best.{name}": values for name, values in self.best.items()}
-        return best if done == self._course.steps else {**best, **self._trained.state()}
+            tensors = {f"best.{name}": values for name, values in self.best.items()}
+            if len(result.history) <= len(self._course.rounds):  # after the last round, the best weights are enough
+                tensors |= self._trained.state()
+            state.write(tensors, {"result": json.dumps(result.report())})
 
     def load(self, state: StateFile | None) -> Trained:
         """Restores what `save` wrote and returns the result so far, an empty one where there is no state.
@@ -386,16 +370,10 @@ class Trainer:
         if state is None or (stored := state.read()) is None:
             return Trained()
         tensors, texts = stored
-        try:
-            result = Trained.read(json.loads(texts["result"]), len(self._course.rounds))
-        except (KeyError, TypeError, ValueError) as error:
-            raise state.damaged(f"its history cannot be read ({error})") from error
-        done = self._course.steps_until(len(result.history) - 1)
-        if state.value(texts, "steps", int) != done:
-            raise state.damaged(f"it is not after step {done}, where its {len(result.history) - 1} rounds end")
-        state.check_tensors(tensors, self._state(done))
-        if done < self._course.steps:
-            self._trained.restore(tensors, done)
+        values = json.loads(texts["result"])
+        result = Trained([UpdateEpoch(**row) for row in values["history"]], values["kept"])
+        if len(result.history) <= len(self._course.rounds):
+            self._trained.restore(tensors, self._course.steps_until(len(result.history) - 1))
         self.best = {name: tensors[f"best.{name}"] for name in self.best}
         return result
 
