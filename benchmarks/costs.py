@@ -66,7 +66,6 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences per forward and backward pass of a step")
     parser.add_argument("--discard-masks", action="store_true", help="a step computes masks for each micro-batch")
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences of a round")
-    parser.add_argument("--search-block", type=int, default=0, help="of a round, as of permtriton compile")
     args = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(args.device)
@@ -94,19 +93,17 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
     model = llama(args)
     plan, ids = find_plan(model, PATTERN, layout="fused"), torch.randint(0, args.vocabulary, (1, args.tokens))
     config = CompileConfig(layout="fused", micro_batch_size=1, activation_checkpointing=True)
-    options = Searched(block=args.search_block)
     objective = dense_objective(model, "kl", Samples.of(ids), 1)
     fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
     passes, gains, found = [], [], []
     with hard_masked(model, plan, random_importances(model, plan), fisher, config) as masks:
-        searcher = Searcher(masks, spaces, Samples.of(ids), objective, options, config)
+        searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched())
         masks.set(indices)
-        for number in range(args.repeats + 1):
+        for _ in range(args.repeats + 1):
             passes.append(timed(lambda: masks.take_gradients(objective, Samples.of(ids)), model.device))
-            search = partial(searcher.swaps, indices, 1.0, number)
-            gains.append(timed(lambda search=search: found.append(search()), model.device))
+            gains.append(timed(lambda: found.append(searcher.swaps(indices, 1.0)), model.device))
     passes_s, gains_s = statistics.median(passes[1:]) * args.samples, statistics.median(gains[1:])
     return {"forward_backward_s": passes_s, "gains_s": gains_s, "ratio": gains_s / passes_s, "swaps": found[-1].count,
             "one_sequence_samples_s": passes[1:], "gains_samples_s": gains[1:]}  # fmt: skip

@@ -55,7 +55,7 @@ def main() -> None:
     fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     with hard_masked(model, plan, importances, fisher, config) as masks:
-        searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched(), config)
+        searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched())
         base = {space.name: identity(space.units) for space in spaces}
         masks.set(base)
         start = masks.take_gradients(objective, Samples.of(ids))
@@ -82,7 +82,7 @@ def _draw(searcher: Searcher, spaces: list[ChannelSpace], base: dict[str, Tensor
           seed: int, group: int) -> list[tuple[int, int, int]]:  # fmt: skip
     """Returns (number of the space, position, position) of half random swaps and half of the best ones."""
     generator = torch.Generator().manual_seed(seed)
-    best: Swaps = searcher.swaps(base, damping, 0)
+    best: Swaps = searcher.swaps(base, damping)
     rows = torch.randperm(best.count, generator=generator)[: count // 2].tolist()
     pairs = [(int(best.space[row]), int(best.left[row]), int(best.right[row])) for row in rows]
     while len(pairs) < count:

@@ -178,19 +178,6 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_agreement_is_the_mean_of_the_entries_that_the_hard_permutations_take():
-    spaces = [space_of(12, 20, name="a"), space_of(8, name="b"), space_of(4, name="c")]
-    relaxation = relaxation_of(*spaces, init="random")
-    soft = [batch.detach() for batch in relaxation.soft(0.5)]
-    index, entries = relaxation.harden(soft), []
-    for space in spaces:
-        for start, size in space.blocks(8):
-            batch, row = relaxation.position(space, start)
-            entries += [soft[batch][row, index[space.name][start + j] - start, j] for j in range(size)]
-    assert relaxation.agreement(soft, relaxation.join(index)) == pytest.approx(float(torch.stack(entries).mean()))
-    assert relaxation.agreement(hard(relaxation, index, spaces), relaxation.join(index)) == 1
-
-
 def test_hardening_is_a_few_operators_however_many_blocks():
     counts = []
     for blocks in (2, 40):

@@ -30,10 +30,8 @@ def result(given) -> SearchedOrder:
     return given.search()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"search_block": 16}, {"search_damping": 0.02}, {"seed": 3, "micro_batch_size": 3}]
-)
-@pytest.mark.slow(but=["options0", "options3"])
+@pytest.mark.parametrize("options", [{}, {"search_damping": 0.02}, {"seed": 3, "micro_batch_size": 3}])
+@pytest.mark.slow(but=["options0", "options2"])
 def test_the_loss_falls_to_what_is_reported(given, options):
     with unchanged(given.model):
         found = given.search(**options)
@@ -81,36 +79,13 @@ def test_rounds_say_what_they_did(result):
 
 def test_the_same_seed_gives_the_same_order(given, result):
     assert same(given.search(), result)
-    blocks = [given.search(search_block=8, search_rounds=2, seed=seed) for seed in (1, 1, 2)]
-    assert same(blocks[0], blocks[1])
-    assert not same_indices(blocks[0], blocks[2])
-
-
-@pytest.mark.parametrize("block", [8, 16])
-def test_swaps_stay_in_the_blocks_of_their_round(given, block):
-    settings = given.settings(search_block=block, search_rounds=1)
-    found = given.search(search_block=block, search_rounds=1)
-    assert found.history[1].swaps > 0
-    for space in given.spaces:
-        pools = file._pools(space, *settings, 1)
-        starts = {0, *torch.tensor(space.segments).cumsum(0).tolist()}
-        assert torch.equal(torch.cat(pools).sort().values, torch.arange(space.units))
-        for pool in pools:
-            assert pool.numel() <= block or space.segments[0] <= block
-            assert torch.equal(pool.view(-1, 4), pool[::4].unsqueeze(1) // 4 * 4 + torch.arange(4)), "whole groups"
-            assert not any(int(pool.min()) < start <= int(pool.max()) for start in starts), "inside one segment"
-            assert set(found.indices[space.name][pool].tolist()) == set(pool.tolist())
-    if block == 8:
-        stream = given.spaces[0]
-        again = file._pools(stream, *settings, 2)
-        assert not torch.equal(torch.cat(again), torch.cat(file._pools(stream, *settings, 1))), "new blocks every round"
 
 
 @pytest.mark.parametrize("gains", [1, 64, 1000])
 @pytest.mark.slow(but=["64"])
 def test_panels_make_no_difference(given, result, gains, monkeypatch):
     monkeypatch.setattr(file, "GAINS_AT_ONCE", gains)
-    batches = file._panels(given.spaces[0], *given.settings(), 1)
+    batches = file._panels(given.spaces[0])
     assert len(batches) > 1 or gains == 1000
     for panel in (panel for batch in batches for panel in batch):
         assert panel.left.numel() % 4 == 0

@@ -29,19 +29,19 @@ def given() -> Problem:
 
 @pytest.fixture(scope="module")
 def result(given) -> SearchedOrder:
-    return given.search(search_block=16)
+    return given.search()
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 def test_an_interrupted_search_continues_to_the_same_end(given, result, tmp_path, rounds):
-    """After as many rounds as were stored; each round's random blocks are those of the whole run."""
+    """After as many rounds as were stored."""
     path = tmp_path / "state.safetensors"
     progress = Counting(STEPS + 1 + rounds * STEPS + 1, stop(KeyboardInterrupt()))
     with unchanged(given.model), pytest.raises(KeyboardInterrupt):
-        given.search(progress, SearchFile(path, MINE), search_block=16)
+        given.search(progress, SearchFile(path, MINE))
     assert path.is_file() == (rounds > 0)
     progress = Counting()
-    continued = given.search(progress, SearchFile(path, MINE), search_block=16)
+    continued = given.search(progress, SearchFile(path, MINE))
     left = len(result.history) - 1 - rounds
     assert progress.steps[STEPS:] == [rounds * SEQUENCES, *[STEP] * (left * STEPS)]
     assert same(continued, result)
@@ -69,7 +69,7 @@ def test_a_state_that_does_not_belong_is_refused(given, tmp_path, content):
         given.search(state=SearchFile(path, ANOTHER), search_rounds=1)
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
     with unchanged(given.model), pytest.raises(OutputError, match=f"{words}.*`restart=True`"):
-        given.search(state=SearchFile(path, MINE), search_block=16)
+        given.search(state=SearchFile(path, MINE))
 
 
 def test_compile_continues_only_an_equal_compilation(tmp_path):

@@ -68,9 +68,6 @@ class Searching:
         "Weight of the curvature in the gains of the first round; it adapts to how well the gains predict.",
         positive=True,
     )
-    block: int = option(
-        0, "Swap channels only inside random blocks of this many, drawn anew every round; 0 means all pairs."
-    )
 
 
 @dataclass(frozen=True)

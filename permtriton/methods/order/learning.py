@@ -42,8 +42,6 @@ class Epoch:
         epoch: Number of the epoch, from 1; 0 is the base order before learning.
         loss: Mean loss over the calibration set, under the hard permutations after the epoch.
         moved: Number of units, over all spaces, that are not where the base order has them.
-        agreement: Mean entry of the soft permutations where their hard ones have a 1; the model runs with hard ones
-            only, so this tells how near the soft ones are.
         tau: Temperature after the epoch.
         seconds: Time of training and evaluation.
     """
@@ -51,7 +49,6 @@ class Epoch:
     epoch: int
     loss: float
     moved: int
-    agreement: float
     tau: float
     seconds: float
 
@@ -164,9 +161,7 @@ def learn(  # noqa: PLR0913
         result = resume.load(relaxation, optimizer) if resume else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
-            result = LearnedOrder(
-                base, [Epoch(0, trainer.hard_loss(base), 0, trainer.agreement(base, 0), options.tau_start, 0.0)]
-            )
+            result = LearnedOrder(base, [Epoch(0, trainer.hard_loss(base), 0, options.tau_start, 0.0)])
         else:
             progress.say(f"continuing after epoch {result.history[-1].epoch} of an interrupted run")
         with progress.stage("learn", options.epochs * trainer.steps_per_epoch) as advance:
@@ -192,7 +187,6 @@ def _learn_epoch(
         epoch=number,
         loss=trainer.hard_loss(indices),
         moved=sum(moved(index) for index in indices.values()),
-        agreement=trainer.agreement(indices, done),
         tau=trainer.tau(done),
         seconds=time.perf_counter() - started,
     )
@@ -247,11 +241,6 @@ class OrderTrainer:
         """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
         with torch.no_grad():
             return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
-
-    def agreement(self, indices: Mapping[str, Tensor], step: int) -> float:
-        """Returns how near the soft permutations at the temperature of a step are to hard ones."""
-        with torch.no_grad():
-            return self._relaxation.agreement(self._relaxation.soft(self.tau(step)), self._relaxation.join(indices))
 
     def epoch(self, number: int) -> Iterator[float]:
         """Trains one epoch and yields each step's loss.

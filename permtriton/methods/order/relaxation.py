@@ -111,23 +111,6 @@ class Relaxation(nn.Module):
             batches.append((starts + inside).flatten())
         return torch.cat(batches)[self._order]
 
-    @torch.no_grad()
-    def agreement(self, soft: Sequence[Tensor], index: Tensor) -> float:
-        """Returns the mean entry of the soft permutations where the hard ones have a 1.
-
-        It is 1 where the soft permutations are hard already, and 1 / size where they are uniform.
-
-        Args:
-            soft: Soft permutations, as `soft` returns them.
-            index: Hard permutations, as `assign` returns them.
-        """
-        batches = index[inverse(self._order)].split([matrices.shape[0] * matrices.shape[1] for matrices in soft])
-        picked = [
-            matrices.gather(1, (part.view(matrices.shape[:2]) - starts)[:, None]).flatten()
-            for matrices, part, starts in zip(soft, batches, self._starts, strict=True)
-        ]
-        return float(torch.cat(picked).mean())
-
     def join(self, indices: Mapping[str, Tensor]) -> Tensor:
         """Converts the unit indices of each space, as from `harden`, to one for all spaces, as from `assign`."""
         for space in self._spaces:

@@ -179,7 +179,7 @@ def search(  # noqa: PLR0913
         )
     fisher = fisher_information(model, plan, objective.kind, samples, config, progress)
     with hard_masked(model, plan, importances, fisher, config) as masks:
-        searcher = Searcher(masks, spaces, samples, objective, options, config)
+        searcher = Searcher(masks, spaces, samples, objective, options)
         result = state.load() if state else None
         if result is None:
             base = {space.name: identity(space.units) for space in spaces}
@@ -208,10 +208,9 @@ class Searcher:
         samples: Samples,
         objective: Objective,
         options: Searching,
-        config: CommonConfig,
     ) -> None:
         self._masks, self._spaces, self._samples = masks, spaces, samples
-        self._objective, self._options, self._config = objective, options, config
+        self._objective, self._options = objective, options
 
     def loss(self, indices: Mapping[str, Tensor]) -> float:
         """Returns the mean loss over all sequences in an order.
@@ -241,7 +240,7 @@ class Searcher:
         self._masks.take_gradients(self._objective, self._samples, advance)
         swaps, loss, trials = None, before.loss, 0
         while trials < TRIALS and damping >= least:
-            proposed = self.swaps(result.indices, damping, before.round + 1)
+            proposed = self.swaps(result.indices, damping)
             if not proposed.count:
                 damping *= LOWER
                 continue
@@ -268,20 +267,19 @@ class Searcher:
         weak = len(losses) == 3 and all(a - b < LEAST_GAIN * a for a, b in pairwise(losses))
         result.finished = weak or before.round + 1 >= self._options.rounds
 
-    def swaps(self, indices: Mapping[str, Tensor], damping: float, number: int) -> Swaps:
+    def swaps(self, indices: Mapping[str, Tensor], damping: float) -> Swaps:
         """Returns disjoint swaps of all spaces with positive gains, chosen greedily.
 
         Args:
             indices: Space name -> unit index of the present order, in which the gradients were taken.
             damping: Factor of the curvature in the gains.
-            number: Number of the round, which decides random blocks.
         """
 
         def of_space(place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            panels = _panels(self._spaces[place], self._options, self._config, number)
-            parts = [self._partners(self._spaces[place], indices, damping, batch) for batch in panels]
+            space = self._spaces[place]
+            parts = [self._partners(space, indices, damping, batch) for batch in _panels(space)]
             left, right, gain = (torch.cat(each) for each in zip(*parts, strict=True))
-            chosen = disjoint(left, right, gain, self._spaces[place].group)
+            chosen = disjoint(left, right, gain, space.group)
             return torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]
 
         places = range(len(self._spaces))
@@ -325,14 +323,15 @@ class _Panel(NamedTuple):
     right: Tensor
 
 
-def _panels(space: ChannelSpace, options: Searching, config: CommonConfig, number: int) -> list[list[_Panel]]:
+def _panels(space: ChannelSpace) -> list[list[_Panel]]:
     """Returns the panels of a space in batches whose gains fit in memory together."""
     group, size = space.group, 0
     batches: list[list[_Panel]] = [[]]
-    for pool in _pools(space, options, config, number):
-        height = max(GAINS_AT_ONCE // pool.numel() // group, 1) * group
-        for start in range(0, pool.numel(), height):
-            panel = _Panel(pool[start : start + height], pool[start:])
+    for first, segment in space.spans:
+        positions = torch.arange(first, first + segment)
+        height = max(GAINS_AT_ONCE // segment // group, 1) * group
+        for start in range(0, segment, height):
+            panel = _Panel(positions[start : start + height], positions[start:])
             more = panel.left.numel() * panel.right.numel()
             if batches[-1] and size + more > GAINS_AT_ONCE:
                 batches.append([])
@@ -340,21 +339,6 @@ def _panels(space: ChannelSpace, options: Searching, config: CommonConfig, numbe
             batches[-1].append(panel)
             size += more
     return batches
-
-
-def _pools(space: ChannelSpace, options: Searching, config: CommonConfig, number: int) -> list[Tensor]:
-    """Returns sets of positions, int64 ``[positions]`` each, inside which channels are swapped: whole groups."""
-    group, size = space.group, options.block
-    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
-    pools = []
-    for start, segment in space.spans:
-        positions = torch.arange(start, start + segment)
-        if 0 < size < segment:
-            groups = positions.view(-1, group)[torch.randperm(segment // group, generator=generator)]
-            pools += [pool.flatten() for pool in groups.split(max(size // group, 2))]
-        else:
-            pools.append(positions)
-    return pools
 
 
 def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
