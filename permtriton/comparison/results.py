@@ -1,26 +1,17 @@
 """What was measured of each row, and the file that keeps it, so that an interrupted comparison continues."""
 
-import dataclasses
+import hashlib
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from permtriton.errors import OutputError
 from permtriton.evaluation.fidelity import Distances
 from permtriton.util.durable import replace_file
 from permtriton.util.validation import checked
-
-VERSION = 2  # of the file
-
-
-@dataclass(frozen=True)
-class _File:
-    version: Literal[2]  # equal to `VERSION`
-    identity: dict[str, Any]
-    results: list[dict[Literal["key", "measured"], dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,47 +43,29 @@ class Measured(Distances, _Perplexity):  # fields of the last base come first
     peak_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Key:
-    """What a stored result belongs to: a row, a seed, the calibration sequences, and the row's options.
-
-    Attributes:
-        method: method of the row, or ``dense``.
-        pattern: sparsity pattern of the row; empty for dense.
-        setting: setting of the ablation; empty without one.
-        seed: seed of the calibration draw and of learning; 0 for dense.
-        calibration: hash of the calibration sequences, of all that the row's steps read; empty for dense.
-        options: value of every option of the row, but for the seed and those that only save memory, as JSON; empty for
-            dense.
-    """
-
-    method: str
-    pattern: str = ""
-    setting: str = ""
-    seed: int = 0
-    calibration: str = ""
-    options: str = ""
-
-
 @dataclass
 class ResultFile:
     """The results so far, in memory and in a file.
 
     Attributes:
         path: JSON file, written after every result; None keeps them in memory only.
-        identity: everything else that decides a result, by name; values that JSON can hold.
-        results: result of each key.
+        identity: what decides every result, by name; values that JSON can hold.
+        results: each result by its `key`.
     """
 
     path: Path | None
     identity: Mapping[str, Any]
-    results: dict[Key, Measured] = field(default_factory=dict)
+    results: dict[str, Measured] = field(default_factory=dict)
+
+    def key(self, **inputs: Any) -> str:
+        """Returns the hash of everything that decides a result: the identity, and what else JSON can hold."""
+        return hashlib.sha256(json.dumps([self.identity, inputs], sort_keys=True).encode()).hexdigest()
 
     def read(self) -> None:
         """Reads the results of an earlier run, if there is a file.
 
         Raises:
-            OutputError: the file cannot be used, or its results belong to another comparison.
+            OutputError: the file cannot be used.
         """
         if self.path is None or not self.path.exists():
             return
@@ -106,34 +79,10 @@ class ResultFile:
             content = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise refuse(f"{type(error).__name__}: {error}") from error
-        stored = checked(_File, content, refuse)
-        if difference := _difference(stored.identity, json.loads(json.dumps(self.identity))):
-            raise OutputError(
-                f"{self.path} holds results of another comparison: {difference}; --overwrite starts from scratch, "
-                "or choose another --output"
-            )
-        self.results = {
-            checked(Key, each["key"], refuse): checked(Measured, each["measured"], refuse) for each in stored.results
-        }
+        stored = checked(dict[str, dict[str, Any]], content, refuse)
+        self.results = {key: checked(Measured, each, refuse) for key, each in stored.items()}
 
-    def get(self, key: Key) -> Measured | None:
-        """Returns the result of ``key``; None if there is none.
-
-        Raises:
-            OutputError: there is one, but with other options or of other calibration sequences.
-        """
-        for other in self.results:
-            if dataclasses.replace(other, calibration=key.calibration, options=key.options) == key != other:
-                changed = "the text changed"
-                if other.options != key.options:
-                    changed = f"option {_difference(json.loads(other.options), json.loads(key.options))}"
-                raise OutputError(
-                    f"{self.path} holds another result of {key.method} with seed {key.seed}: {changed}; --overwrite "
-                    "starts from scratch, or choose another --output"
-                )
-        return self.results.get(key)
-
-    def put(self, key: Key, measured: Measured) -> Measured:
+    def put(self, key: str, measured: Measured) -> Measured:
         """Adds a result, replaces the file and returns the result; if interrupted, the earlier file stays intact.
 
         Raises:
@@ -142,9 +91,7 @@ class ResultFile:
         self.results[key] = measured
         if self.path is None:
             return measured
-        results = [{"key": dataclasses.asdict(k), "measured": dataclasses.asdict(m)} for k, m in self.results.items()]
-        stored = {"version": VERSION, "identity": self.identity, "results": results}
-        text = json.dumps(stored, indent=1) + "\n"
+        text = json.dumps({key: asdict(each) for key, each in self.results.items()}, indent=1) + "\n"
         try:
             replace_file(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         except OSError as error:
@@ -201,13 +148,3 @@ class RowResult:
         """Returns the mean over seeds of a value; None if it was not measured with every seed."""
         known = [each for each in map(value, self.measured) if each is not None]
         return statistics.fmean(known) if len(known) == len(self.measured) else None
-
-
-def _difference(stored: Any, present: Any, name: str = "") -> str:
-    """Returns where two values made of dictionaries differ, in words; empty if they do not."""
-    if isinstance(stored, dict) and isinstance(present, dict):
-        for key in [*present, *(key for key in stored if key not in present)]:
-            if difference := _difference(stored.get(key), present.get(key), f"{name} {key}".strip()):
-                return difference
-        return ""
-    return "" if stored == present else f"{name} was {stored!r}, now {present!r}"

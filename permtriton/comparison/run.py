@@ -2,10 +2,10 @@
 
 import copy
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.comparison.methods import DENSE, Row
-from permtriton.comparison.results import Key, Measured, ResultFile, RowResult
+from permtriton.comparison.results import Measured, ResultFile, RowResult
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
@@ -50,7 +50,7 @@ class Benchmark:
     tasks: "Tasks | None" = None
 
     def identity(self, tasks: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what decides every result of a comparison, but for what `Key` holds.
+        """Returns what decides every result of a comparison.
 
         Args:
             tasks: what decides the scores of the tasks; empty without tasks.
@@ -137,12 +137,19 @@ def compare(
         raise ConfigError("no seed: give at least one")
     kept, progress = kept or ResultFile(None, {}), progress or NoProgress()
     draws = _draws(benchmark, rows, seeds, ids)
-    keys = {row: [_key(row, seed, draws) for seed in seeds] for row in rows}
-    wanted = [Key(DENSE), *(key for some in keys.values() for key in some)]
+
+    def key_of(row: Row, seed: int) -> str:
+        drawn = draws[_drawn_by(row.config, seed)]
+        options = {name: value for name, value in row.options.items() if name not in ROUNDING_ONLY}
+        text = None if drawn is None else text_hash(row.config, drawn)
+        return kept.key(seed=seed, text=text, options=options)
+
+    keys = {row: [key_of(row, seed) for seed in seeds] for row in rows}
+    wanted = [kept.key(), *chain(*keys.values())]
     if kept.results:
-        known = sum(kept.get(key) is not None for key in wanted)
+        known = sum(key in kept.results for key in wanted)
         progress.say(f"{known} of {len(wanted)} results (a row with one seed each) are kept in {kept.path}")
-    dense = kept.get(Key(DENSE)) or kept.put(Key(DENSE), benchmark.measured(benchmark.dense, None, progress))
+    dense = kept.results.get(kept.key()) or kept.put(kept.key(), benchmark.measured(benchmark.dense, None, progress))
     results = [RowResult(DENSE, "", "", (dense,))]
     finished(results[0])
     for row in rows:
@@ -150,7 +157,7 @@ def compare(
         for seed, key in zip(seeds, keys[row], strict=True):
             config = dataclasses.replace(row.config, seed=seed)
             drawn = draws[_drawn_by(row.config, seed)]
-            by_seed.append(kept.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
+            by_seed.append(kept.results.get(key) or kept.put(key, _compiled(benchmark, config, drawn, progress)))
         results.append(RowResult(row.method, row.pattern, row.setting, tuple(by_seed), row.options))
         finished(results[-1])
     return results
@@ -177,13 +184,6 @@ def _draws(benchmark: Benchmark, rows: Sequence[Row], seeds: Sequence[int], ids:
 def _drawn_by(config: CompileConfig, seed: int) -> tuple[CalibrationConfig, int, int]:
     """Returns what decides a draw."""
     return config.calibration, config.surplus, seed
-
-
-def _key(row: Row, seed: int, draws: Draws) -> Key:
-    drawn = draws[_drawn_by(row.config, seed)]
-    calibration = "" if drawn is None else text_hash(row.config, drawn)
-    options = {name: value for name, value in row.options.items() if name not in ROUNDING_ONLY}
-    return Key(row.method, row.pattern, row.setting, seed, calibration, json.dumps(options))
 
 
 def _compiled(benchmark: Benchmark, config: CompileConfig, samples: Samples | None, progress: Progress) -> Measured:
