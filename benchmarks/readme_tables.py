@@ -23,7 +23,6 @@ from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.gpu.floors import GPUS  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
-from permtriton.comparison.methods import ABLATIONS  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
 from permtriton.reporting.plots import Series, chart  # noqa: E402
 
@@ -228,18 +227,8 @@ def config_options_table() -> str:
     return "\n".join(lines).rstrip()
 
 
-def ablations_table() -> str:
-    """Returns a row for each ablation of ``permtriton compare``."""
-    lines = [
-        [f"`{name}`", f"`{each.option}`", ", ".join(each.values), "; ".join(each.methods)]
-        for name, each in ABLATIONS.items()
-    ]
-    return _table("`--ablate` | option | values | method", lines, "")
-
-
 TABLES = {
     "architectures-summary": architectures.summary,
-    "ablations": ablations_table,
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
     "config-options": config_options_table,

@@ -196,7 +196,7 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         methods: methods, recipes, or steps joined by ``" + "``; None for all methods.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: option of which each method is run with several values.
-        values: other values of it.
+        values: these values.
         config, device, dtype, trust_remote_code, gguf_file, revision, token, progress: as `compile` takes them.
         output: file to write the report to, or several: .json, .csv or .md. Finished results are kept beside the first,
             so that the same call, also with more methods, continues.

@@ -218,7 +218,8 @@ def test_where_something_else_is_compared_all_is_measured_anew(desk):
 def test_an_ablation_from_the_command_line(desk):
     file = desk.write("c.toml", '[learned]\ninit = "random"\n')
     options = ("--learn-epochs", 1, "--micro-batch-size", 4, "--config", file)
-    result = compare(desk, "--ablate", "block-size", "--values", "8,16", *options, "--json")
+    options = ("--methods", "wanda + learned", *options, "--json")
+    result = compare(desk, "--ablate", "learn-block-size", "--values", "8,16", *options)
     rows = json.loads(result.stdout)["rows"]
     assert [(row["method"], row["setting"]) for row in rows] == [
         ("dense", ""), ("wanda + learned", "learn_block_size 8"), ("wanda + learned", "learn_block_size 16"),
@@ -238,10 +239,11 @@ def test_an_ablation_from_the_command_line(desk):
         (("--sparsity", "4:2"), ["4:2"]),
         (("--sparsity", "2:4,5"), ["'5'"]),
         (("--sparsity", "2:4,4:8", "--pattern", "*.down_proj=1:4"), ["--pattern needs one --sparsity"]),
-        (("--ablate", "heat"), ["'heat'", "sinkhorn, calibration"]),
-        (("--values", "1"), ["--values has no effect without --ablate"]),
-        (("--ablate", "sinkhorn"), ["no effect on the method 'magnitude'", "wanda + learned"]),
-        (("--ablate", "calibration"), ["--calibration has no effect with --ablate calibration", "--values"]),
+        (("--ablate", "heat", "--values", "1"), ["--ablate heat: no option of this name"]),
+        (("--values", "1"), ["--ablate names an option, and --values its values: give both"]),
+        (("--ablate", "calibration"), ["--ablate names an option, and --values its values: give both"]),
+        (("--ablate", "learn-epochs", "--values", "1"), ["no effect on the method magnitude", "--methods"]),
+        (("--ablate", "calibration", "--values", "demo"), ["--calibration has no effect with --ablate calibration"]),
         (("--calibration", "c5"), ["c5 is neither a file"]),
         (("--learn-epochs", "3"), ["--learn-epochs has no effect on the methods magnitude"]),
         (("--limit", "3"), ["--limit", "without --tasks"]),

@@ -56,7 +56,9 @@ def test_a_default_length_follows_the_model(desk, command):
 
 @pytest.mark.parametrize("flag", ["--methods", "--sparsity", "--values"])
 def test_an_empty_list_is_not_all(desk, flag):
-    desk.refuses(["compare", str(desk.model), flag, "", "--ablate", "layers"], f"{flag} '' has an empty name")
+    desk.refuses(
+        ["compare", str(desk.model), "--ablate", "layers", "--values", "1", flag, ""], f"{flag} '' has an empty name"
+    )
 
 
 def test_options_of_other_libraries_are_no_flags():

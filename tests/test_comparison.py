@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from permtriton.comparison import run as comparison
-from permtriton.comparison.methods import ABLATIONS, METHODS, ablation_rows, check_effect, method_rows
+from permtriton.comparison.methods import METHODS, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile
 from permtriton.comparison.run import Benchmark, compare
 from permtriton.comparison.summary import columns, report_of
@@ -111,33 +111,44 @@ def test_steps_may_be_joined_to_a_method():
         method_rows(given(), ("refit + heuristic",), ())
 
 
+ABLATIONS = {
+    "learn_block_size": (("32", "64"), ("wanda + learned", "ria + learned")),
+    "refit_exchanges": (("0", "2", "4", "8"), ()),
+    "heuristic_row_weights": (("fisher", "none"), ("wanda + heuristic",)),
+    "tune_generated": (("true", "false"), ("mask + tune",)),
+    "sparsity": (("2:4", "4:8"), ("wanda",)),
+}
+
+
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
-    rows = ablation_rows(given(), name, (), (), (), layers=6)
-    ablation = ABLATIONS[name]
-    assert len(rows) == len(ablation.values) * len(ablation.methods)
-    for method in ablation.methods:
-        found = [row.config.to_dict() for row in rows if row.method == method]
-        values = [each.pop(ablation.option) for each in found]
-        assert len(set(values)) == len(values)
+    values, methods = ABLATIONS[name]
+    rows = ablation_rows(given(), name, values, methods, ())
+    assert len(rows) == len(values) * len(methods or ("default",))
+    for method in methods or ("default",):
+        mine = [row for row in rows if row.method == method]
+        found = [row.config.to_dict() for row in mine]
+        assert [str(each.pop(name)).lower() for each in found] == list(values)
         assert all(each == found[0] for each in found)
-    if name == "learn-layers":
-        assert values == ["last:1", "last:3", "all"]
+        assert [row.setting.lower() for row in mine] == [f"{name} {value}" for value in values]
+        assert [row.pattern for row in mine] == [str(row.config.sparsity) for row in mine]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("heat", (), ()), "ablation 'heat' is unknown: choose from sinkhorn"),
-        (("sinkhorn", (), ("wanda",)), r"no effect on the method 'wanda'.*choose from wanda \+ learned, ria"),
-        (("sinkhorn", ("five",), ()), "'five': --learn-sinkhorn-rounds takes integers"),
-        (("block-size", ("30",), ()), "learn_block_size 30 is not a multiple"),
-        (("learn-layers", ("first:1",), ()), "`learn_layers=` is .first:1."),
+        (("heat", ("1",), ()), "--ablate heat: no option of this name"),
+        (("refit_exchange", ("1",), ()), "refit_exchange: no option.*did you mean refit_exchanges"),
+        (("seed", ("0", "1"), ()), "--ablate seed: no option of this name changes results"),
+        (("learn_sinkhorn_rounds", ("0", "5"), ("wanda",)), "no effect on the method wanda: choose other --methods"),
+        (("refit_exchanges", ("five",), ()), "`refit_exchanges=` is 'five': expected a non-negative integer"),
+        (("learn_block_size", ("30",), ("wanda + learned",)), "learn_block_size 30 is not a multiple"),
+        (("learn_layers", ("first:1",), ("wanda + learned",)), "`learn_layers=` is .first:1."),
     ],
 )
 def test_ablations_that_make_no_sense(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        ablation_rows(given(), *arguments, (), layers=2)
+        ablation_rows(given(), *arguments, ())
 
 
 def test_options_that_change_no_row_are_refused():
@@ -145,8 +156,8 @@ def test_options_that_change_no_row_are_refused():
     check_effect(["learn_epochs", "samples"], rows, None)
     with pytest.raises(ConfigError, match="--learn-epochs has no effect on the methods wanda: "):
         check_effect(["samples", "learn_epochs"], rows[:1], None)
-    with pytest.raises(ConfigError, match="--learn-block-size has no effect with --ablate block-size"):
-        check_effect(["learn_block_size"], rows, "block-size")
+    with pytest.raises(ConfigError, match="--learn-block-size has no effect with --ablate learn_block_size"):
+        check_effect(["learn_block_size"], rows, "learn_block_size")
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------
@@ -190,18 +201,23 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("name", "values"),
-    [("sinkhorn", ()), ("block-size", ("8", "16")), ("learn-layers", ("last:1", "all")), ("calibration", ("a", "b"))],
+    [
+        ("learn_sinkhorn_rounds", ("0", "5")),
+        ("learn_block_size", ("8", "16")),
+        ("learn_layers", ("last:1", "all")),
+        ("calibration", ("a", "b")),
+    ],
 )
 @pytest.mark.slow(but=["calibration-values3"])
-def test_the_rows_of_every_ablation_give_different_models(model, tmp_path, name, values):
+def test_the_rows_of_an_ablation_give_different_models(model, tmp_path, name, values):
     if name == "calibration":
         values = [str(tmp_path / f"{value}.jsonl") for value in values]
         for seed, path in enumerate(values):
             stream = zoo.tiny_ids(1, 200, seed)[0].tolist()
             (tmp_path / path).write_text(json.dumps({"input_ids": stream}))
-    if name == "learn-layers":
+    if name == "learn_layers":
         model = zoo.tiny_llama(initializer_range=0.4)
-    rows = ablation_rows(given(**PLAINLY), name, values, ("wanda + learned (fused)",), (), layers=2)
+    rows = ablation_rows(given(**PLAINLY), name, values, ("wanda + learned (fused)",), ())
     results = compare(Benchmark(model, None, WINDOWS), rows, ids=None if name == "calibration" else IDS)
     means = [each.mean for each in results[1:]]
     assert len(means) == len(set(means)) == 2

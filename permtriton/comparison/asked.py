@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from permtriton.comparison.methods import ABLATIONS
 from permtriton.config import METHOD, RUNNING
 from permtriton.driver.asked import Asked
 from permtriton.evaluation.asked import AskedEvaluation, Measures
@@ -41,19 +40,18 @@ class AskedComparison(Measures):
         None,
         METHOD,
         "Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + distill', separated by commas; by "
-        "default all methods, and a few with --ablate.",
+        "default all methods, and the default recipe with --ablate.",
     )
     ablate: str | None = flag(
         None,
         METHOD,
-        "Run each method with several values of one option: "
-        + ", ".join(f"{name} ({', '.join(each.values)})" for name, each in ABLATIONS.items())
-        + ".",
+        "Run each method with several --values of one option, such as refit-exchanges.",
+        metavar="OPTION",
     )
     values: Words = flag(
         None,
         METHOD,
-        "With --ablate: other values, separated by commas, such as demo,my-text.txt for calibration.",
+        "With --ablate: the values, separated by commas, such as 0,2,4,8.",
     )
     tasks: str | Sequence[str] | None = same_as(AskedEvaluation, "tasks")
     limit: int | None = same_as(AskedEvaluation, "limit")

@@ -1,16 +1,15 @@
-"""The rows of a comparison as data: the methods, the ablations, and the config that each row is compiled with."""
+"""The rows of a comparison as data: the methods, and the config that each row is compiled with."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from permtriton.driver.identity import ROUNDING_ONLY
 from permtriton.driver.options import CompileConfig, has_effect
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, near
 from permtriton.methods.steps import STEPS
 from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from
-from permtriton.util.option import Option
 from permtriton.util.sparsity import NMPattern
 
 FUSED = " (fused)"
@@ -58,37 +57,6 @@ KNOWN = METHODS | {
 }
 DENSE = "dense"
 JOINED = " + "  # steps that make a method of the user's own
-HALF = "last:half"
-
-
-@dataclass(frozen=True)
-class Ablation:
-    """What the rows of an ablation differ in.
-
-    Attributes:
-        option: name of the option.
-        values: its values where the user names none.
-        methods: methods to run where the user names none.
-    """
-
-    option: str
-    values: tuple[str, ...]
-    methods: tuple[str, ...] = ("wanda + learned",)
-
-
-# The paper's ablations, and ours. Under portable, the residual stream is read in every layer and learns
-# with "all" only.
-ABLATIONS: dict[str, Ablation] = {
-    "sinkhorn": Ablation("learn_sinkhorn_rounds", ("0", "5")),
-    "calibration": Ablation("calibration", ("pile", "wikitext2", "c4"), ("wanda", "wanda + learned")),
-    "block-size": Ablation("learn_block_size", ("32", "64", "128")),
-    "dense-share": Ablation("dense_share", ("0.0", "0.05", "0.1", "0.2", "0.3"), (DEFAULT,)),
-    "dense-targets": Ablation("refit_dense_targets", ("0.0", "0.5", "0.75", "1.0"), ("heuristic + refit",)),
-    "residual-targets": Ablation("refit_residual_targets", ("0.0", "0.25", "0.5", "1.0"), ("heuristic + refit",)),
-    "exchanges": Ablation("refit_exchanges", ("0", "2", "4", "8"), ("heuristic + refit",)),
-    "refit-iterations": Ablation("refit_iterations", ("5", "20", "50"), ("heuristic + refit",)),
-    "learn-layers": Ablation("learn_layers", ("last:1", HALF, "all"), (f"wanda + learned{FUSED}",)),
-}
 
 
 @dataclass(frozen=True)
@@ -98,7 +66,7 @@ class Row:
     Attributes:
         method: name of the method.
         pattern: sparsity pattern, such as ``2:4``.
-        setting: option of the ablation with its value, such as ``block_size 32``; empty without an ablation.
+        setting: option of the ablation with its value, such as ``learn_block_size 32``; empty without an ablation.
         config: every option; the seed is set later.
     """
 
@@ -163,53 +131,33 @@ def ablation_rows(
     values: Sequence[str],
     methods: Sequence[str],
     patterns: Sequence[NMPattern],
-    layers: int | None,
     model: str = "",
 ) -> list[Row]:
-    """Returns a row per pattern, method and value of the option that the ablation varies.
+    """Returns a row per pattern, method and value of one option.
 
     Args:
-        options: values by option name; what the methods and the ablation set is left out.
-        name: key of `ABLATIONS`.
-        values: values of its option as text; none means the ablation's own.
-        methods: names of methods; none means the ablation's own.
+        options: values by option name; what the methods set is left out.
+        name: name of the option, which takes these values also where a method sets it.
+        values: its values as text.
+        methods: names of methods; none means the default recipe.
         patterns: sparsity patterns; none means that of the options.
-        layers: number of layers of the model, half of which ``last:half`` means; None where it is not known.
         model: name of the model, as `permtriton.recipe.config_from` takes it.
 
     Raises:
-        ConfigError: an ablation or a method is unknown, the option has no effect on a method, or not this value, or
-            it is not known which layers are the last half.
+        ConfigError: an option or a method is unknown, or the option has no effect on a method, or not this value.
     """
-    if name not in ABLATIONS:
-        raise ConfigError(f"ablation {name!r} is unknown: choose from {', '.join(ABLATIONS)}")
-    ablation = ABLATIONS[name]
-    option = all_options()[ablation.option]
-    rows = []
-    for row in method_rows(options, methods or ablation.methods, patterns, model):
+    known = {each: option for each, option in all_options().items() if each not in ("seed", *ROUNDING_ONLY)}
+    if name not in known:
+        raise ConfigError(f"--ablate {name}: no option of this name changes results{near(name, known)}")
+    option, rows = known[name], []
+    for row in method_rows(options, methods or (DEFAULT,), patterns, model):
         if not has_effect(option, row.config):
-            able = [each.method for each in method_rows({}, (), ()) if has_effect(option, each.config)]
-            raise ConfigError(
-                f"--ablate {name} has no effect on the method {row.method!r}, which does not use {option.flag}: "
-                f"choose from {', '.join(able)}"
-            )
-        for text in values or ablation.values:
-            value: Any = _last_half(layers) if text == HALF else text
-            if option.type in (int, float):
-                value = _number(text, option)
-            varied = {**options, option.name: value}
-            (chosen,) = method_rows(varied, [row.method], [row.config.sparsity], model)
-            rows.append(dataclasses.replace(chosen, setting=f"{option.name} {value}"))
+            raise ConfigError(f"--ablate {name} has no effect on the method {row.method}: choose other --methods")
+        fixed = {**options, "sparsity": row.config.sparsity, **settings_of(row.method)}
+        for value in map(option.parse, values):
+            config = config_from({**fixed, name: value}, model=model)
+            rows.append(Row(row.method, str(config.sparsity), f"{name} {value}", config))
     return list(dict.fromkeys(rows))
-
-
-def _last_half(layers: int | None) -> str:
-    if layers is None:
-        raise ConfigError(
-            f"`{HALF}`: the config of this model does not say how many layers it has: give `values=` that name their "
-            "number, such as last:1"
-        )
-    return f"last:{max(layers // 2, 1)}"
 
 
 def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | None) -> None:
@@ -217,7 +165,7 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
 
     Args:
         explicit: names of the options.
-        ablation: key of `ABLATIONS`, or None.
+        ablation: name of the option that has several values, or None.
 
     Raises:
         ConfigError: for example epochs, if no row learns.
@@ -225,7 +173,7 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
     for name in explicit:
         option = all_options()[name]
         flag = option.flag
-        if ablation and name == ABLATIONS[ablation].option:
+        if name == ablation:
             raise ConfigError(f"{flag} has no effect with --ablate {ablation}, which sets it: choose --values")
         if name == "seed":
             raise ConfigError("--seed has no effect on a comparison: choose --seeds")
@@ -234,11 +182,3 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
         if not any(has_effect(option, row.config) for row in rows):
             methods = ", ".join(dict.fromkeys(row.method for row in rows))
             raise ConfigError(f"{flag} has no effect on the methods {methods}: drop it or choose other --methods")
-
-
-def _number(text: str, option: Option) -> float:
-    try:
-        return option.type(text)
-    except ValueError:
-        kind = "integers" if option.type is int else "numbers"
-        raise ConfigError(f"--values {text!r}: {option.flag} takes {kind}, separated by commas") from None

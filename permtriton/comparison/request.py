@@ -69,26 +69,30 @@ class Request:
         asked = replace(asked, eval_data=selected(asked.eval_data)).settled()
         return cls(Source(model, **asked.loading), options, given, several, asked)
 
-    def rows(self, layers: int | None) -> list[Row]:
-        """Returns the rows to run on a model with this many layers; None where its config does not say how many.
+    def rows(self) -> list[Row]:
+        """Returns the rows to run.
 
         Raises:
             ConfigError: a name or a value is unknown, or an option has no effect.
         """
-        if self.asked.values is not None and not self.asked.ablate:
-            raise ConfigError("`values=` has no effect without `ablate=`: drop it, or name an ablation")
+        if (self.asked.values is None) != (self.asked.ablate is None):
+            raise ConfigError("`ablate=` names an option, and `values=` its values: give both, or neither")
         if self.patterns and "pattern" in self.given:
             raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
-        ablate, methods = self.asked.ablate, _parts(self.asked.methods, "methods")
+        methods, values = _parts(self.asked.methods, "methods"), _parts(self.asked.values, "values")
         patterns = [NMPattern.parse(each) for each in self.patterns]
         options, model = dict(self.options), self.source.name
-        if ablate:
-            values = _parts(self.asked.values, "values")
-            rows = ablation_rows(options, ablate, values, methods, patterns, layers, model)
-        else:
+        if self.ablation is None:
             rows = method_rows(options, methods, patterns, model)
-        check_effect(dict(self.given), rows, ablate)
+        else:
+            rows = ablation_rows(options, self.ablation, values, methods, patterns, model)
+        check_effect(dict(self.given), rows, self.ablation)
         return rows
+
+    @property
+    def ablation(self) -> str | None:
+        """Name of the option that has several values."""
+        return self.asked.ablate and self.asked.ablate.replace("-", "_")
 
     def numbers(self) -> list[int]:
         """Returns the seeds.
@@ -137,7 +141,7 @@ class Request:
                 an output that cannot be written.
         """
         seeds, asked, tasks = self.numbers(), self.asked, self.asked.wanted_tasks
-        self.rows(layers=1)  # a wrong name is found before the model is loaded
+        self.rows()  # a wrong name is found before the model is loaded
         named = [self.source.name, self.options.get("calibration"), tasks.folder, asked.eval_data]
         reads = [each for each in named if is_named(each) and each]
         for output in asked.outputs:
@@ -154,14 +158,13 @@ class Request:
             kept = ResultFile(self.place, benchmark.identity(tasks.identity(asked.outputs)))
             if not asked.overwrite:
                 kept.read()
-            rows = request.rows(getattr(model.config.get_text_config(), "num_hidden_layers", None))
             report = report_of(
-                compare(benchmark, rows, seeds=seeds, kept=kept, progress=progress, finished=finished),
+                compare(benchmark, request.rows(), seeds=seeds, kept=kept, progress=progress, finished=finished),
                 benchmark,
                 model=self.source.name,
                 text=text,
                 seeds=seeds,
-                ablation=asked.ablate,
+                ablation=self.ablation,
                 versions=tasks.versions(),
             )
             for output in asked.outputs:

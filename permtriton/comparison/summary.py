@@ -35,7 +35,7 @@ def report_of(
     Args:
         results: result of each row, the dense model's first.
         model: name of the dense model.
-        ablation: key of `permtriton.comparison.methods.ABLATIONS`, or None.
+        ablation: name of the option that has several values, or None.
     """
     dense = benchmark.dense
     first, *others = [result.options for result in results if result.options]
