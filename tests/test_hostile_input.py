@@ -238,7 +238,7 @@ TABLES = {
 def test_parquet(desk, case, option):
     path = desk.folder / "a.parquet"
     pyarrow.parquet.write_table(TABLES[case], path)
-    words = ("row 2", "character 1 is a NUL", "UTF-8") if case == "NUL" else ()
+    words = ("document 2", "character 1 is a NUL", "UTF-8") if case == "NUL" else ()
     desk.refuses(desk.compile(option, path), str(path), *words)
 
 

@@ -258,8 +258,9 @@ def test_pairs_fill_both_halves(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
-        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "line 2: expected"),
-        ([{"input_ids": [1], "labels": 3}], "line 1: .labels. must be"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "document 2 is None"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], "document 1 is None"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": 3}], "document 2 is 3"),
         ([{"input_ids": [1], "labels": [VOCABULARY]}], "vocabulary"),
         ([{"input_ids": [1], "labels": [2, -100]}], "labels are -100, .* leave these labels out"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 
+import datasets
 import pytest
 import torch
 from datasets import Dataset
@@ -71,7 +72,7 @@ def test_the_labels_are_what_is_predicted(name):
     assert [compiling.compiled(model, None), compiling.dense] == pytest.approx(perplexities, rel=1e-4)
 
 
-def test_labels_are_read_from_every_kind_of_data(tmp_path):
+def test_labels_are_read_from_every_kind_of_data(tmp_path, monkeypatch):
     """A causal model leaves them out, and so do all where labels are classes."""
     model, rows = (
         build("t5"),
@@ -80,7 +81,9 @@ def test_labels_are_read_from_every_kind_of_data(tmp_path):
     dataset = Dataset.from_list(rows)
     dataset.to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = [str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.parquet"), dataset, dataset.with_format("torch")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda **_: dataset)
+    files = [str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.parquet"), "someone/pairs"]
+    data = [*files, dataset, dataset.with_format("torch")]
     found = [permtriton.evaluate(model, each, window=14) for each in data]
     assert len({(each.perplexity, each.windows) for each in found}) == 1
     alone = permtriton.evaluate(model, dataset.remove_columns("labels"), window=14)

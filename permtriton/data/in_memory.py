@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
+from permtriton.data.columns import documents_in
 from permtriton.data.media import Processor, read_by
-from permtriton.data.padding import documents_in
-from permtriton.data.pairs import Pair, with_labels
+from permtriton.data.pairs import Pair
 from permtriton.data.samples import Samples
-from permtriton.data.text import Documents, calibration_samples, text_column
+from permtriton.data.text import Documents, calibration_samples
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
 
 if TYPE_CHECKING:
@@ -74,11 +74,7 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
         return data
     if not hasattr(data, "__len__"):
         raise CalibrationError("a streamed dataset has no length: give a list of its first texts")
-    names = data.column_names
-    if column is not None and column not in names:
-        raise CalibrationError(f"text_column is {shown(column)}, but the Dataset has {', '.join(names)}")
-    documents = documents_in(data, names, column or text_column(names, "the Dataset"), "the Dataset")
-    return with_labels(documents, data["labels"] if "labels" in names else None)
+    return documents_in(data.column_names, data.__getitem__, "the Dataset", column or "")
 
 
 def documents_of(data: Any) -> Documents | None:

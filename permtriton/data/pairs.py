@@ -33,8 +33,8 @@ class Pairs(Sequence[Pair]):
 
 
 def with_labels(sources: Sequence[Any], labels: Sequence[Any] | None) -> Sequence[Any]:
-    """Returns pairs where there are labels, and these are texts or token ids, not classes."""
-    if labels is None or not len(labels) or not (isinstance(labels[0], str) or hasattr(labels[0], "__len__")):
+    """Returns pairs where there are labels, unless these are classes."""
+    if labels is None or not len(labels) or not (labels[0] is None or hasattr(labels[0], "__len__")):
         return sources
     return Pairs(sources, labels)
 
@@ -53,7 +53,7 @@ def sources_of(documents: Sequence[Any]) -> Sequence[Any]:
 
 def paired_windows(
     pairs: Sequence[Pair],
-    encode: Callable[[Pair], tuple[Tensor, Tensor]],
+    encode: Callable[[Pair, int], tuple[Tensor, Tensor]],
     tokens: int,
     wanted: int | None,
     generator: torch.Generator | None,
@@ -66,7 +66,7 @@ def paired_windows(
     cut off. Both halves of a row are therefore of the same pairs.
 
     Args:
-        encode: returns the token ids of a pair's source and labels, int64 ``[...]`` each.
+        encode: returns the token ids of the source and the labels of a pair and its number, int64 ``[...]`` each.
         wanted: number of rows; None for as many as there are.
         generator: draws the order of the pairs; None keeps it.
         name: where the pairs come from, for errors.
@@ -82,7 +82,7 @@ def paired_windows(
     for position in order:
         if wanted is not None and len(rows) == surplus * wanted:
             break
-        halves = [torch.cat(both) for both in zip(halves, encode(pairs[position]), strict=True)]
+        halves = [torch.cat(both) for both in zip(halves, encode(pairs[position], position), strict=True)]
         if all(half.numel() >= size for half, size in zip(halves, sizes, strict=True)):
             rows.append(torch.cat([half[:size] for half, size in zip(halves, sizes, strict=True)]))
             halves = [half[:0] for half in halves]

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton import demo
 from permtriton.config import OF_TEXT, SURPLUS, CalibrationConfig, CommonConfig
+from permtriton.data.columns import documents_in
 from permtriton.data.media import KINDS, Processor, is_media, media_samples
-from permtriton.data.padding import documents_in, unpadded
-from permtriton.data.pairs import Pair, are_pairs, paired_windows, sources_of, with_labels
+from permtriton.data.pairs import are_pairs, paired_windows, sources_of
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
@@ -143,7 +144,7 @@ def _one_document_each(config: CalibrationConfig, documents: Documents, encoder:
         number = generator.randint(0, len(documents) - 1)
         if number in short:
             continue
-        ids = encoder.one(documents[number], ended=False)
+        ids = encoder.one(documents[number], number, ended=False)
         if ids.numel() <= length:
             short.add(number)
             continue
@@ -318,8 +319,7 @@ def _documents(
         if source in hub or _is_dataset(source):
             arguments = hub.get(source, {"path": source, "split": "train" if hub is HUB_DATASETS else "test"})
             dataset = _from_hub(source, arguments | ({"split": split} if split else {}))
-            names = dataset.column_names
-            documents = documents_in(dataset, names, text_column(names, source, column), source)
+            documents = documents_in(dataset.column_names, dataset.__getitem__, source, column)
             return [joined[source].join(documents)] if source in joined else documents
         path = Path(source)
         if not os.path.isfile(source):  # which, unlike Path.is_file, takes names that are too long
@@ -331,9 +331,17 @@ def _documents(
         if path.suffix == ".txt":
             return [text] if (text := _read(path)).strip() else []
         if path.suffix in (".jsonl", ".json"):
-            return _json_lines(path, column)
+            rows = _json_lines(path)
+            names = list(dict.fromkeys(chain(*rows)))
+            return documents_in(names, lambda name: [row.get(name) for row in rows], source, column) if rows else []
         if path.suffix == ".parquet":
-            return _parquet(path, column)
+            require(source, "pyarrow")
+            from pyarrow import parquet
+
+            file = parquet.ParquetFile(path)
+            return documents_in(
+                file.schema_arrow.names, lambda name: file.read([name])[name].to_pylist(), source, column
+            )
         raise CalibrationError(
             f"{source}: its suffix is {path.suffix or 'missing'}; expected a .txt, .jsonl or .parquet file"
         )
@@ -357,95 +365,24 @@ def _is_dataset(source: str) -> bool:
     return is_hub_name(source) and "/" in source and Path(source).suffix not in SUFFIXES
 
 
-def text_column(names: Sequence[str], source: str, wanted: str = "") -> str:
-    """Returns the name of the column that holds token ids or texts.
-
-    Args:
-        wanted: its name, where it is known.
-
-    Raises:
-        CalibrationError: there is none.
-    """
-    if wanted:
-        if wanted not in names:
-            raise CalibrationError(f"`text_column={wanted}`: {source} has the columns {', '.join(names)}")
-        return wanted
-    for name in ("input_ids", "text"):
-        if name in names:
-            return name
-    raise CalibrationError(
-        f"{source} has the columns {', '.join(names)}: one must be text or input_ids, or name it by `text_column=`"
-    )
-
-
-def _parquet(path: Path, column: str) -> Sequence[Any]:
-    require(str(path), "pyarrow")
-    from pyarrow import parquet
-
-    with reading(f"{path} is not a readable parquet file", CalibrationError):
-        file = parquet.ParquetFile(path)
-        name = text_column(file.schema_arrow.names, str(path), column)
-        names = [name, *({"labels", "attention_mask"} & set(file.schema_arrow.names))]
-        found = file.read(names).select(names).to_pydict()
-    for number, row in enumerate(zip(*found.values(), strict=True), start=1):
-        for text in filter(lambda each: isinstance(each, str), row):
-            _without_nul(text, f"{path} row {number}")
-    return with_labels(documents_in(found, names, name, str(path)), found.get("labels"))
-
-
 def _read(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8-sig")  # without the mark that some editors put before it
+        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put before it
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    return _without_nul(text, str(path))
 
 
-def _without_nul(text: str, place: str) -> str:
-    """Refuses what is not text: nobody writes NULs, but other encodings and binary files are full of them."""
-    if (position := text.find("\0")) >= 0:
-        raise CalibrationError(f"{place} is no text, or not UTF-8: character {position} is a NUL")
-    return text
-
-
-def _json_lines(path: Path, column: str) -> list[str | list[int] | Pair]:
-    documents: list[str | list[int] | Pair] = []
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
     for number, line in enumerate(_read(path).split("\n"), start=1):
         if not line.strip():
             continue
-        place = f"{path} line {number}"
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except (ValueError, RecursionError) as error:  # also integers of too many digits
-            raise CalibrationError(f"{place} is not JSON: {first_line(error)}") from error
-        value: Any = _document_in(row, column, place)
-        for text in filter(lambda each: isinstance(each, str), (value, row.get("labels"))):
-            _without_nul(text, place)
-        if "labels" in row:
-            if not _is_document(row["labels"]):
-                raise CalibrationError(f'{place}: "labels" must be a string or integers')
-            value = Pair(value, row["labels"])
-        if documents and isinstance(value, Pair) != isinstance(documents[0], Pair):
-            raise CalibrationError(f'{place}: expected "labels" in every line or in none')
-        documents.append(value)
-    return documents
-
-
-def _document_in(row: Any, column: str, place: str) -> str | list[int]:
-    """Returns the text of a row, or its token ids without their padding."""
-    value: Any = None
-    if isinstance(row, dict):
-        value = row.get(column) if column else row.get("input_ids", row.get("text"))
-    if not _is_document(value) or (not column and "input_ids" in row and isinstance(value, str)):
-        needed = f'"{column}" (a string or integers)' if column else '"text" (a string) or "input_ids" (integers)'
-        raise CalibrationError(f"{place} needs {needed}")
-    if isinstance(value, list) and column in ("", "input_ids") and "attention_mask" in row:
-        return unpadded(value, row["attention_mask"], place)
-    return value
-
-
-def _is_document(value: Any) -> bool:
-    ids = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
-    return ids or isinstance(value, str)
+            raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
+        if not isinstance(rows[-1], dict):
+            raise CalibrationError(f"{path} line {number} is {shown(rows[-1])}: expected a text or input_ids by name")
+    return rows

@@ -50,7 +50,7 @@ class Encoder:
         for position in order:
             with reading(f"{self.source}: document {position + 1} cannot be read", CalibrationError):
                 document = documents[position]
-            found.append(self.one(document))
+            found.append(self.one(document, position))
             ends.append(found[-1].numel() + (ends[-1] if ends else 0))
             if wanted is not None and ends[-1] >= wanted:
                 break
@@ -58,9 +58,9 @@ class Encoder:
             raise CalibrationError(f"{self.source} is empty: no text to use")
         return self.checked(torch.cat(found)), ends
 
-    def pair(self, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Returns the ids of a source and of its labels, int64 ``[...]`` each."""
-        ids, labels = self.one(pair.source), self.one(pair.labels, target=True)
+    def pair(self, pair: Pair, number: int) -> tuple[Tensor, Tensor]:
+        """Returns the ids of the source and of the labels of a document, int64 ``[...]`` each."""
+        ids, labels = self.one(pair.source, number), self.one(pair.labels, number, target=True)
         if labels.numel() and int(labels.min()) == IGNORED:
             raise CalibrationError(
                 f"{self.source}: some labels are {IGNORED}, which marks tokens that must not count, but all are "
@@ -69,15 +69,18 @@ class Encoder:
         self.checked(torch.cat([ids, labels]))
         return ids, labels
 
-    def one(self, document: Any, *, target: bool = False, ended: bool = True) -> Tensor:
-        """Returns the ids of a document, not yet checked; the further arguments are those of `token_ids`."""
+    def one(self, document: Any, number: int, *, target: bool = False, ended: bool = True) -> Tensor:
+        """Returns the ids of a document, not yet checked; ``target`` and ``ended`` are as for `token_ids`."""
+        place = f"{self.source}: document {number + 1}"
         if isinstance(document, str):
+            if "\0" in document:  # nobody writes NULs, but other encodings and binary files are full of them
+                raise CalibrationError(f"{place} is no text, or not UTF-8: character {document.index(chr(0))} is a NUL")
             return token_ids(document, self.tokenizer, self.source, target=target, ended=ended)
         document = document.tolist() if hasattr(document, "tolist") else document
-        if isinstance(document, list | tuple) and all(isinstance(i, int) and -(2**63) <= i < 2**63 for i in document):
+        if isinstance(document, list | tuple) and all(type(i) is int and -(2**63) <= i < 2**63 for i in document):
             return torch.tensor(document, dtype=torch.int64)
         raise CalibrationError(
-            f"{self.source} holds {shown(document)}: text must be a string, input_ids a list of integers from the "
+            f"{place} is {shown(document)}: text must be a string, input_ids and labels a list of integers from the "
             "vocabulary"
         )
 

@@ -1,0 +1,65 @@
+"""The documents in the columns of a table: of a file, of a dataset on the hub or in memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from permtriton.data.pairs import with_labels
+from permtriton.errors import CalibrationError, reading, shown
+
+
+def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
+    """Returns the token ids at whose positions the mask, as a tokenizer that pads gives it, is not 0.
+
+    Args:
+        place: where the ids come from, for the error.
+
+    Raises:
+        CalibrationError: the mask does not fit the ids.
+    """
+    with reading(f"{place}: its attention_mask cannot be used", CalibrationError):
+        ids, mask = (each.tolist() if hasattr(each, "tolist") else each for each in (ids, mask))
+        return [each for each, kept in zip(ids, mask, strict=True) if kept]
+
+
+@dataclass(frozen=True)
+class Unpadded(Sequence[list[int]]):
+    """The token ids of a column without their padding, each document's made when it is asked for."""
+
+    ids: Sequence[Any]
+    masks: Sequence[Any]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, number: Any) -> Any:
+        return unpadded(self.ids[number], self.masks[number], f"{self.source}: document {number + 1}")
+
+
+def documents_in(
+    names: Sequence[str], column_of: Callable[[str], Sequence[Any]], source: str, wanted: str = ""
+) -> Sequence[Any]:
+    """Returns the documents of a table: texts, or token ids without their padding; pairs where there are labels.
+
+    Args:
+        names: names of all columns.
+        column_of: returns the column of a name.
+        source: where the table comes from, for errors.
+        wanted: name of the column that holds the documents; empty for ``input_ids`` or ``text``.
+
+    Raises:
+        CalibrationError: there is no such column.
+    """
+    column = wanted or ("input_ids" if "input_ids" in names else "text")
+    if column not in names:
+        raise CalibrationError(
+            f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or name another "
+            "column by `text_column=`"
+        )
+    documents = column_of(column)
+    if column == "input_ids" and len(documents) and isinstance(documents[0], str):
+        raise CalibrationError(f"{source}: document 1 is {shown(documents[0])}: expected input_ids as integers")
+    if column == "input_ids" and "attention_mask" in names:
+        documents = Unpadded(documents, column_of("attention_mask"), source)
+    return with_labels(documents, column_of("labels") if "labels" in names else None)
