@@ -3,29 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from permtriton.config import METHOD, RUNNING
 from permtriton.driver.asked import Asked
-from permtriton.evaluation.asked import AskedEvaluation, Measures
+from permtriton.evaluation.asked import Loads, Measures
 from permtriton.util.asking import flag, same_as
-
-if TYPE_CHECKING:  # they import torch, which `permtriton --help` must not
-    from permtriton.data.in_memory import Data
-    from permtriton.util.bars import Shown
 
 Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedComparison(Measures):
+class AskedComparison(Loads, Measures):
     """What `permtriton.compare` takes, which describes it; what has words is a flag of its command, too.
 
     Attributes:
         json: of the command alone.
     """
 
-    protocol: str | None = same_as(AskedEvaluation, "protocol")
     sparsity: Words = flag(
         None,
         METHOD,
@@ -33,8 +28,6 @@ class AskedComparison(Measures):
         "[default: 2:4]",
         metavar="N:M,...",
     )
-    eval_data: "Data | None" = same_as(AskedEvaluation, "eval_data")
-    window: int | None = same_as(AskedEvaluation, "window")
     seeds: int | str | Sequence[int] = flag((0,), RUNNING, "Seeds, separated by commas.", unset="0")
     methods: Words = flag(
         None,
@@ -53,11 +46,6 @@ class AskedComparison(Measures):
         METHOD,
         "With --ablate: the values, separated by commas, such as 0,2,4,8.",
     )
-    tasks: str | Sequence[str] | None = same_as(AskedEvaluation, "tasks")
-    limit: int | None = same_as(AskedEvaluation, "limit")
-    tasks_dir: str | Path | None = same_as(AskedEvaluation, "tasks_dir")
-    device: str = same_as(AskedEvaluation, "device")
-    dtype: str = same_as(AskedEvaluation, "dtype")
     config: str | Path | None = same_as(Asked, "config")
     json: bool = flag(False, RUNNING, "Print the report as JSON on standard output.", kind=bool, command=True)
     output: str | Path | Sequence[str | Path] = flag(
@@ -75,11 +63,6 @@ class AskedComparison(Measures):
         "Measure everything again, whatever is kept, and replace any earlier file.",
         kind=bool,
     )
-    gguf_file: str | None = same_as(AskedEvaluation, "gguf_file")
-    revision: str | None = same_as(AskedEvaluation, "revision")
-    token: str | None = same_as(AskedEvaluation, "token")
-    trust_remote_code: bool = same_as(AskedEvaluation, "trust_remote_code")
-    progress: "Shown" = False
 
     @property
     def outputs(self) -> list[Path]:

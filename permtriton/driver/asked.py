@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.config import METHOD, RUNNING
 from permtriton.driver.step import Step
-from permtriton.evaluation.asked import HUB, AskedEvaluation, Loads
+from permtriton.evaluation.asked import HUB, Loads, Measures
 from permtriton.recipe import RECIPES
 from permtriton.util.asking import flag, same_as
 
 if TYPE_CHECKING:  # they import torch, which `permtriton --help` must not
     from permtriton.data.in_memory import Data
     from permtriton.data.media import Processor
-    from permtriton.util.bars import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +32,12 @@ class Asked(Loads):
         f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt; permtriton recipes "
         "describes them.",
     )
-    protocol: str | None = same_as(AskedEvaluation, "protocol")
+    protocol: str | None = same_as(Measures, "protocol")
     data: "Data | None" = None
     text_column: str | None = None
     split: str | None = None
     tokenizer: "Processor | None" = None
-    eval_data: "Data | None" = same_as(AskedEvaluation, "eval_data", default="none", unset=None)
-    device: str = same_as(AskedEvaluation, "device")
-    dtype: str = same_as(AskedEvaluation, "dtype")
+    eval_data: "Data | None" = same_as(Measures, "eval_data", default="none", unset=None)
     output: str | Path | None = flag(
         None, RUNNING, "Folder to write; MODEL-NofM here by default.", kind=Path, metavar="PATH"
     )
@@ -104,8 +101,3 @@ class Asked(Loads):
     config: str | Path | None = flag(
         None, RUNNING, "TOML file of options, with a table per step; flags win.", kind=Path, metavar="FILE"
     )
-    gguf_file: str | None = same_as(AskedEvaluation, "gguf_file")
-    revision: str | None = same_as(AskedEvaluation, "revision")
-    token: str | None = same_as(AskedEvaluation, "token")
-    trust_remote_code: bool = same_as(AskedEvaluation, "trust_remote_code")
-    progress: "Shown" = False

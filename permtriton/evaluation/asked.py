@@ -23,8 +23,27 @@ if TYPE_CHECKING:  # they import torch, which `permtriton --help` must not
 HUB = "Where the model comes from, and publishing"
 
 
+@dataclass(frozen=True, kw_only=True)
 class Loads:
     """What is asked of something that loads a model."""
+
+    device: str = flag("auto", RUNNING, "auto, cpu or cuda.")
+    dtype: str = flag("auto", RUNNING, "auto (the checkpoint's), float32, float16 or bfloat16.")
+    gguf_file: str | None = flag(
+        None,
+        HUB,
+        "Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
+        "itself is a .gguf file.",
+    )
+    revision: str | None = flag(None, HUB, "Branch, tag or commit of a hub name; its main branch by default.")
+    token: str | None = flag(
+        None,
+        HUB,
+        "Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN.",
+        repr=False,
+    )
+    trust_remote_code: bool = flag(False, HUB, "Run code that comes with the model.", kind=bool)
+    progress: "Shown" = False
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -33,46 +52,10 @@ class Loads:
         return {name: getattr(self, name) for name in names}
 
 
-class Measures(Loads):
+@dataclass(frozen=True, kw_only=True)
+class Measures:
     """What is asked of something that measures models on held-out data and tasks."""
 
-    protocol: str | None
-    eval_data: "Data | None"
-    window: int | None
-    tasks: str | Sequence[str] | None
-    limit: int | None
-    tasks_dir: str | Path | None
-
-    @property
-    def wanted_tasks(self) -> "TaskRequest":
-        """The tasks to run."""
-        from permtriton.evaluation.task_request import TaskRequest
-
-        return TaskRequest(self.tasks, self.limit, None if self.tasks_dir is None else Path(self.tasks_dir))
-
-    def settled(self) -> Self:
-        """Returns the same with what its protocol says where nothing was given.
-
-        Raises:
-            ConfigError: there is no such protocol, or a number is none.
-        """
-        for name in ("window", "limit", "batch_size"):
-            if not isinstance(value := getattr(self, name, None), int | None):
-                raise ConfigError(f"`{name}=` is {shown(value)}: expected a whole number")
-        eval_data, window, tasks = measured_by(self.protocol, self.eval_data, self.window, self.tasks)
-        return replace(self, protocol=None, eval_data=eval_data, window=window, tasks=tasks)  # type: ignore[type-var]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AskedEvaluation(Measures):
-    """What `permtriton.evaluate` takes, which describes it; what has words is a flag of its command, too."""
-
-    against: "PreTrainedModel | Source | str | Path | None" = flag(
-        None,
-        None,
-        "The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.",
-        metavar="MODEL",
-    )
     protocol: str | None = flag(
         None,
         CALIBRATION,
@@ -95,10 +78,6 @@ class AskedEvaluation(Measures):
         "Tokens per window of held-out text; by default 2048, or as many as the model takes.",
         kind=int,
     )
-    tokenizer: "Processor | None" = None
-    hidden_order: "Tensor | None" = None
-    text_column: str | None = None
-    split: str | None = None
     tasks: str | Sequence[str] | None = flag(
         None, CALIBRATION, "Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag."
     )
@@ -109,23 +88,41 @@ class AskedEvaluation(Measures):
         "Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.",
         kind=Path,
     )
+
+    @property
+    def wanted_tasks(self) -> "TaskRequest":
+        """The tasks to run."""
+        from permtriton.evaluation.task_request import TaskRequest
+
+        return TaskRequest(self.tasks, self.limit, None if self.tasks_dir is None else Path(self.tasks_dir))
+
+    def settled(self) -> Self:
+        """Returns the same with what its protocol says where nothing was given.
+
+        Raises:
+            ConfigError: there is no such protocol, or a number is none.
+        """
+        for name in ("window", "limit", "batch_size"):
+            if not isinstance(value := getattr(self, name, None), int | None):
+                raise ConfigError(f"`{name}=` is {shown(value)}: expected a whole number")
+        eval_data, window, tasks = measured_by(self.protocol, self.eval_data, self.window, self.tasks)
+        return replace(self, protocol=None, eval_data=eval_data, window=window, tasks=tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedEvaluation(Loads, Measures):
+    """What `permtriton.evaluate` takes, which describes it; what has words is a flag of its command, too."""
+
+    against: "PreTrainedModel | Source | str | Path | None" = flag(
+        None,
+        None,
+        "The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.",
+        metavar="MODEL",
+    )
+    tokenizer: "Processor | None" = None
+    hidden_order: "Tensor | None" = None
+    text_column: str | None = None
+    split: str | None = None
     batch_size: int | None = flag(
         None, None, "Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks.", kind=int
     )
-    device: str = flag("auto", RUNNING, "auto, cpu or cuda.")
-    dtype: str = flag("auto", RUNNING, "auto (the checkpoint's), float32, float16 or bfloat16.")
-    gguf_file: str | None = flag(
-        None,
-        HUB,
-        "Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
-        "itself is a .gguf file.",
-    )
-    revision: str | None = flag(None, HUB, "Branch, tag or commit of a hub name; its main branch by default.")
-    token: str | None = flag(
-        None,
-        HUB,
-        "Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN.",
-        repr=False,
-    )
-    trust_remote_code: bool = flag(False, HUB, "Run code that comes with the model.", kind=bool)
-    progress: "Shown" = False
