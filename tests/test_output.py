@@ -103,14 +103,13 @@ def test_only_leftovers_are_removed(place):
 
 
 def test_a_state_that_a_killed_run_was_writing_is_removed(place):
-    """But no link, file or folder of another name."""
+    """But no folder, and no link or file of another name."""
     write(place / "mine", "mine")
-    write(place / ".out.search.safetensors.abcd_123.tmp", "half")
-    write(place / ".out.search.safetensors.abcd.tmp", "mine")
-    for name in ("search.safetensors.abcd_124.tmp", "partial-7"):
-        (place / f".out.{name}").symlink_to(place / "mine")
-    (place / ".out.search.safetensors.tmp").write_text("mine")
-    kept = {path.name for path in place.iterdir()} - {".out.search.safetensors.abcd_123.tmp"}
+    write(place / ".out.search.safetensors.abcd0124.tmp", "mine")
+    (place / ".out.partial-7").symlink_to(place / "mine")
+    for name in ("abcd0123.tmp", "abcd.tmp", "tmp"):
+        (place / f".out.search.safetensors.{name}").write_text("half")
+    kept = {path.name for path in place.iterdir()} - {".out.search.safetensors.abcd0123.tmp"}
     with claimed(place / "out", overwrite=True):
         pass
     assert {path.name for path in place.iterdir()} == kept

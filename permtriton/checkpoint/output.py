@@ -145,11 +145,9 @@ def _repair(output: Path, say: Say) -> None:
     """Restores or removes what killed processes left of an output; to be called with its lock held."""
     name = re.escape(output.name)
     for path in sorted(output.parent.iterdir()):
-        if not path.is_dir() or path.is_symlink():
-            continue
-        if re.fullmatch(LEFTOVER_STATE.format(name) + RANDOM_END, path.name):
-            shutil.rmtree(path)
-        elif not re.fullmatch(LEFTOVER_FOLDER.format(name), path.name):
+        if path.is_file() and re.fullmatch(LEFTOVER_STATE.format(name) + RANDOM_END, path.name):
+            path.unlink()
+        elif path.is_symlink() or not path.is_dir() or not re.fullmatch(LEFTOVER_FOLDER.format(name), path.name):
             continue
         elif path.name.startswith(f".{output.name}.old-") and not output.exists():
             path.rename(output)

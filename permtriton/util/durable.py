@@ -3,24 +3,19 @@
 import errno
 import fcntl
 import os
-import re
-import shutil
-import tempfile
-import time
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-RANDOM_END = r"\.[a-z0-9_]{8}\.tmp"  # what follows a file's name in that of the folder that holds it until it is whole
-NOT_YET_LOCKED = 60  # seconds in which a folder may have been made and not yet locked, with a margin
+RANDOM_END = r"\.[0-9a-f]{8}\.tmp"  # what follows a file's name until it is whole
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file in a new folder beside its place and renames it once it is on the disk.
+    """Writes a file under a random name beside its place and renames it once it is on the disk.
 
-    Until then an earlier file stays as it was, and after a failure or an interruption the folder is removed. What a
-    killed process left is removed by the next one that writes the file. The folder has a random name and only its owner
-    can reach it, so that neither a link nor a file that someone put there is ever written to.
+    Until then an earlier file stays as it was, and after a failure or an interruption the new one is removed. No link
+    or file that someone put there is ever written to, as nobody can foresee the name.
 
     Args:
         write: Writes the content to the path that it is given.
@@ -29,12 +24,13 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         OSError: The disk is full or fails.
         Exception: Whatever ``write`` raises.
     """
-    _remove_leftovers(path)
-    with _new_folder(path) as folder:
-        temporary = folder / path.name
+    temporary = path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(4)}.tmp")
+    try:
         write(temporary)
         sync(temporary)  # else a power cut may leave the new name with no content
         temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     sync_names(path.parent)
 
 
@@ -47,36 +43,11 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks, where `_remove_leftovers` removes nothing either
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
-    """Yields a folder for a half-written file, locked meanwhile: this tells it from those of killed processes."""
-    folder = Path(tempfile.mkdtemp(".tmp", f".{path.name.removeprefix('.')}.", path.parent))
-    try:
-        with locked_folder(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Removes the folders that killed processes left of a file."""
-    name = re.compile(rf"\.{re.escape(path.name.removeprefix('.'))}{RANDOM_END}")
-    for folder in [each for each in path.parent.iterdir() if name.fullmatch(each.name)]:
-        with suppress(OSError):  # a link, held by a living process, of another user, or removed meanwhile
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if time.time() - os.fstat(descriptor).st_mtime > NOT_YET_LOCKED:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
-            finally:
-                os.close(descriptor)
 
 
 def sync(path: Path) -> None:
