@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from permtriton.cli.console import out, print_json, saved, show
+from permtriton.cli.console import out, print_json, show
 from permtriton.driver import planning
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError
@@ -61,8 +61,7 @@ def run(  # noqa: PLR0913
     if dry_run:
         _list_trials(cases, files, json)
     else:
-        with saved(*files):
-            _tune(cases, files, device, seconds, json)
+        _tune(cases, files, device, seconds, json)
 
 
 def _check_gpu() -> None:

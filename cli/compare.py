@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from permtriton.cli.console import out, print_json, saved, table
+from permtriton.cli.console import out, print_json, table
 from permtriton.cli.processor import suit_processor
 from permtriton.comparison.request import Request
 from permtriton.comparison.results import RowResult
@@ -17,11 +17,10 @@ def run(request: Request, *, json: bool) -> None:
     suit_processor(request.source, progress)
 
     def show(report: dict[str, Any]) -> None:
-        with saved(*(request.asked.outputs or [request.place])):
-            if json:
-                print_json(report)
-            else:
-                _print(report, *columns(report), media=report["media"])
+        if json:
+            print_json(report)
+        else:
+            _print(report, *columns(report), media=report["media"])
 
     request.run(progress, _say, show)
 

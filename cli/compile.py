@@ -9,7 +9,7 @@ from typing import Any
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.cli import torchrun
-from permtriton.cli.console import print_json, saved, show
+from permtriton.cli.console import print_json, show
 from permtriton.cli.inspect import destination
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
@@ -51,11 +51,10 @@ def run(job: Job, *, json: bool) -> None:
         if not first:
             return
         job.save(compiled, progress)
-    with saved(job.output):
-        if json:
-            print_json(compiled.report)
-        else:
-            _print(compiled.report, job.output)
+    if json:
+        print_json(compiled.report)
+    else:
+        _print(compiled.report, job.output)
     if published := job.publish(compiled, progress):
         progress.say(f"published: {published}")
 

@@ -1,5 +1,6 @@
 """What all commands print with: tables, error messages, JSON. Progress is drawn by `permtriton.util.bars`."""
 
+import errno
 import io
 import os
 import signal
@@ -7,11 +8,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import click
 import typer
 from rich.table import Table
 from rich.text import Text
@@ -32,47 +31,7 @@ LIMITS = {
 }
 
 
-class PrintError(PermTritonError):
-    """A result that standard output does not take."""
-
-
-class _Out(PlainConsole):
-    """Prints on standard output; raises a `PrintError` where that is full or closed."""
-
-    def print(self, *objects: Any, **options: Any) -> None:
-        with printing():
-            super().print(*objects, **options)
-
-
-@contextmanager
-def printing() -> Iterator[None]:
-    """Turns an error of standard output into `PrintError`, or into silence if it is a pipe that nobody reads.
-
-    Nothing but printing may stand inside the ``with`` block.
-    """
-    if sys.stdout is None:
-        raise PrintError("the result could not be printed: standard output is closed")
-    try:
-        with suppress(SystemExit):  # of rich, which prints help, where nobody reads a pipe
-            yield
-    except OSError as error:
-        discard(sys.stdout)
-        if not isinstance(error, BrokenPipeError):
-            raise PrintError(f"the result could not be printed: {error.strerror}") from error
-
-
-@contextmanager
-def saved(*paths: Path) -> Iterator[None]:
-    """Names, where a result cannot be printed inside the ``with`` block, the files or folder that hold it."""
-    try:
-        yield
-    except PrintError as error:
-        if not paths:
-            raise
-        raise PrintError(f"saved {', '.join(map(str, paths))}, but {error}") from error
-
-
-out = _Out(markup=False, emoji=False)
+out = PlainConsole(markup=False, emoji=False)
 
 
 class _Ended(KeyboardInterrupt):
@@ -142,12 +101,8 @@ def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = la
         fail(f"{error}{to_lower()}", 2)
     except PermTritonError as error:
         fail(str(error), 2)
-    except OSError as error:  # of the files that a command was given: a name that is too long, no permission
-        if error.filename is None:
-            raise
-        fail(f"{os.fsdecode(error.filename)}: {error.strerror or error}", 2)
-    except (RuntimeError, MemoryError, ImportError) as error:
-        if not (line := _what_ran_out(error, to_lower)):
+    except (OSError, RuntimeError, MemoryError, ImportError) as error:
+        if not (line := _what_failed(error, to_lower)):
             raise
         fail(line, 2)
     except KeyboardInterrupt as error:
@@ -156,8 +111,14 @@ def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = la
         fail(line, 128 + _signal_of(error))
 
 
-def _what_ran_out(error: Exception, to_lower: Callable[[], str]) -> str:
-    """Returns what the machine or the limits of the process did not give; empty for other errors."""
+def _what_failed(error: Exception, to_lower: Callable[[], str]) -> str:
+    """Returns which file failed, or what the machine or the limits of the process did not give; empty if neither."""
+    if isinstance(error, OSError) and error.filename is not None:  # a name that is too long, no permission
+        return f"{os.fsdecode(error.filename)}: {error.strerror or error}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
+        if sys.__stdout__ and sys.__stdout__ is sys.stdout:
+            discard(sys.__stdout__)  # what it still holds
+        return f"standard output, or a temporary file, cannot be written: {error.strerror}"
     if limit := next((LIMITS[words] for words in LIMITS if words in str(error)), None):
         return f"the system refuses {limit}: {first_line(error)}"
     if "torch" not in sys.modules:  # importing it takes seconds
@@ -184,16 +145,9 @@ def show(title: str, rows: Iterable[Iterable[str]], *columns: str) -> None:
 
 def fail(message: str, code: int) -> NoReturn:
     """Prints an error message on standard error, with flags for the options that it names, and exits with ``code``."""
-    line = "".join(map(visible, as_flags(message, _options())))  # a line break in a file name, too
+    line = "".join(map(visible, as_flags(message)))  # a line break in a file name, too
     err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)
     raise typer.Exit(code)
-
-
-def _options() -> set[str] | None:
-    """Returns the names of the options of all commands; None outside of one."""
-    context = click.get_current_context(silent=True)
-    commands = getattr(context.find_root().command, "commands", {}) if context else {}
-    return {str(option.name) for command in commands.values() for option in command.params} or None
 
 
 def end_process(message: str, code: int) -> None:
@@ -210,6 +164,8 @@ def print_json(value: Any) -> None:
 
 
 def echo(text: str) -> None:
-    """Prints lines on standard output as they are, however long."""
-    with printing():
+    """Prints lines on standard output as they are, however long; goes on where nobody reads a pipe."""
+    try:
         typer.echo(text)
+    except BrokenPipeError:
+        discard(sys.stdout)

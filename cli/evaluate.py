@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from permtriton.cli.console import out, print_json, saved, show
+from permtriton.cli.console import out, print_json, show
 from permtriton.cli.processor import suit_processor
 from permtriton.comparison.summary import Cell, cell
 from permtriton.comparison.tables import Result, check_table, write_table
@@ -59,8 +59,7 @@ def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: b
         except OutputError as error:
             _print(report, rows, json=json)
             raise OutputError(f"{error}; the result is printed above") from error
-    with saved(*filter(None, [output])):
-        _print(report, rows, json=json)
+    _print(report, rows, json=json)
 
 
 def _without_token(words: Sequence[str]) -> list[str]:

@@ -6,18 +6,17 @@ from typing import Any
 
 from permtriton import api
 from permtriton.checkpoint.card import loss_in_words
-from permtriton.cli.console import print_json, saved, show
+from permtriton.cli.console import print_json, show
 from permtriton.util.machine import format_bytes
 
 
 def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json: bool) -> None:
     """Rewrites a checkpoint in another format and prints the sizes; errors are those of `permtriton.export`."""
     report = api.export(folder, output, format=format, overwrite=overwrite, progress=True)
-    with saved(Path(report["output"])):
-        if json:
-            print_json(report)
-        else:
-            show("Export", _rows(report))
+    if json:
+        print_json(report)
+    else:
+        show("Export", _rows(report))
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.checkpoint.format import Format
 from permtriton.cli import help, torchrun
-from permtriton.cli.console import clear_errors, printing
+from permtriton.cli.console import clear_errors
 from permtriton.cli.options import (
     SET_BY_ROWS,
     Flags,
@@ -48,11 +48,6 @@ class _Helped:
 
     def get_usage(self, ctx: Any) -> str:
         return help.usage_of(self, ctx)
-
-    def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with printing():
-            return super().make_context(*arguments, **options)  # type: ignore[misc]
-        raise typer.Exit  # nobody reads it
 
 
 class Command(_Helped, TyperCommand):

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -123,16 +123,10 @@ def near(name: str, known: Iterable[str]) -> str:
     return f": did you mean {', '.join(close)}?" if close else ": permtriton compile --help-all lists all options"
 
 
-def as_flags(message: str, known: Container[str] | None = None) -> str:
-    """Returns a message with the options that it names as they are typed on the command line: ``--samples 64``.
-
-    Args:
-        known: names of the options; other libraries name theirs in the same way. None for all.
-    """
+def as_flags(message: str) -> str:
+    """Returns a message with the options that it names as they are typed on the command line: ``--samples 64``."""
 
     def flag(match: re.Match[str]) -> str:
-        if known is not None and match[1] not in known:
-            return match[0]
         name = match[1].replace("_", "-")
         return {"True": f"--{name}", "False": f"--no-{name}"}.get(match[2]) or f"--{name} {match[2]}".rstrip()
 
