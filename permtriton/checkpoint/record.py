@@ -69,13 +69,6 @@ def _evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
     return evaluation
 
 
-def _corner(corner: dict[str, Any]) -> dict[str, Any]:
-    sizes = {tuple(map(len, corner[when])) for when in ("dense", "pruned")}
-    if len(sizes) > 1 or len(set(*sizes)) != 1 or not corner["dense"][0]:
-        raise ValueError("two matrices of one size")
-    return corner
-
-
 def _permuted(value: Any) -> Any:
     if not isinstance(value, bool) and value != "unknown":
         raise ValueError('true, false or "unknown"')
@@ -191,14 +184,6 @@ class Step(TypedDict):
     kept: Integer | None
     parts: list[Part]
     left: dict[str, str]
-
-
-class Corner(TypedDict):
-    """The first rows and columns of a weight in the new order, before and after it was pruned."""
-
-    dense: list[list[float]]
-    pruned: list[list[float]]
-    group: NotRequired[Annotated[Integer, Field(gt=0)]]  # of its pattern; of the config's where it is not there
 
 
 class Gguf(TypedDict):
@@ -325,7 +310,6 @@ class Always(TypedDict):
     hidden_states: Annotated[HiddenStates, AfterValidator(_order)]
     steps: list[Step]
     retained_importance: dict[str, Retained]
-    corners: dict[str, Annotated[Corner, AfterValidator(_corner)]]
     evaluation: Annotated[Evaluation, AfterValidator(_evaluation)]
     passes: list[Pass]
     proof: Proof
@@ -357,7 +341,13 @@ class Written(TypedDict):
     card: str | None
 
 
-class Record(Always, Written, Sometimes):
+class Earlier(TypedDict):
+    """What earlier versions wrote, and nothing reads."""
+
+    corners: NotRequired[Any]
+
+
+class Record(Always, Written, Sometimes, Earlier):
     """``permtriton.json``; an export keeps the order of its entries."""
 
     export: NotRequired[Export]

@@ -11,7 +11,7 @@ from permtriton.checkpoint.plan_entries import (
 )
 from permtriton.checkpoint.record import Calibration, Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
 from permtriton.data.samples import Samples
-from permtriton.driver.run import Run, corners
+from permtriton.driver.run import Run
 from permtriton.model.name import asked_name, is_hub_name
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
@@ -73,10 +73,6 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
             for step in config.steps
         ],
         "retained_importance": cast(dict[str, Retained], run.importance_shares),
-        "corners": {
-            name: {"dense": run.dense_corners[name], "pruned": corner, "group": plan.patterns[name].group}
-            for name, corner in corners(run.model, run.plan).items()
-        },
         "evaluation": {**evaluation, "text": origin.text} if origin else evaluation,
         "passes": [{"name": p.name, "nodes": p.changes} for p in run.passes],
         "proof": {

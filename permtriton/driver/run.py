@@ -26,15 +26,13 @@ from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
-from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.passes.plan import Plan, linear_module
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
 from permtriton.running.store import Store
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
-
-CORNER = 16  # rows and columns of the weights that a report shows
 
 
 @dataclass
@@ -61,7 +59,6 @@ class Run:
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
-        dense_corners: the same of what `corners` returns, filled always.
         passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
         outcomes: step name -> what it reports.
@@ -87,7 +84,6 @@ class Run:
         self.indices = self.unmoved()
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
-        self.dense_corners: dict[str, list[list[float]]] = {}
         self.passes: list[PassResult] = []
         self.difference = 0.0
         self.outcomes: dict[str, Outcome] = {}
@@ -232,7 +228,6 @@ class Run:
         if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
             self.retained = {name: each.chosen for name, each in self._dense_order.items()}
-        self.dense_corners = self.dense_corners or corners(self.model, self.plan)
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()
@@ -280,22 +275,3 @@ class Run:
             loss = MicroBatch(self.config.micro_batch_size).run(mean)
         check_loss(promised, loss, self.model.dtype)
         self._promise = None
-
-
-def corners(model: PreTrainedModel, plan: Plan) -> dict[str, list[list[float]]]:
-    """Returns the first rows and columns of a few weights in the present order, with three digits.
-
-    The weights are one of each kind of site, from the first layer to the last: linear -> rows of its entries.
-    """
-    kinds: dict[str, list[str]] = {}
-    for site in plan.sites:
-        if site.linears:
-            kinds.setdefault(site.linears[0].rpartition(".")[2], []).append(site.linears[0])
-    last = max(len(kinds) - 1, 1)
-    names = [of[round(number * (len(of) - 1) / last)] for number, of in enumerate(kinds.values())]
-    weights = (weight_in_out(linear_module(model, name))[:CORNER, :CORNER].T for name in names)
-    rows = (weight.float().cpu().tolist() for weight in weights)
-    return {
-        name: [[float(f"{value:.3g}") for value in row] for row in corner]
-        for name, corner in zip(names, rows, strict=True)
-    }

@@ -77,7 +77,6 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
             sections.result(folders, comparison),
             pictures.search(folders),
             pictures.importance(folders),
-            pictures.weight_pictures(folders),
             sections.orders(folders),
             sections.details(folders),
             sections.repeat(folders),

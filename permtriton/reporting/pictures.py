@@ -1,4 +1,4 @@
-"""The sections of a report that are pictures: how losses fell, what masks retain, weights before and after."""
+"""The sections of a report that are pictures: how losses fell, and what masks retain."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -7,9 +7,7 @@ from typing import Any
 from permtriton.model.name import layer_number
 from permtriton.reporting.compiled import Compiled, kind_of
 from permtriton.reporting.pages import Picture, Section
-from permtriton.reporting.plots import Series, chart, colour, legend, weights
-
-WEIGHTS = 6  # pictures of weights, and one per folder if there are more folders
+from permtriton.reporting.plots import Series, chart, legend
 
 
 def search(folders: Sequence[Compiled]) -> Section:
@@ -113,23 +111,3 @@ def _means(values: Iterable[tuple[int | None, float]]) -> dict[int, float]:
         if place is not None:
             by_place.setdefault(place, []).append(value)
     return {place: fmean(by_place[place]) for place in sorted(by_place)}
-
-
-def weight_pictures(folders: Sequence[Compiled]) -> Section:
-    """The first entries of a few weights before and after, method beside method."""
-    corners = [folder.record["corners"] for folder in folders]
-    common = [name for name in corners[0] if all(name in each for each in corners)]
-    most = max(WEIGHTS // len(folders), 1)
-    pictures = []
-    for name in common[-most:]:
-        for number, (folder, each) in enumerate(zip(folders, corners, strict=True)):
-            dense, pruned = each[name]["dense"], each[name]["pruned"]
-            svg = weights(dense, pruned, each[name].get("group", folder.pattern.group))
-            alt = f"{len(dense)} x {len(dense[0])} weights of {name}, {folder.label}, before and after"
-            pictures.append(Picture(svg, alt, name, [(colour(number), folder.label)]))
-    text = (
-        "The first rows and columns of a few weights in the new order of the channels, before and after pruning: the "
-        "stronger the colour, the larger. Vertical lines part the groups; red weights are lost, most of them small. "
-        "Methods that update weights change those that they keep."
-    )
-    return Section("weights", "Weights", text, pictures)

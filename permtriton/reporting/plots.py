@@ -8,8 +8,6 @@ from html import escape
 WIDTH, HEIGHT = 380, 250  # of a figure, in units that are pixels on a phone
 EDGES = (44, 374, 12, 206)  # left, right, top and bottom of its axes
 LETTER, LINE = 6.8, 15  # width of a letter and height of a line, generously
-PANEL, GAP = 182, 4  # width of one of two matrices side by side, and between the groups of its columns
-SHADES = 6
 COLOURS = 6  # that tell series apart: --c0 to --c5
 
 
@@ -208,39 +206,6 @@ def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, floa
         at, anchor = anchored(box, x)
         if label:
             yield _text(at, box.bottom - 3.5, label, anchor, "--ink")
-
-
-def weights(dense: Sequence[Sequence[float]], pruned: Sequence[Sequence[float]], group: int) -> str:
-    """Draws a corner of a weight before and after it was pruned: the larger an entry, the darker; lost ones are red.
-
-    Args:
-        dense: entries before, ``[rows][columns]``.
-        pruned: entries after, of the same size; lost ones are 0.
-        group: columns of a group, which have lines between them.
-    """
-    rows, columns = len(dense), len(dense[0])
-    groups = math.ceil(columns / group)
-    size = (PANEL - GAP * (groups - 1)) / columns
-    largest = sorted(abs(value) for row in dense for value in row)[-max(rows * columns // 50, 1)] or 1.0
-    cells: dict[tuple[str, int], list[str]] = {}
-    for shift, matrix in ((0.0, dense), (WIDTH - PANEL, pruned)):
-        for i, row in enumerate(matrix):
-            for j, value in enumerate(row):
-                shade = math.ceil(SHADES * min(abs(value) / largest, 1))
-                key = ("--kept" if pruned[i][j] else "--lost", shade)
-                left = shift + j * size + j // group * GAP
-                cell = f"M{left:.1f} {LINE + 4 + i * size:.1f}h{size:.1f}v{size:.1f}h-{size:.1f}z"
-                cells.setdefault(key, []).append(cell)
-    bottom = LINE + 4 + rows * size
-    parts = [_text(0, LINE - 2, "before"), _text(WIDTH - PANEL, LINE - 2, "after")]
-    for (name, shade), squares in sorted(cells.items()):
-        if shade:
-            parts.append(f'<path d="{"".join(squares)}" fill="var({name})" fill-opacity="{shade / SHADES:.2f}"/>')
-    for shift in (0, WIDTH - PANEL):
-        places = (shift + n * (group * size + GAP) - GAP / 2 for n in range(1, groups))
-        lines = "".join(f"M{place:.1f} {LINE + 4}V{bottom:.1f}" for place in places)
-        parts.append(f'<path d="{lines}" stroke="var(--muted)" fill="none"/>')
-    return svg(parts, f"0 0 {WIDTH} {bottom + 2:.0f}")
 
 
 def svg(parts: Sequence[str], box: str) -> str:
