@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from permtriton import api
-from permtriton.checkpoint.card import loss_in_words
 from permtriton.cli.console import print_json, show
 from permtriton.util.machine import format_bytes
 
@@ -24,10 +23,9 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "dense bytes", f"{report['dense_bytes']:,}"
     yield f"{report['format']} bytes", f"{report['stored_bytes']:,}"
     yield "ratio", f"{report['ratio']:.4f}"
-    if "loss" in report:
+    if "quantized" in report:
         yield "linears in 8 bits", f"{report['quantized']}"
         yield "kept weights that became zeros", f"{report['further_zeros']:,}"
-        yield "what it costs", loss_in_words(report["loss"])
     for name, file in report["files"].items():
         yield name, format_bytes(file["bytes"])
     yield "seconds", f"{report['seconds']:.1f}"

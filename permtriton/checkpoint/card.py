@@ -134,7 +134,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
     """Returns what was measured of the model, as ``model-index`` has it."""
     evaluation = report["evaluation"]
-    if "dense" not in evaluation or _loss(report) is not None:  # it was measured with the weights before they lost bits
+    if "dense" not in evaluation or _has_8_bits(report):  # it was measured with the weights before they lost bits
         return []
     text = Path(evaluation.get("text", "held-out text")).name
     return [
@@ -155,15 +155,13 @@ def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         text = f" on {_code(evaluation['text'])}" if "text" in evaluation else ""
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with the dense model"
         yield f"{name}{text}, dense", f"{evaluation['dense']:.3f}"
-        when = "this model" if _loss(report) is None else "pruned, in its original dtype"
+        when = "pruned, in its original dtype" if _has_8_bits(report) else "this model"
         yield f"{name}{text}, {when}", f"{evaluation['compiled']:.3f}"
     else:
         yield "held-out evaluation", "not measured"
     if "gguf" in report:
         gguf = report["gguf"]
         yield "weights, dequantized from GGUF", f"{_code(gguf['file'])}: {_code(in_words(gguf['tensors']))}"
-    if loss := _loss(report):
-        yield f"what {report['export']['format']} costs", loss_in_words(loss)
     for key in ("recipe", "importance", "layout", "seed"):
         yield key, _code(config[key])
     yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {sizes_in_words(report['calibration'])}"
@@ -183,20 +181,8 @@ def sizes_in_words(samples: Mapping[str, Any]) -> str:
     return f"{' x '.join(str(size) for size in samples['shape'])} {samples.get('unit', 'tokens')}"
 
 
-def _loss(report: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns what a format with fewer bits costs; None for a format without loss."""
-    loss: Mapping[str, Any] | None = report.get("export", {}).get("loss")
-    return loss
-
-
-def loss_in_words(loss: Mapping[str, Any]) -> str:
-    """Returns what a format with fewer bits costs, as `permtriton.checkpoint.record.Loss` has it, in words."""
-    if "not_measured" in loss:
-        return f"not measured: {loss['not_measured']}"
-    figures = [f"cosine {loss['cosine']:.5f}"]
-    if loss["before"] is not None:
-        figures = [f"perplexity {loss['before']:.3f} -> {loss['after']:.3f}", f"KL {loss['kl']:.5f}", *figures]
-    return f"{', '.join(figures)} on {loss['tokens']:,} tokens of the text {loss['text']}"
+def _has_8_bits(report: Mapping[str, Any]) -> bool:
+    return report.get("export", {}).get("format") == Format.FP8
 
 
 def _loading(report: Mapping[str, Any], loader: str, loads_with: str, call: str) -> str:
@@ -234,7 +220,7 @@ def _checks(report: Mapping[str, Any]) -> Iterator[str]:
         "memory, bit for bit."
     )
     yield f"{when}Reloaded with transformers: {verification['reloaded']}."
-    if _loss(report) is not None:
+    if _has_8_bits(report):
         yield (
             "Rewritten by `permtriton export`: all zeros are zeros still, no weight moved by more than rounding, and "
             f"all that is not in 8 bits is the same bit for bit. Reloaded: {report['export']['reloaded']}."

@@ -51,7 +51,7 @@ def export(
 
     Returns:
         format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, seconds and what `Storing.check_loads`
-        returns (reloaded, and of fp8 what is lost), which are also the entry ``export`` of ``permtriton.json``; and
+        returns, which are also the entry ``export`` of ``permtriton.json``; and
         files: bytes and SHA-256 per file, as in its entry ``files``.
 
     Raises:
@@ -96,7 +96,7 @@ def rewrite(
         storing.verify(Folder.open(partial), progress)
         stored = sum(entry["bytes"] for entry in result["files"].values())
         dense_bytes = stored + result["dense_bytes"] - result["stored_bytes"]
-        result |= storing.check_loads(partial, dense_bytes, progress)
+        result |= storing.check_loads(partial, dense_bytes)
         result["seconds"] = round(time.perf_counter() - started, 3)
         section = {key: value for key, value in result.items() if key != "files"}
         record = {**source.record, "files": result["files"], "export": section}

@@ -259,18 +259,6 @@ class File(TypedDict):
     sha256: Sha256
 
 
-class Loss(TypedDict, total=False):
-    """What a format with fewer bits costs; see `permtriton.checkpoint.fp8.Fp8.check_loads`."""
-
-    text: str
-    tokens: Integer
-    before: float | None
-    after: float | None
-    kl: float | None
-    cosine: float
-    not_measured: str
-
-
 class Export(TypedDict):
     """What `permtriton.checkpoint.export.export` did."""
 
@@ -285,7 +273,7 @@ class Export(TypedDict):
     seconds: float
     quantized: NotRequired[Integer]
     further_zeros: NotRequired[Integer]
-    loss: NotRequired[Loss]
+    loss: NotRequired[Any]  # what earlier versions measured of format fp8
 
 
 class Always(TypedDict):

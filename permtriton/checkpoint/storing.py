@@ -86,7 +86,7 @@ class Storing:
         """
         check_same_bits(name, self.source.tensor(name), written.tensor(name))
 
-    def check_loads(self, written: Path, model_bytes: int, progress: Progress) -> dict[str, Any]:
+    def check_loads(self, written: Path, model_bytes: int) -> dict[str, Any]:
         """Loads the source and what was written on the CPU, one after the other, and compares both bit by bit.
 
         Args:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.card import loss_in_words, sizes_in_words
+from permtriton.checkpoint.card import sizes_in_words
 from permtriton.checkpoint.plan_entries import grouped
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.comparison.methods import DENSE, FUSED
@@ -75,8 +75,8 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     if not all(folder.is_packed for folder in folders):
         text += " * follows from the pattern: the kept values, and the position of each in its group."
     for folder in folders:
-        if (loss := folder.record.get("export", {}).get("loss")) is not None:
-            text += f" {folder.label}: measured before its weights lost bits. What that costs: {loss_in_words(loss)}."
+        if folder.is_quantized:
+            text += f" {folder.label}: measured before its weights lost bits; permtriton evaluate measures it as it is."
     texts = dict.fromkeys(Path(each["text"]).name for each in evaluations if {"dense", "text"} <= each.keys())
     caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
     tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]
