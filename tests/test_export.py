@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from permtriton.checkpoint import storing
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.shards import ShardWriter
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
 from permtriton.model.headers import read_checkpoint
@@ -30,11 +29,15 @@ NORM = "model.norm.weight"
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
-    """Two pristine folders; do not write into them."""
+    """Pristine folders; do not write into them."""
     root = tmp_path_factory.mktemp("export")
     return {
-        name: folders.save(folders.model_of("llama", fused=name == "fused", dtype=torch.bfloat16), root / name)
-        for name in ("portable", "fused")
+        name: folders.save(
+            folders.model_of("llama", fused=name == "fused", dtype=torch.bfloat16),
+            root / name,
+            shard="20KB" if name == "sharded" else "5GB",
+        )
+        for name in ("portable", "fused", "sharded")
     }
 
 
@@ -51,11 +54,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 # -- the same weights ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shards", [(1, 1), (20_000, 30_000)])
-@pytest.mark.parametrize("name", ["portable", "fused"])
-def test_there_and_back_is_bit_equal(sources, tmp_path, name, shards):
-    export(sources[name], tmp_path / "packed", shard_bytes=shards[0])
-    export(tmp_path / "packed", tmp_path / "dense", "dense", shard_bytes=shards[1])
+@pytest.mark.parametrize("name", ["portable", "fused", "sharded"])
+def test_there_and_back_is_bit_equal(sources, tmp_path, name):
+    export(sources[name], tmp_path / "packed")
+    export(tmp_path / "packed", tmp_path / "dense", "dense")
     assert folders.differing(weights(sources[name]), weights(tmp_path / "dense")) == []
     export(tmp_path / "packed", tmp_path / "repacked", "packed")
     assert folders.differing(weights(tmp_path / "packed"), weights(tmp_path / "repacked")) == []
@@ -127,13 +129,12 @@ def test_half_precision_at_2_4_takes_9_16(sources, tmp_path):
 def test_it_copies_the_other_files(source, tmp_path):
     (source / "templates").mkdir()
     (source / "templates" / "chat.txt").write_text("hello")
-    export(source, tmp_path / "out", shard_bytes=20_000)
+    export(source, tmp_path / "out")
     assert (tmp_path / "out" / "templates" / "chat.txt").read_text() == "hello"
     kept = {"beside.json", "generation_config.json"}
     assert {name: folders.files(source)[name] for name in kept} == {
         name: folders.files(tmp_path / "out")[name] for name in kept
     }
-    assert "model.safetensors" not in folders.files(tmp_path / "out")
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert len(modes) == 1
 
@@ -158,14 +159,17 @@ def test_files_that_may_only_be_read_are_exported_as_files_that_may_be_written(s
     assert 'from_pretrained("dense")' in (tmp_path / "dense" / "README.md").read_text()
 
 
-def test_a_shard_at_a_time_is_in_memory(sources, tmp_path, monkeypatch):
-    held = []
-    flush = ShardWriter._flush
-    monkeypatch.setattr(ShardWriter, "_flush", lambda self: held.append(self._pending_bytes) or flush(self))
-    result = export(sources["portable"], tmp_path / "out", shard_bytes=16_000)
-    assert max(held) <= 16_000
-    assert len(result["files"]) > 4
-    with safe_open(tmp_path / "out" / next(iter(result["files"])), framework="pt") as file:
+def test_each_file_is_written_under_its_name(sources, tmp_path):
+    result = export(sources["sharded"], tmp_path / "out")
+    names = {file.name for file in sources["sharded"].glob("*.safetensors")}
+    assert set(result["files"]) == names == {file.name for file in (tmp_path / "out").glob("*.safetensors")}
+    assert len(names) > 4
+    assert {name: tensor.file.name for name, tensor in read_checkpoint(sources["sharded"]).items()}.items() <= {
+        name: tensor.file.name for name, tensor in read_checkpoint(tmp_path / "out").items()
+    }.items()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights(tmp_path / "out").values())
+    with safe_open(tmp_path / "out" / names.pop(), framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 

@@ -363,7 +363,8 @@ def test_damaged_report(intact, tmp_path, kind):
 
 def test_damaged_index(intact, tmp_path, soak):
     sharded = {"sharded": tmp_path / "sharded"}
-    export(intact["fused dense"], sharded["sharded"], shard_bytes=8_000)
+    model = folders.model_of("llama", fused=True, dtype=torch.bfloat16, **SMALL)
+    export(folders.save(model, tmp_path / "saved", shard="8KB"), sharded["sharded"], "dense")
     index = f"{WEIGHTS}.index.json"
     outside = intact["portable packed"] / WEIGHTS
 

@@ -1,10 +1,13 @@
-"""Rewrites a permtriton checkpoint in another format, tensor by tensor, and checks that it loads."""
+"""Rewrites a permtriton checkpoint in another format, file by file, and checks that it loads."""
 
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder
@@ -13,11 +16,11 @@ from permtriton.checkpoint.fp8 import Fp8
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.checkpoint.save import copy_file, share_mode
-from permtriton.checkpoint.shards import SHARD_BYTES, ShardWriter, describe_files
+from permtriton.checkpoint.shards import describe_files
 from permtriton.checkpoint.storing import Packing, Storing
 from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.checks import check_weight
-from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE
+from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE, WEIGHTS_FILE
 from permtriton.util.extras import require
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import NoProgress, Progress
@@ -37,17 +40,17 @@ def export(
     format: str = Format.PACKED,
     *,
     overwrite: bool = False,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Writes ``folder`` in another format to ``output``, verifies it tensor by tensor, and renames it into place.
+
+    Each file of weights is written anew under its name; the tensors of one are in memory at once.
 
     Args:
         folder: folder that ``permtriton compile`` or this function wrote.
         output: folder to write.
         format: a `Format`, or its name.
         overwrite: whether an earlier output of permtriton may be replaced.
-        shard_bytes: bytes per file; at most one file, or one larger tensor, is held in memory.
 
     Returns:
         format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, seconds and what `Storing.check_loads`
@@ -76,7 +79,7 @@ def export(
         source.check_hashes()
         source.check_recorded_hashes()
         check_format(format, permuted=bool(source.permuted), what=str(folder))
-        return rewrite(source, output, format, overwrite=overwrite, shard_bytes=shard_bytes, progress=progress)
+        return rewrite(source, output, format, overwrite=overwrite, progress=progress)
 
 
 def rewrite(
@@ -85,14 +88,13 @@ def rewrite(
     format: str,
     *,
     overwrite: bool,
-    shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Does what `export` does with a folder that is known to be whole, such as one that was verified just now."""
     started, progress = time.perf_counter(), progress or NoProgress()
     storing = WAYS[Format(format)](source)
     with replacing_folder(output, overwrite=overwrite) as partial:
-        result = _write(storing, partial, Format(format), shard_bytes, progress)
+        result = _write(storing, partial, Format(format), progress)
         storing.verify(Folder.open(partial), progress)
         stored = sum(entry["bytes"] for entry in result["files"].values())
         dense_bytes = stored + result["dense_bytes"] - result["stored_bytes"]
@@ -126,26 +128,36 @@ def check_format(format: str, *, permuted: bool = False, what: str = "the model"
         require(f"format {format}", package)
 
 
-def _write(storing: Storing, partial: Path, format: Format, shard_bytes: int, progress: Progress) -> dict[str, Any]:
+def _write(storing: Storing, partial: Path, format: Format, progress: Progress) -> dict[str, Any]:
     """Writes everything except the report; returns what `export` returns, except what is checked and the seconds."""
-    source = storing.source
-    writer, dense_bytes, stored_bytes = ShardWriter(partial, shard_bytes), 0, 0
-    names, pruned = source.names(), source.pruned
+    source, names, pruned = storing.source, storing.source.names(), storing.source.pruned
+    files: dict[str, list[str]] = {}
+    for name in names:
+        files.setdefault(source.file_of(name), []).append(name)
+    dense_bytes = stored_bytes = all_bytes = 0
+    weight_map: dict[str, str] = {}
     with progress.stage("export", len(names)) as advance:
-        for name in names:
-            tensor = source.tensor(name)
-            if name in pruned:
-                check_weight(name, tensor.movedim(pruned[name].dim, -1).flatten(0, -2), pruned[name].pattern)
-            parts = storing.parts(name, tensor)
-            if name in pruned:
-                dense_bytes += tensor.nbytes
-                stored_bytes += sum(part.nbytes for part in parts.values())
-            for key, part in parts.items():
-                writer.add(key, part)
-            advance()
-        files = describe_files(writer.close())
+        for file, in_file in files.items():
+            stored: dict[str, Tensor] = {}
+            for name in in_file:
+                tensor = source.tensor(name)
+                if name in pruned:
+                    check_weight(name, tensor.movedim(pruned[name].dim, -1).flatten(0, -2), pruned[name].pattern)
+                parts = storing.parts(name, tensor)
+                if name in pruned:
+                    dense_bytes += tensor.nbytes
+                    stored_bytes += sum(part.nbytes for part in parts.values())
+                stored |= parts
+                advance()
+            save_file(stored, partial / file, {"format": "pt"})
+            weight_map |= dict.fromkeys(stored, file)
+            all_bytes += sum(part.nbytes for part in stored.values())
+    if [*files] != [WEIGHTS_FILE]:
+        index = {"metadata": {"total_size": all_bytes}, "weight_map": weight_map}
+        (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    described = describe_files(partial / file for file in files)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    if quantization := storing.quantization_config({name: entry["sha256"] for name, entry in files.items()}):
+    if quantization := storing.quantization_config({name: entry["sha256"] for name, entry in described.items()}):
         config["quantization_config"] = quantization
     (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_others(source.path, partial, progress)
@@ -158,7 +170,7 @@ def _write(storing: Storing, partial: Path, format: Format, shard_bytes: int, pr
         "stored_bytes": stored_bytes,
         "ratio": round(stored_bytes / dense_bytes, 6),
         "loads_with": storing.loads_with,
-        "files": files,
+        "files": described,
     }
 
 

@@ -5,7 +5,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -225,14 +224,9 @@ class Folder:
         values, positions = self._read(f"{name}_values"), self._read(f"{name}_positions")
         return unpacked(name, values, positions, entry["shape"], entry["dim"], self.entries.pattern_of(name))
 
-    def rows(self, name: str, rows: Sequence[int], dim: int = 0) -> Tensor:
-        """Reads some rows of a stored matrix, whatever its size: entries ``rows`` of its dimension ``dim``, joined."""
-        if name not in self.stored:
-            raise ModelError(f"{self.path} does not hold {name}: the checkpoint is damaged")
-        with self._reading(name):
-            part, whole = self._file(name).get_slice(name), (slice(None),) * dim
-            first = (0,) if len(self.stored[name].shape) == 3 else ()  # its module permutes at run time
-            return torch.cat([part[(*first, *whole, slice(row, row + 1))] for row in rows], dim)
+    def file_of(self, name: str) -> str:
+        """Returns the name of the file that holds a tensor, or the values of a packed one."""
+        return self.stored[f"{name}_values" if name in self.packed else name].file.name
 
     def _read(self, name: str) -> Tensor:
         with self._reading(name):
