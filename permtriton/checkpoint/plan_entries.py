@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint.record import HiddenStates, Order, Record, Rows
+from permtriton.checkpoint.record import HiddenStates, NewOrder, Record, Rows, SameOrder
 from permtriton.checkpoint.record import Site as OrderedSite
 from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
@@ -99,20 +99,17 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> HiddenStates:
         ``undo``, with ``dense = compiled[..., undo]``. Where that was not proved of all, ``permuted`` is "unknown",
         ``why`` says of which not, and ``last`` holds the same entries for the last hidden state alone.
     """
-    if order is None or moved(order) == 0:
-        entry: Order = {"permuted": False}
-    else:
+    entry: SameOrder | NewOrder = {"permuted": False}
+    if order is not None and moved(order):
         entry = {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
-    if not unproved:
-        return cast(HiddenStates, entry)
-    return {"permuted": "unknown", "why": unproved, "last": entry}
+    return {"permuted": "unknown", "why": unproved, "last": entry} if unproved else entry
 
 
 def hidden_order_of(record: Record) -> Tensor | None:
     """Returns the order of the last hidden state that `hidden_states_report` wrote, int64 ``[C]``; None if it did not
     move.
     """
-    entry = record["hidden_states"]
+    entry: Mapping[str, Any] = record["hidden_states"]
     index = entry.get("last", entry).get("index")
     return None if index is None else torch.tensor(index)
 

@@ -1,6 +1,5 @@
 """What ``permtriton.json``, the record of a compilation, holds; a file of any other form is refused."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,23 +10,13 @@ from pydantic import AfterValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
-from permtriton.errors import ConfigError, ModelError, shown
-from permtriton.model.headers import DTYPES, REPORT_FILE, read_json
+from permtriton.errors import ConfigError, ModelError
+from permtriton.model.headers import REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name
 from permtriton.model.source import fetched
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, PrunedWeight, in_words
 from permtriton.util.validation import checked
-
-SHOWN = {
-    "sparsity": str,
-    "importance": str,
-    "recipe": str,
-    "layout": str,
-    "calibration": str,
-    "seed": int,
-}  # in reports
-LARGEST = 2**63  # of an integer: longer ones are damage, and cannot be formatted as floats
 
 
 def pattern(text: str) -> str:
@@ -41,45 +30,11 @@ def pattern(text: str) -> str:
     return text
 
 
-def _value(value: Any) -> Any:
-    """Lets text, a list of texts, a truth value, None or a number pass, and leaves an integer one."""
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return value
-    finite = not isinstance(value, float) or math.isfinite(value)
-    in_range = not isinstance(value, int) or abs(value) < LARGEST
-    if not isinstance(value, str | int | float | None) or not finite or not in_range:
-        raise ValueError("text, a list of texts, a finite number or a truth value")
-    return value
-
-
-def _config(options: dict[str, Any]) -> dict[str, Any]:
-    if missing := [name for name, kind in SHOWN.items() if not isinstance(options.get(name), kind)]:
-        raise ValueError(f"options, {missing[0]} as {'text' if SHOWN[missing[0]] is str else 'a number'} among them")
-    try:
-        pattern(options["sparsity"])
-    except ValueError as error:
-        raise ValueError(f"options whose sparsity is {error}, not {shown(options['sparsity'])}") from error
-    return options
-
-
 def _evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
     measured = {"measure", "dense", "compiled"}
     if evaluation.keys() & measured not in (set(), measured):
         raise ValueError("measure, dense and compiled, or none of them")
     return evaluation
-
-
-def _permuted(value: Any) -> Any:
-    if not isinstance(value, bool) and value != "unknown":
-        raise ValueError('true, false or "unknown"')
-    return value
-
-
-def _order(order: dict[str, Any]) -> dict[str, Any]:
-    unknown = order["permuted"] == "unknown"
-    if (order["permuted"] is True) != ("index" in order) or unknown != ("last" in order):
-        raise ValueError('an index if, and only if, they are permuted, and "last" if that is unknown')
-    return order
 
 
 def _permutation(index: list[int]) -> list[int]:
@@ -88,18 +43,24 @@ def _permutation(index: list[int]) -> list[int]:
     return index
 
 
-def _dtype(name: str) -> str:
-    if f"torch.{name}" not in map(str, DTYPES.values()):
-        raise ValueError("a floating-point dtype")
-    return name
-
-
-Integer = Annotated[int, Field(gt=-LARGEST, lt=LARGEST)]
+Integer = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # longer ones are damage, and cannot be formatted as floats
 Pattern = Annotated[str, AfterValidator(pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Value = Annotated[Any, AfterValidator(_value)]
-Config = Annotated[dict[str, Value], AfterValidator(_config)]
+Value = str | bool | Integer | float | None | list[str]
 Index = Annotated[list[Integer], AfterValidator(_permutation)]
+
+
+class Config(TypedDict):
+    """The options of a compilation: those that are shown somewhere, and all others."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+
+    sparsity: Pattern
+    importance: str
+    recipe: str
+    layout: str
+    calibration: str
+    seed: Integer
 
 
 class Permutation(TypedDict):
@@ -138,22 +99,29 @@ class Rows(TypedDict):
     index: Index
 
 
-class Order(TypedDict):
-    """The order of the channels of the last hidden state; without ``index``, that of the dense model."""
+class SameOrder(TypedDict):
+    """The channels of hidden states have the dense model's order."""
 
-    permuted: bool
-    index: NotRequired[Index]
-    undo: NotRequired[Index]
+    permuted: Literal[False]
 
 
-class HiddenStates(TypedDict):
-    """The order of the channels of all hidden states, or only of the last one where it is not that of all."""
+class NewOrder(TypedDict):
+    """They have another: channel ``j`` was channel ``index[j]`` of the dense model; ``undo`` is the inverse."""
 
-    permuted: Annotated[Any, AfterValidator(_permuted)]
-    index: NotRequired[Index]
-    undo: NotRequired[Index]
-    why: NotRequired[str]
-    last: NotRequired[Annotated[Order, AfterValidator(_order)]]
+    permuted: Literal[True]
+    index: Index
+    undo: Index
+
+
+class UnknownOrder(TypedDict):
+    """Only that of the last hidden state is known."""
+
+    permuted: Literal["unknown"]
+    why: str
+    last: Annotated[SameOrder | NewOrder, Field(discriminator="permuted")]
+
+
+HiddenStates = Annotated[SameOrder | NewOrder | UnknownOrder, Field(discriminator="permuted")]
 
 
 class Retained(TypedDict):
@@ -285,7 +253,7 @@ class Always(TypedDict):
     versions: dict[str, str]
     device: str
     determinism: dict[str, Any]
-    dtype: Annotated[str, AfterValidator(_dtype)]
+    dtype: Annotated[str, Field(pattern="^(float16|float32|float64|bfloat16)$")]
     config: Config
     calibration: Calibration
     generated: Calibration | None
@@ -295,7 +263,7 @@ class Always(TypedDict):
     permutations: list[Permutation]
     skipped: dict[str, str]
     barriers: list[str]
-    hidden_states: Annotated[HiddenStates, AfterValidator(_order)]
+    hidden_states: HiddenStates
     steps: list[Step]
     retained_importance: dict[str, Retained]
     evaluation: Annotated[Evaluation, AfterValidator(_evaluation)]

@@ -9,7 +9,17 @@ from permtriton.checkpoint.plan_entries import (
     permutation_report,
     rows_report,
 )
-from permtriton.checkpoint.record import Calibration, Evaluation, Gguf, Permutation, Report, Retained, Sometimes, Step
+from permtriton.checkpoint.record import (
+    Calibration,
+    Config,
+    Evaluation,
+    Gguf,
+    Permutation,
+    Report,
+    Retained,
+    Sometimes,
+    Step,
+)
 from permtriton.data.samples import Samples
 from permtriton.driver.run import Run
 from permtriton.model.name import asked_name, is_hub_name
@@ -53,7 +63,7 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
         "device": device_name(run.placement.device),
         "determinism": {"seed": config.seed, **determinism()},
         "dtype": str(model.dtype).removeprefix("torch."),
-        "config": config.to_dict(),
+        "config": cast(Config, config.to_dict()),
         "calibration": _calibration(run.samples),
         "generated": None
         if run.generated is None

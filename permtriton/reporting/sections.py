@@ -300,7 +300,7 @@ def _pruned(folder: Compiled) -> str:
 
 
 def _hidden_states(folder: Compiled) -> str:
-    order = folder.record["hidden_states"]
+    order: Mapping[str, Any] = folder.record["hidden_states"]
     if "why" in order:
         return f"in an order that is not known ({order['why']})"
     return "in a new order; permtriton.json has its inverse" if order["permuted"] else "in the dense model's order"
