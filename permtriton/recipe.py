@@ -8,14 +8,14 @@ import os
 import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from permtriton.config import CalibrationConfig
 from permtriton.driver.options import CompileConfig, has_effect, why_no_effect
 from permtriton.driver.step import Stage, Step
-from permtriton.errors import ConfigError, first_line, near, reading, shown
+from permtriton.errors import ConfigError, near, reading, shown
 from permtriton.evaluation.protocol import protocol_of
 from permtriton.methods import steps
 from permtriton.methods.order.heuristic import Heuristic
@@ -29,7 +29,6 @@ from permtriton.model.name import DEMO, shown_name
 from permtriton.util.option import Option, given_options, options_of
 
 DEFAULT = "default"
-MAX_TOML_BYTES = 10**6
 RIA_LEARNING_RATE = 5e-3  # the paper's, of the recipe published
 
 
@@ -333,42 +332,24 @@ def read_config_file(path: Path) -> dict[str, Any]:
         Values by option name, and ``recipe`` if the file names one.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or holds a table that is no step's.
+        ConfigError: the file is missing, is not TOML, sets an option twice, or holds a table that is no step's.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe might never end
-        raise ConfigError(f"config file {path} is no plain file: give a TOML file")
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_TOML_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {first_line(error)}") from error
-    if len(content) > MAX_TOML_BYTES:
-        raise ConfigError(f"config file {path} has more than {MAX_TOML_BYTES} bytes: it is no file of options")
-    with reading(f"config file {path} is not TOML", ConfigError):
-        read = tomllib.loads(content.decode())
-    known = {kind.name: kind for kind in steps.STEPS}
+    if not os.path.isfile(path):  # a pipe might never end
+        raise ConfigError(f"config file {path} does not exist, or is no plain file: give a TOML file")
+    with reading(f"config file {path} cannot be read as TOML", ConfigError):
+        read = tomllib.loads(path.read_text(encoding="utf-8"))
+    prefixes = {kind.name: f"{kind.prefix}_" for kind in steps.STEPS}
     options: dict[str, Any] = {}
     for name, value in read.items():
-        if not isinstance(value, dict):
-            _set_once(options, name, value, path)
-            continue
-        if name not in known:
+        is_table = isinstance(value, dict)
+        if is_table and name not in prefixes:
             raise ConfigError(
-                f"config file {path} holds a table, [{name}], that is no step: the steps are {', '.join(known)}; other "
-                "options stand at the top, one per line"
+                f"config file {path} holds a table, [{name}], that is no step: the steps are {', '.join(prefixes)}; "
+                "other options stand at the top, one per line"
             )
-        prefix, own = known[name].prefix, {field.name for field in fields(known[name])}  # type: ignore[arg-type]
-        for key, setting in value.items():
-            if key.replace("-", "_") not in own:
-                raise ConfigError(
-                    f"config file {path}: [{name}] has no option {shown(key)}: its options are {', '.join(sorted(own))}"
-                )
-            _set_once(options, f"{prefix}_{key}", setting, path)
+        for key, setting in value.items() if is_table else [(name, value)]:
+            option = f"{prefixes[name] if is_table else ''}{key}".replace("-", "_")
+            if option in options:
+                raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
+            options[option] = setting
     return options
-
-
-def _set_once(options: dict[str, Any], name: str, value: Any, path: Path) -> None:
-    name = name.replace("-", "_")
-    if name in options:
-        raise ConfigError(f"config file {path} sets {name} twice: keep one of them")
-    options[name] = value

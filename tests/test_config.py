@@ -373,13 +373,10 @@ def test_block_size_is_free_where_nothing_learns():
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"epochs = ", ["not TOML"]),
-        (b"\xff\xfe", ["not TOML"]),
+        (b"epochs = ", ["cannot be read as TOML"]),
+        (b"\xff\xfe", ["cannot be read as TOML"]),
         (b"[learn]\nepochs = 3\n", ["[learn]", "no step", "heuristic, learned, searched", "one per line"]),
-        (b"[learned]\nrounds = 3\n", ["[learned] has no option 'rounds'", "batch_size, block_size"]),
-        (b"[mask]\nepochs = 3\n", ["[mask] has no option 'epochs'"]),
-        (b"#" * 10**7, ["more than 1000000 bytes", "no file of options"]),
-        (None, ["cannot be read", "No such file"]),
+        (None, ["does not exist"]),
     ],
 )
 def test_bad_config_files(tmp_path, content, words):

@@ -393,12 +393,11 @@ def test_compile_does_not_write_into_the_model(desk, tmp_path, monkeypatch, more
     [
         ("learn_learning_rate = " + "9" * 400, ("--learn-learning-rate", "finite number")),
         ("[learned]\nlearning_rate = 0x" + "f" * 5000, ("--learn-learning-rate", "bits")),
-        ("learn_epochs = " + "9" * 5000, ("not TOML", "5000 digits")),
-        ("learn_epochs = " + "[" * 5000, ("not TOML", "recursion")),
+        ("learn_epochs = " + "9" * 5000, ("as TOML", "5000 digits")),
+        ("learn_epochs = " + "[" * 5000, ("as TOML", "recursion")),
         ("recipe = 0x" + "f" * 5000, ("recipe", "bits")),
         ("sparsity = 0x" + "f" * 5000, ("sparsity",)),
         (f'sparsity = "{"9" * 5000}:4"', ("sparsity",)),
-        ("#" * 2_000_000, ("more than 1000000 bytes",)),
     ],
 )
 def test_files_of_options(desk, content, words):
@@ -408,7 +407,7 @@ def test_files_of_options(desk, content, words):
 
 
 def test_a_file_without_end_is_no_file_of_options(desk):
-    desk.refuses(desk.compile("--config", "/dev/zero"), "config file /dev/zero is no plain file")
+    desk.refuses(desk.compile("--config", "/dev/zero"), "config file /dev/zero does not exist, or is no plain file")
 
 
 # -- seen once -----------------------------------------------------------------------------------------------------
@@ -433,7 +432,7 @@ def test_an_expression_that_takes_too_long_is_refused(desk, monkeypatch):
 def test_a_pipe_is_no_file_of_options(desk):
     os.mkfifo(desk.folder / "options.toml")
     done = RUNNER.invoke(app, desk.compile("--config", desk.folder / "options.toml"))
-    check_refusal(done.exit_code, done.stderr, ("options.toml is no plain file: give a TOML file",))
+    check_refusal(done.exit_code, done.stderr, ("options.toml does not exist, or is no plain file: give a TOML file",))
 
 
 def test_a_pipe_is_no_file_of_tensors(desk):
