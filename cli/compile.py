@@ -6,11 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.plan_entries import grouped
-from permtriton.checkpoint.record import described_sparsity
+from permtriton.checkpoint.card import facts
+from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.cli import torchrun
 from permtriton.cli.console import print_json, show
-from permtriton.cli.inspect import destination
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
 from permtriton.driver.options import CompileConfig
@@ -69,21 +68,14 @@ def _print(report: Any, target: Path) -> None:
 
 def _results(report: Any) -> Iterator[tuple[str, str]]:
     """Yields the name and the value of each row of the result table."""
-    evaluation = report["evaluation"]
-    if "dense" in evaluation:
-        name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with dense"
-        yield f"held-out {name}, dense", f"{evaluation['dense']:.3f}"
-        yield f"held-out {name}, compiled", f"{evaluation['compiled']:.3f}"
-    yield "pattern", described_sparsity(report)
+    yield from facts(report)
     yield "zeros in pruned weights", _range(report["sparsity_by_layer"].values(), "{:.2%}")
-    pruned, total = report["pruned_parameters"], report["parameters"]
-    yield "share of parameters pruned", f"{pruned / total:.1%} ({pruned:,} of {total:,})"
     known = {kind.name: kind for kind in steps.STEPS}
     for entry in report["steps"]:
         outcome = Outcome(**{each.name: entry[each.name] for each in fields(Outcome)})
         yield from known[entry["name"]]().words(outcome)
     yield "seconds", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report["seconds"].items())
-    yield "peak memory", f"{format_bytes(report['memory']['peak'])} on {report['device']}"
+    yield "peak memory", format_bytes(report["memory"]["peak"])
     yield "linears left dense", "; ".join(reasons_of(report["skipped"])) or "none"
     verified = report["verification"]
     yield "verified", f"{verified['pruned_weights']} pruned weights; reloaded: {verified['reloaded']}"

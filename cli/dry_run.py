@@ -4,9 +4,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from permtriton.checkpoint.plan_entries import grouped
+from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.cli.console import out, print_json, show
-from permtriton.cli.inspect import destination
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.memory import Devices, describe_low_memory

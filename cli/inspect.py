@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from permtriton.checkpoint.plan_entries import grouped, permutation_report, plan_report
+from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped, permutation_report, plan_report
 from permtriton.cli.console import echo, out, print_json, show
 from permtriton.driver import planning
 from permtriton.driver.options import CompileConfig
@@ -18,7 +18,7 @@ from permtriton.model.name import layer_number
 from permtriton.model.source import Source
 from permtriton.passes import drawing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
-from permtriton.passes.plan import Placement, Plan
+from permtriton.passes.plan import Plan
 from permtriton.util.bars import err
 from permtriton.util.output_files import check_file, write_file
 
@@ -160,31 +160,6 @@ def _site_row(
     order = "its own" if permutation["name"] == site["name"] else permutation["name"]
     pattern = ", ".join(dict.fromkeys(patterns[name] for name in linears))
     return site["name"], str(len(linears)), str(site["channels"]), pattern, order, at_run_time(permutation)
-
-
-def at_run_time(permutation: dict[str, Any]) -> str:
-    """Returns, in words, what an entry of ``permutations`` costs when the model runs."""
-    if permutation["placement"] == Placement.IN_NORM:
-        return f"in the norm {permutation['norm']}"
-    if permutation["placement"] == Placement.GATHER:
-        gathers = f"{permutation['gathers']} gathers" if permutation["gathers"] > 1 else "a gather"
-        return f"{gathers}, {permutation['bytes_per_token']:,} bytes per token in bfloat16"
-    return "nothing"
-
-
-def destination(permutation: dict[str, Any]) -> str:
-    """Returns, in words, where the permutation of an entry of ``permutations`` goes, or why there is none."""
-    if permutation["placement"] == Placement.NONE:
-        return f"stays: {permutation['reason']}"
-    if permutation["placement"] != Placement.FOLDED:
-        return at_run_time(permutation)
-    writers, readers = len(permutation["producers"]), len(permutation["readers"])
-    text = f"folded into {writers} producer{'s' * (writers != 1)}, {readers} reader{'s' * (readers != 1)}"
-    if permutation["segments"] > 1:
-        text += f"; within {permutation['segments']} heads"
-    if permutation["tied"] > 1:
-        text += f"; tied across {permutation['tied']} query heads"
-    return text
 
 
 def _shortened(names: list[str], limit: int = 4) -> str:

@@ -194,7 +194,7 @@ def test_compile_replaces_the_earlier_output_and_prints_json_alone(desk):
 def test_compile_prints_tables(desk):
     result = RUNNER.invoke(app, desk.compile("--eval-data", desk.text))
     assert result.exit_code == 0, result.stderr
-    for word in ("held-out perplexity, dense", "held-out perplexity, compiled", "stream", "peak memory", "50.00%"):
+    for word in ("perplexity, dense model", "perplexity, this model", "stream", "peak memory", "50.00%"):
         assert word in result.stdout
 
 

@@ -105,7 +105,7 @@ def test_the_record_and_the_card_say_what_it_is(written):
     assert 0.5 < found["ratio"] < 0.54  # of 16 bits, with a scale per row
     assert found["further_zeros"] >= 0
     card = (written / "README.md").read_text()
-    assert "all that is not in 8 bits is the same bit for bit. Reloaded: same weights." in card
+    assert "the rest is the same bit for bit\n- export reloaded: same weights\n" in card
     assert "vLLM loads it by itself" in card
 
 

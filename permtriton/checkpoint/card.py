@@ -114,11 +114,11 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         f"the pruned linears{' without a pattern of their own' * ('patterns' in report)}. Made with "
         f"{PROJECT} (`{install_command()}`{WHERE}), which chooses the order of channels so that pruning hurts less.",
         "## Result",
-        "\n".join(f"| {name} | {value} |" for name, value in [("", ""), ("---", "---"), *_facts(report)]),
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {_code(value)} |" for name, value in facts(report))]),
         "## Load it",
         _loading(report, loader, loads_with, f"{_source(name)}{', trust_remote_code=True' if own else ''})"),
         "## What was verified",
-        "\n".join(f"- {line}" for line in _checks(report)),
+        "\n".join(f"- {name}: {result}" for name, result in checks(report)),
         "## Repeat it",
         *(
             ["This command pruned the model; how it was trained afterwards is not recorded."]
@@ -148,35 +148,39 @@ def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
     ]
 
 
-def _facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields the rows of the result table."""
+def facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what a record says of a compilation: name and value of each row of a table, the values as plain text."""
     config, evaluation = report["config"], report["evaluation"]
     if "dense" in evaluation:
-        text = f" on {_code(evaluation['text'])}" if "text" in evaluation else ""
+        if "text" in evaluation:
+            yield "held-out text", Path(evaluation["text"]).name
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with the dense model"
-        yield f"{name}{text}, dense", f"{evaluation['dense']:.3f}"
+        yield f"{name}, dense model", f"{evaluation['dense']:.3f}"
         when = "pruned, in its original dtype" if _has_8_bits(report) else "this model"
-        yield f"{name}{text}, {when}", f"{evaluation['compiled']:.3f}"
+        yield f"{name}, {when}", f"{evaluation['compiled']:.3f}"
     else:
         yield "held-out evaluation", "not measured"
+    yield "model", shown_name(report["model"], report.get("on_hub"))
     if "gguf" in report:
-        gguf = report["gguf"]
-        yield "weights, dequantized from GGUF", f"{_code(gguf['file'])}: {_code(in_words(gguf['tensors']))}"
+        yield "weights, dequantized from GGUF", f"{report['gguf']['file']}: {in_words(report['gguf']['tensors'])}"
+    yield "pattern", described_sparsity(report)
     for key in ("recipe", "importance", "layout", "seed"):
-        yield key, _code(config[key])
-    yield "calibration", f"{_code(Path(str(config['calibration'])).name)}, {sizes_in_words(report['calibration'])}"
+        yield key, str(config[key])
+    yield "calibration", f"{Path(str(config['calibration'])).name}, {_sizes(report['calibration'])}"
     if report["generated"]:
-        yield "text that the dense model wrote", sizes_in_words(report["generated"])
-    yield "parameters pruned", f"{report['pruned_parameters']:,} of {report['parameters']:,}"
+        yield "text that the dense model wrote", _sizes(report["generated"])
+    pruned, total = report["pruned_parameters"], report["parameters"]
+    yield "parameters pruned", f"{pruned:,} of {total:,} ({pruned / total:.1%})"
     if "trained" in report:
         yield "trained after pruning", "with its zeros kept"
     if "export" in report:
-        yield "stored size of the pruned weights", f"{report['export']['ratio']:.1%} of dense"
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    yield "made on", f"{report['device']}; {versions}"
+        yield "stored", f"{report['export']['format']}, the pruned weights at {report['export']['ratio']:.1%} of dense"
+    yield "dtype", report["dtype"]
+    yield "device", report["device"]
+    yield "versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items())
 
 
-def sizes_in_words(samples: Mapping[str, Any]) -> str:
+def _sizes(samples: Mapping[str, Any]) -> str:
     """Returns how much samples hold, as `permtriton.checkpoint.record.Calibration` has it, in words."""
     return f"{' x '.join(str(size) for size in samples['shape'])} {samples.get('unit', 'tokens')}"
 
@@ -208,28 +212,22 @@ def _source(name: str) -> str:
     return f"from_pretrained({json.dumps(name)}"
 
 
-def _checks(report: Mapping[str, Any]) -> Iterator[str]:
+def checks(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what was verified, and with what result."""
     proof, verification = report["proof"], report["verification"]
-    when = "Before the export: " if "export" in report else ""
+    when = ", before the export" if "export" in report else ""
     yield (
-        "Before pruning, the permuted model gave the dense model's outputs up to rounding (largest relative difference "
-        f"{proof['fold_difference']:.1e})."
+        "permuted against dense, before pruning",
+        f"same outputs up to rounding (largest relative difference {proof['fold_difference']:.1e})",
     )
-    yield (
-        f"{when}{verification['pruned_weights']} pruned weights were read back; each is N:M and equal to the model in "
-        "memory, bit for bit."
-    )
-    yield f"{when}Reloaded with transformers: {verification['reloaded']}."
-    if _has_8_bits(report):
-        yield (
-            "Rewritten by `permtriton export`: all zeros are zeros still, no weight moved by more than rounding, and "
-            f"all that is not in 8 bits is the same bit for bit. Reloaded: {report['export']['reloaded']}."
-        )
-    elif "export" in report:
-        yield (
-            "Rewritten by `permtriton export`, and compared with the exported folder bit by bit. Reloaded: "
-            f"{report['export']['reloaded']}."
-        )
+    yield "pruned against the graph", proof["lowered_graph"]
+    weights = f"{verification['pruned_weights']}, each N:M and equal to the model in memory, bit for bit"
+    yield f"pruned weights read back{when}", weights
+    yield f"reloaded with transformers{when}", verification["reloaded"]
+    if "export" in report:
+        rounded = "all zeros are zeros still, no weight moved by more than rounding, the rest is the same bit for bit"
+        yield "export", rounded if _has_8_bits(report) else "the same bit for bit"
+        yield "export reloaded", report["export"]["reloaded"]
 
 
 def _code(text: object) -> str:

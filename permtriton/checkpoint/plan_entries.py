@@ -86,6 +86,31 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
     }
 
 
+def at_run_time(permutation: Mapping[str, Any]) -> str:
+    """Returns, in words, what an entry of ``permutations`` costs when the model runs."""
+    if permutation["placement"] == Placement.IN_NORM:
+        return f"in the norm {permutation['norm']}"
+    if permutation["placement"] == Placement.GATHER:
+        gathers = f"{permutation['gathers']} gathers" if permutation["gathers"] > 1 else "a gather"
+        return f"{gathers}, {permutation['bytes_per_token']:,} bytes per token in bfloat16"
+    return "nothing"
+
+
+def destination(permutation: Mapping[str, Any]) -> str:
+    """Returns, in words, where the permutation of an entry of ``permutations`` goes, or why there is none."""
+    if permutation["placement"] == Placement.NONE:
+        return f"stays: {permutation['reason']}"
+    if permutation["placement"] != Placement.FOLDED:
+        return at_run_time(permutation)
+    writers, readers = len(permutation["producers"]), len(permutation["readers"])
+    text = f"folded into {writers} producer{'s' * (writers != 1)}, {readers} reader{'s' * (readers != 1)}"
+    if permutation["segments"] > 1:
+        text += f"; within {permutation['segments']} heads"
+    if permutation["tied"] > 1:
+        text += f"; tied across {permutation['tied']} query heads"
+    return text
+
+
 def hidden_states_report(order: Tensor | None, unproved: str) -> HiddenStates:
     """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
 

@@ -4,23 +4,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.card import sizes_in_words
-from permtriton.checkpoint.plan_entries import grouped
-from permtriton.checkpoint.record import described_sparsity
+from permtriton.checkpoint.card import checks, facts
+from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.comparison.methods import DENSE, FUSED
 from permtriton.comparison.summary import Cell, columns
 from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Picture, Section, Table, numbers
 from permtriton.reporting.plots import Series, chart, colour, legend
 from permtriton.util.machine import format_bytes
-
-_PLACEMENTS = {
-    "folded": "folded into neighbouring weights",
-    "in_norm": "written by the norm before it",
-    "gather": "gathered before its linears",
-    "none": "order kept",
-}
-Value = Callable[[Compiled], str]
 
 
 def verdict(folders: Sequence[Compiled]) -> str:
@@ -157,11 +148,6 @@ def _column(values: Sequence[Cell], digits: int) -> list[str]:
 
 def orders(folders: Sequence[Compiled]) -> Section:
     """Where permutations went, what they cost at run time, and what stays dense."""
-    cost: dict[str, Value] = {
-        "gathers": lambda each: f"{sum(space['gathers'] for space in each.record['permutations']):,}",
-        "bytes per token": lambda each: f"{sum(space['bytes_per_token'] for space in each.record['permutations']):,}",
-        "hidden states": _hidden_states,
-    }
     ends = _merged(folders, _ends)
     left = _merged(folders, lambda each: [*each.record["skipped"].items(),
                                           *(("barrier", why) for why in each.record["barriers"])])  # fmt: skip
@@ -171,9 +157,9 @@ def orders(folders: Sequence[Compiled]) -> Section:
     )
     which = ("methods",) if len(folders) > 1 else ()
     tables = [
-        Table("Permutations, * for every layer", ("permutation", "where it ends", "why", "moved", *which), ends),
+        Table("Permutations, * for every layer", ("permutation", "where it ends", "moved", *which), ends),
         Table("Left dense, or in its order", ("what", "why", *which), left),
-        beside(folders, cost, "Cost at run time"),
+        beside(folders, _cost, "Cost at run time"),
     ]
     return Section("orders", "Orders of channels", text, tables=tables)
 
@@ -193,76 +179,30 @@ def _merged(
 
 def _ends(folder: Compiled) -> Iterator[tuple[str, ...]]:
     spaces = [space for space in folder.record["permutations"] if space["moved"] or space["reason"]]
-    cells = [
-        (space["name"], _PLACEMENTS.get(space["placement"], space["placement"]), _why(space), f"{space['channels']:,}")
-        for space in spaces
-    ]
+    cells = [(space["name"], destination(space), f"{space['channels']:,}") for space in spaces]
     for row, members in grouped(cells):
         moved = [spaces[number]["moved"] for number in members]
         span = f"{min(moved):,}" + (f" to {max(moved):,}" if max(moved) > min(moved) else "")
-        yield (*row[:3], f"{span} of {row[3]}")
-
-
-def _why(space: Mapping[str, Any]) -> str:
-    """Returns why a permutation ends where it does."""
-    writers, readers = len(space["producers"]), len(space["readers"])
-    if space["reason"]:
-        return space["reason"]
-    if space["placement"] == "in_norm":
-        return f"its channels come from {space['norm']}"
-    if space["placement"] == "gather":
-        return "no parameter or norm before it can write this order"
-    tied = f"; tied across {space['tied']} query heads" if space["tied"] > 1 else ""
-    return f"{writers:,} parameter{'s' * (writers != 1)} before it, {readers:,} after it{tied}"
+        yield (*row[:2], f"{span} of {row[2]}")
 
 
 def details(folders: Sequence[Compiled]) -> Section:
     """What was done, how long each stage took, and what was compared with the dense model."""
-    done: dict[str, Value] = {
-        "folder": lambda each: each.name,
-        "model": lambda each: each.model,
-        "pattern": lambda each: described_sparsity(each.record),
-        "steps": lambda each: each.record["config"]["recipe"].replace(",", ", "),
-        "importance": lambda each: each.record["config"]["importance"],
-        "layout": lambda each: each.record["config"]["layout"],
-        "stored": lambda each: each.record["export"]["format"] if "export" in each.record else "dense, zeros included",
-        "calibration": _calibration,
-        "seed": lambda each: str(each.record["config"]["seed"]),
-        "device": lambda each: each.record["device"],
-        "dtype": lambda each: each.record["dtype"],
-        "parameters pruned": _pruned,
-    }
-    if any("trained" in folder.record for folder in folders):
-        done["trained after pruning"] = lambda each: "with its zeros kept" if "trained" in each.record else "no"
-    verified: dict[str, Value] = {
-        "permuted against dense, before pruning": lambda each: (
-            f"same outputs (largest difference {each.record['proof']['fold_difference']:.1e})"
-        ),
-        "pruned against the graph": lambda each: each.record["proof"]["lowered_graph"],
-        "pruned weights checked on disk": lambda each: str(each.record["verification"]["pruned_weights"]),
-        "reloaded": lambda each: each.record.get("export", each.record["verification"])["reloaded"],
-    }
     text = (
         "A folder is only written if every check passes; differences are relative to the largest output. Speed at run "
         "time is not measured."
     )
     tables = [
-        beside(folders, done, "What was done"),
+        beside(folders, facts, "What was done"),
         _stages(folders),
-        beside(folders, verified, "What was verified"),
+        beside(folders, checks, "What was verified"),
     ]
     return Section("details", "Done and verified", text, tables=tables)
 
 
 def _stages(folders: Sequence[Compiled]) -> Table:
-    """Returns the seconds of each stage, in the order in which they ran."""
-    order: list[str] = []
-    for folder in folders:
-        place = 0
-        for stage in folder.record["seconds"]:
-            if stage not in order:
-                order.insert(place, stage)
-            place = order.index(stage) + 1
+    """Returns the seconds of each stage, in the order in which they ran; those of later folders alone are last."""
+    order = dict.fromkeys(stage for folder in folders for stage in folder.record["seconds"])
     seconds = [[folder.record["seconds"].get(stage) for stage in order] for folder in folders]
     seconds = [[*values, sum(value for value in values if value is not None)] for values in seconds]
     cells = [["–" if value is None else f"{value:,.1f}" for value in values] for values in seconds]
@@ -271,10 +211,8 @@ def _stages(folders: Sequence[Compiled]) -> Table:
 
 
 def repeat(folders: Sequence[Compiled]) -> Section:
-    """The commands and the versions."""
-    made = (", ".join(map(" ".join, folder.record["versions"].items())) for folder in folders)
+    """The commands."""
     text = (
-        f"Made with {'; '.join(dict.fromkeys(made))}. "
         "The same command on the same machine gives the same result. Sums depend on the processor and the number of "
         "threads, and so, a little, do orders that are searched or learned."
     )
@@ -284,23 +222,23 @@ def repeat(folders: Sequence[Compiled]) -> Section:
     return Section("repeat", "Repeat it", text, code=code)
 
 
-def beside(folders: Sequence[Compiled], rows: Mapping[str, Value], caption: str) -> Table:
-    """Returns a table with a row per value and a column per folder."""
-    cells = [(name, *(value(each) for each in folders)) for name, value in rows.items()]
-    return Table(caption, ("", *(each.label for each in folders)), cells)
+def beside(
+    folders: Sequence[Compiled], rows_of: Callable[[Mapping[str, Any]], Iterable[tuple[str, str]]], caption: str
+) -> Table:
+    """Returns a table with a row per name that a record has, and a column per folder."""
+    found = [dict(rows_of(folder.record)) for folder in folders]
+    names = dict.fromkeys(name for rows in found for name in rows)
+    cells = [(name, *(rows.get(name, "–") for rows in found)) for name in names]
+    return Table(caption, ("", *(folder.label for folder in folders)), cells)
 
 
-def _calibration(folder: Compiled) -> str:
-    return f"{Path(folder.record['config']['calibration']).name}, {sizes_in_words(folder.record['calibration'])}"
+def _cost(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "gathers", f"{sum(space['gathers'] for space in record['permutations']):,}"
+    yield "bytes per token", f"{sum(space['bytes_per_token'] for space in record['permutations']):,}"
+    yield "hidden states", _hidden_states(record["hidden_states"])
 
 
-def _pruned(folder: Compiled) -> str:
-    pruned, total = folder.record["pruned_parameters"], folder.record["parameters"]
-    return f"{pruned:,} of {total:,} ({pruned / total:.1%})"
-
-
-def _hidden_states(folder: Compiled) -> str:
-    order: Mapping[str, Any] = folder.record["hidden_states"]
+def _hidden_states(order: Mapping[str, Any]) -> str:
     if "why" in order:
         return f"in an order that is not known ({order['why']})"
     return "in a new order; permtriton.json has its inverse" if order["permuted"] else "in the dense model's order"
