@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.real.rows import DENSE, THEIRS
-from permtriton.reporting.plots import Box, Scale, anchored, place_labels
+from permtriton.reporting.plots import Scale
 
 SHOWN = (  # without magnitude, which is far off
     "wanda", "sparsegpt", "fast", "default", "best",
@@ -26,6 +26,62 @@ THEMES = {
 }
 FONT = "font-family=\"system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif\""
 Colours = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle that text or a point covers."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def hits(self, other: "Box") -> bool:
+        """Whether both cover some place."""
+        beside = self.right <= other.left or other.right <= self.left
+        return not (beside or self.bottom <= other.top or other.bottom <= self.top)
+
+    def within(self, other: "Box") -> bool:
+        """Whether the other one covers all of it."""
+        sides = self.left >= other.left and self.right <= other.right
+        return sides and self.top >= other.top and self.bottom <= other.bottom
+
+
+def place_labels(
+    points: Sequence[tuple[float, float]], widths: Sequence[float], taken: Sequence[Box], page: Box
+) -> list[Box]:
+    """Returns a place for the label of each point, as near to it as can be, that covers nothing.
+
+    Args:
+        points: places of the points.
+        widths: widths of the labels; 0 for none.
+        taken: what else must not be covered.
+        page: what the labels stay within.
+    """
+    covered = [*taken, *(Box(x - 5, y - 5, x + 5, y + 5) for x, y in points)]
+    places = []
+    for (x, y), width in zip(points, widths, strict=True):
+        boxes = list(_around(x, y, width))
+        free = (box for box in boxes if box.within(page) and not any(map(box.hits, covered)))
+        places.append(next(free, boxes[0]))
+        covered += places[-1:] if width else []
+    return places
+
+
+def _around(x: float, y: float, width: float) -> Iterator[Box]:
+    """Yields places for a label of a point, the nearest first: beside it, above and below."""
+    for rise in range(0, 160, 7):
+        for middle in dict.fromkeys((y - rise, y + rise)):
+            for left in (x + 8, x - 8 - width) if rise < LINE else (x - width / 2, x + 4, x - 4 - width):
+                yield Box(left, middle - LINE / 2, left + width, middle + LINE / 2)
+
+
+def anchored(box: Box, x: float) -> tuple[float, str]:
+    """Returns where a label in a box begins, so that it keeps to its point at ``x`` whatever its real width."""
+    if box.left > x:
+        return box.left, "start"
+    return (box.right, "end") if box.right < x else ((box.left + box.right) / 2, "middle")
 
 
 @dataclass(frozen=True)
@@ -83,7 +139,7 @@ class Axes:
         taken += [Box(x - 3, top, x + 3, bottom) for x, top, bottom in map(self.range, self.points)]
         widths = [len(self.label(point)) * LETTER for point in self.points]
         page = Box(LEFT, TOP - LINE, WIDTH, BOTTOM)
-        return place_labels([self.place(point) for point in self.points], widths, taken, page, LINE)
+        return place_labels([self.place(point) for point in self.points], widths, taken, page)
 
     def range(self, point: Point) -> tuple[float, float, float]:
         """Returns the place of a point's range, and its upper and lower end."""

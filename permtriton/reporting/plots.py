@@ -87,63 +87,6 @@ class Scale:
         return ticks
 
 
-@dataclass(frozen=True)
-class Box:
-    """A rectangle that text or a point covers."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-    def hits(self, other: "Box") -> bool:
-        """Whether both cover some place."""
-        beside = self.right <= other.left or other.right <= self.left
-        return not (beside or self.bottom <= other.top or other.bottom <= self.top)
-
-    def within(self, other: "Box") -> bool:
-        """Whether the other one covers all of it."""
-        sides = self.left >= other.left and self.right <= other.right
-        return sides and self.top >= other.top and self.bottom <= other.bottom
-
-
-def place_labels(
-    points: Sequence[tuple[float, float]], widths: Sequence[float], taken: Sequence[Box], page: Box, line: float = LINE
-) -> list[Box]:
-    """Returns a place for the label of each point, as near to it as can be, that covers nothing.
-
-    Args:
-        points: places of the points.
-        widths: widths of the labels; 0 for none.
-        taken: what else must not be covered.
-        page: what the labels stay within.
-        line: height of a label.
-    """
-    covered = [*taken, *(Box(x - 5, y - 5, x + 5, y + 5) for x, y in points)]
-    places = []
-    for (x, y), width in zip(points, widths, strict=True):
-        boxes = list(_around(x, y, width, line))
-        free = (box for box in boxes if box.within(page) and not any(map(box.hits, covered)))
-        places.append(next(free, boxes[0]))
-        covered += places[-1:] if width else []
-    return places
-
-
-def _around(x: float, y: float, width: float, line: float) -> Iterator[Box]:
-    """Yields places for a label of a point, the nearest first: beside it, above and below."""
-    for rise in range(0, 160, 7):
-        for middle in dict.fromkeys((y - rise, y + rise)):
-            for left in (x + 8, x - 8 - width) if rise < line else (x - width / 2, x + 4, x - 4 - width):
-                yield Box(left, middle - line / 2, left + width, middle + line / 2)
-
-
-def anchored(box: Box, x: float) -> tuple[float, str]:
-    """Returns where a label in a box begins, so that it keeps to its point at ``x`` whatever its real width."""
-    if box.left > x:
-        return box.left, "start"
-    return (box.right, "end") if box.right < x else ((box.left + box.right) / 2, "middle")
-
-
 def chart(
     series: Sequence[Series],
     across: str,
@@ -183,7 +126,7 @@ def chart(
     drawn = [[(xs.place(x), ys.place(y)) for x, y in each.points] for each in series]
     for each, places in zip(series, drawn, strict=True):
         parts += _series(each, places)
-    parts += _labels(series, drawn, Box(left, top, right + 6, bottom))
+    parts += _labels(series, drawn)
     return svg(parts, f"0 0 {WIDTH} {HEIGHT}")
 
 
@@ -198,14 +141,18 @@ def _series(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[s
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="{series.colour}"/>'
 
 
-def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, float]]], page: Box) -> Iterator[str]:
-    labels = [label for each in series for label in each.labels or [""] * len(each.points)]
-    places = [place for each in drawn for place in each]
-    boxes = place_labels(places, [len(label) * LETTER for label in labels], (), page)
-    for label, (x, _), box in zip(labels, places, boxes, strict=True):
-        at, anchor = anchored(box, x)
-        if label:
-            yield _text(at, box.bottom - 3.5, label, anchor, "--ink")
+def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, float]]]) -> Iterator[str]:
+    """Yields the labels: right of their points, or left where there is no room, and above those in the way."""
+    taken: list[tuple[float, float, float]] = []
+    for each, places in zip(series, drawn, strict=True):
+        for (x, y), label in zip(places, each.labels, strict=False):
+            width = len(label) * LETTER
+            left, height = x + 6 if x + 6 + width < WIDTH else x - 6 - width, y - 6
+            while any(left < end and start < left + width and abs(height - at) < LINE for start, end, at in taken):
+                height -= LINE / 3
+            if label:
+                taken.append((left, left + width, height))
+                yield _text(left, height, label, colour="--ink")
 
 
 def svg(parts: Sequence[str], box: str) -> str:
