@@ -15,7 +15,6 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.record import read_record
 from permtriton.cli.main import app
-from permtriton.comparison.methods import KNOWN, method_rows
 from permtriton.comparison.record import read_comparison
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
@@ -23,7 +22,7 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import config_from
 from permtriton.reporting import sections
-from permtriton.reporting.compiled import method_of, read_folders
+from permtriton.reporting.compiled import read_folders
 from permtriton.reporting.html_report import page_of, report
 from permtriton.reporting.pages import Table, numbers
 from permtriton.reporting.plots import Scale
@@ -317,17 +316,6 @@ def test_text_from_files_is_text(folders, tmp_path):
     parsed(text)
 
 
-def test_a_method_has_the_name_that_compare_gives_it():
-    """A recipe and a row of the same steps are one method, which bears the recipe's name."""
-    named = {row.method: method_of(row.config.to_dict()) for row in method_rows({}, list(KNOWN), [])}
-    others = {method: name for method, name in named.items() if method != name}
-    assert others == {
-        f"{method}{layout}": f"{recipe}{layout}"
-        for method, recipe in (("wanda + searched", "values"),)
-        for layout in ("", " (fused)")
-    }
-
-
 def test_the_demo_model_keeps_its_name(tmp_path):
     """It is a folder inside the package, whose path and name mean nothing to others."""
     options = {"recipe": "mask", "importance": "magnitude", "samples": 1, "sequence_length": 16, "eval_data": None}
@@ -335,13 +323,6 @@ def test_the_demo_model_keeps_its_name(tmp_path):
     assert found["model"] == "demo"
     assert found["command"].startswith("permtriton compile demo ")
     assert (tmp_path / "out" / "README.md").read_text().count("# `demo`, pruned to 2:4") == 1
-    assert method_of(config_from({"recipe": "published"}, model="demo").to_dict(), found["model"]) == "published"
-
-
-def test_changed_options_are_not_the_recipe():
-    fewer = config_from({"refit_exchanges": 0})
-    assert method_of(fewer.to_dict()) == "heuristic + refit + distill"
-    assert method_of(config_from({}).to_dict()) == "default"
 
 
 def test_the_first_sentence_is_the_verdict(folders):
@@ -352,9 +333,9 @@ def test_the_first_sentence_is_the_verdict(folders):
         return page_of(found, None).lead
 
     assert of((10.0, 12.5)).startswith("The perplexity of MODEL on the held-out text goes from 10.00 to 12.50 (+25.0%)")
-    assert "when it is pruned by magnitude + heuristic. Of every 4" in of((10.0, 12.5))
-    assert "by wanda, the best of the 2 methods here. Of every" in of((10.0, 12.5), (10.0, 12.0))
-    assert "pruned by magnitude + heuristic, the best" in of((1.0, 0.9), (1.0, 0.8), measure="cosine")
+    assert "when it is pruned as in portable. Of every 4" in of((10.0, 12.5))
+    assert "as in wanda, the best of the 2 folders here. Of every" in of((10.0, 12.5), (10.0, 12.0))
+    assert "pruned as in portable, the best" in of((1.0, 0.9), (1.0, 0.8), measure="cosine")
     assert "was not measured" in page_of(read_folders([folders["portable"]]), None).lead
 
 
@@ -387,20 +368,14 @@ def test_a_folder_that_was_trained_says_so(folders):
     assert "trained" not in page_of(read_folders([folders["wanda"]]), None).sections[-1].text
 
 
-def test_methods_are_told_apart(folders, tmp_path):
+def test_folders_are_told_apart(folders, tmp_path):
     same = read_folders([folders["portable"], folders["portable-packed"]])
-    assert [folder.label for folder in same] == [
-        "magnitude + heuristic (portable)",
-        "magnitude + heuristic (portable-packed)",
-    ]
+    assert [folder.label for folder in same] == ["portable", "portable-packed"]
     places = [tmp_path / "first" / "out", tmp_path / "second" / "out"]
     for place in places:
         changed(folders["portable"], place, lambda record: None)
     compared = read_folders(places)
-    assert [folder.label for folder in compared] == [
-        "magnitude + heuristic (first/out)",
-        "magnitude + heuristic (second/out)",
-    ]
+    assert [folder.label for folder in compared] == ["first/out", "second/out"]
     assert all(cell in str(page_of(compared, None)) for cell in ("first/out", "second/out"))
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings

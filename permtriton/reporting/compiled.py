@@ -1,20 +1,15 @@
 """The compiled folders that a report is made of, and what their linears are called."""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
-from permtriton.comparison.methods import FUSED, KNOWN
-from permtriton.errors import ConfigError
 from permtriton.kernels.packing import position_bits
 from permtriton.model.name import shown_name
-from permtriton.recipe import RECIPES, config_from
 from permtriton.util.output_files import real_path
 
 
@@ -22,11 +17,9 @@ class Compiled(Folder):
     """A folder that ``permtriton compile`` or ``export`` wrote.
 
     Attributes:
-        name: name of the folder, with as much of the path to it as distinguishes it in the report.
-        label: what the report calls it: its method, and its name where others have the same method.
+        label: name of the folder, with as much of the path to it as distinguishes it in the report.
     """
 
-    name: str
     label: str
 
     @property
@@ -72,41 +65,18 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
         ModelError: a folder was not written by permtriton, or is damaged.
     """
     compiled = [Compiled.open(folder) for folder in folders]
-    labels = [
-        method_of(each.record["config"], each.record["model"]) + (", fp8" if each.is_quantized else "")
-        for each in compiled
-    ]
-    for each, name, label in zip(compiled, _names([real_path(each.path) for each in compiled]), labels, strict=True):
-        each.name, each.label = name, label if len(set(labels)) == len(labels) else f"{label} ({name})"
+    for each, label in zip(compiled, _labels([real_path(each.path) for each in compiled]), strict=True):
+        each.label = label
     return compiled
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
+def _labels(folders: Sequence[Path]) -> list[str]:
     """Returns the ends of the folders' paths, as short as they can be while all of them differ."""
     for parts in range(1, max(len(folder.parts) for folder in folders)):
-        names = [str(Path(*folder.parts[-parts:])) for folder in folders]
-        if len(set(names)) == len(set(folders)):
-            return names
+        labels = [str(Path(*folder.parts[-parts:])) for folder in folders]
+        if len(set(labels)) == len(set(folders)):
+            return labels
     return list(map(str, folders))
-
-
-def method_of(config: Mapping[str, Any], model: str = "") -> str:
-    """Returns the name of a method as ``permtriton compare`` has it, such as ``wanda + heuristic`` or ``default``.
-
-    Args:
-        config: options of a compilation, as its record holds them.
-        model: name of the model, as `permtriton.recipe.config_from` takes it.
-    """
-    with suppress(ConfigError):  # a record of another version
-        made = config_from(config)
-        for name, options in sorted(KNOWN.items(), key=lambda known: known[0].removesuffix(FUSED) not in RECIPES):
-            known = config_from(options, model=model)
-            if (known.steps, known.importance, known.layout) == (made.steps, made.importance, made.layout):
-                return name
-    steps = config["recipe"].split(",")
-    score = [config["importance"]] * ("mask" in steps)
-    words = " + ".join([*score, *(step for step in steps if step != "mask")])
-    return words + FUSED * (config["layout"] == "fused")
 
 
 def kind_of(linear: str) -> str:

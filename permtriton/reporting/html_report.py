@@ -56,7 +56,7 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
     """
     models = list(dict.fromkeys(folder.model for folder in folders))
     patterns = list(dict.fromkeys(described_sparsity(folder.record) for folder in folders))
-    ways = f", {len(folders)} methods side by side" if len(folders) > 1 else ""
+    ways = f", {len(folders)} folders side by side" if len(folders) > 1 else ""
     warnings = []
     if len(models) > 1:
         warnings.append(f"The folders come from different models: {', '.join(models)}. Their numbers do not compare.")

@@ -73,7 +73,7 @@ def _errors(reported: Reported) -> Iterator[Picture]:
 
 
 def importance(folders: Sequence[Compiled]) -> Section:
-    """What masks retain before and after the permutation, of all methods on one axis."""
+    """What masks retain before and after the permutation, of all folders on one axis."""
     shares: list[Mapping[str, Any]] = [folder.record["retained_importance"] for folder in folders]
     kinds = list(dict.fromkeys(kind_of(name) for each in shares for name in each))
     views = (
@@ -99,7 +99,7 @@ def importance(folders: Sequence[Compiled]) -> Section:
         "A mask keeps the weights with the highest scores of each group, and the order of the channels decides who "
         "competes with whom. Shown is the share of all scores that a mask retains in the dense model's order (before) "
         "and in the new one (after)."
-        + (f" Methods with different scores ({', '.join(scores)}) do not compare." if len(scores) > 1 else "")
+        + (f" Folders with different scores ({', '.join(scores)}) do not compare." if len(scores) > 1 else "")
     )
     return Section("importance", "Importance that masks retain", text, pictures)
 

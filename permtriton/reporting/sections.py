@@ -25,7 +25,7 @@ def verdict(folders: Sequence[Compiled]) -> str:
     best = min(measured, key=lambda folder: sign * folder.record["evaluation"]["compiled"])
     evaluation = best.record["evaluation"]
     dense, compiled = numbers([evaluation["dense"], evaluation["compiled"]], 4)
-    way = f"pruned by {best.label}" + f", the best of the {len(measured)} methods here" * (len(measured) > 1)
+    way = f"pruned as in {best.label}" + f", the best of the {len(measured)} folders here" * (len(measured) > 1)
     if sign < 0:
         return f"The last hidden states of {best.model}, {way}, have a cosine of {compiled} with the dense model's."
     change = evaluation["compiled"] / evaluation["dense"] - 1
@@ -61,7 +61,7 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
         strict=True,
     )  # fmt: skip
     name = " or ".join(measures) or "not measured"
-    head = ("method", name, "dense model", "ratio", "seconds", "peak memory", "dense size", "packed size")
+    head = ("folder", name, "dense model", "ratio", "seconds", "peak memory", "dense size", "packed size")
     text = "Seconds are those of the compilation without the evaluation."
     if not all(folder.is_packed for folder in folders):
         text += " * follows from the pattern: the kept values, and the position of each in its group."
@@ -131,13 +131,13 @@ def _comparison(comparison: Mapping[str, Any]) -> Table:
     ]
     cells = [_column(values, 4 if name == comparison["measure"] else 3) for name, values in shown]
     seeds = len(comparison["seeds"])
-    facts = (
+    conditions = (
         f"text {Path(comparison['text']).name}",
         f"{comparison['tokens']:,} tokens",
         f"{seeds} seeds, ± is their sample standard deviation" if seeds > 1 else "",
         comparison["device"],
     )
-    caption = f"All methods on {Path(comparison['model']).name}: {'; '.join(filter(None, facts))}"
+    caption = f"All methods on {Path(comparison['model']).name}: {'; '.join(filter(None, conditions))}"
     return Table(caption, [name for name, _ in shown], list(zip(*cells, strict=True)), folded=True)
 
 
@@ -155,7 +155,7 @@ def orders(folders: Sequence[Compiled]) -> Section:
         "A folded permutation is part of the weights, and one that a norm writes costs no extra bytes: both are free. "
         "A gather copies its input once per linear; its bytes are counted in 16 bits, read and written."
     )
-    which = ("methods",) if len(folders) > 1 else ()
+    which = ("folders",) if len(folders) > 1 else ()
     tables = [
         Table("Permutations, * for every layer", ("permutation", "where it ends", "moved", *which), ends),
         Table("Left dense, or in its order", ("what", "why", *which), left),
