@@ -157,11 +157,7 @@ def inspect(
     only: Annotated[
         str | None, typer.Option("--pass", help="The graph after this pass only; --graph shows their names.")
     ] = None,
-    layer: Annotated[int | None, typer.Option(help="The graph of this layer only; --dot draws layer 0.")] = None,
-    dot: Annotated[
-        Path | None, output_option(help="Draw a layer's graph after --pass (or the last): .dot, or .svg with Graphviz.")
-    ] = None,
-    overwrite: Overwrite = False,
+    layer: Annotated[int | None, typer.Option(help="The graph of this layer only.")] = None,
     json: Json = False,
     gguf_file: GgufName = None,
     revision: Revision = None,
@@ -179,8 +175,6 @@ def inspect(
         graph,
         only,
         layer,
-        dot,
-        overwrite=overwrite,
         json=json,
     )
 

@@ -152,7 +152,6 @@ def test_a_mount_that_is_read_only(desk, read_only):
         ["compare", str(desk.model), "--output", str(read_only / "t.md")],
         ["evaluate", str(desk.model), "--output", str(read_only / "t.md")],
         ["report", str(desk.out), "--output", str(read_only / "r.html")],
-        ["inspect", str(desk.model), "--dot", str(read_only / "a.dot")],
     ):
         desk.refuses(arguments, str(read_only), result)
 

@@ -1,8 +1,7 @@
-"""``permtriton inspect``: its JSON, tables and drawings, and what it refuses."""
+"""``permtriton inspect``: its JSON, tables and graphs, and what it refuses."""
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -195,76 +194,14 @@ def test_layer_prints_one_alone(model):
     assert text.count("= permtriton.sparse_linear(") == 7
 
 
-def statements(text: str) -> tuple[dict[str, str], list[tuple[str, str]]]:
-    """Nodes and edges of DOT, every line accounted for."""
-    lines = text.splitlines()
-    assert lines[0] == "digraph permtriton {"
-    assert lines[-1] == "}"
-    nodes, edges = {}, []
-    for line in lines[2:-1]:
-        node = re.fullmatch(r'  "([\w.]+)" \[label="([^"]*)"[^"]*(?:"[^"]*")?\];', line)
-        edge = re.fullmatch(r'  "([\w.]+)" -> "([\w.]+)" \[label="[^"]*", fontsize=9\];', line)
-        assert node or edge, line
-        if node:
-            assert node[1] not in nodes, f"{node[1]} twice"
-            nodes[node[1]] = node[2]
-        else:
-            edges.append((edge[1], edge[2]))
-    return nodes, edges
-
-
-@pytest.mark.parametrize("options", [(), ("--pass", "insert_permutations"), ("--layer", "1", "--layout", "fused")])
-@pytest.mark.slow(but=["options2"])
-def test_dot_is_dot(model, tmp_path, options):
-    file = tmp_path / "layer.dot"
-    assert invoke(model, "--dot", file, *options) == ""
-    nodes, edges = statements(file.read_text())
-    assert {end for edge in edges for end in edge} <= set(nodes), "every edge joins nodes that are there"
-    layer = "1" if "--layer" in options else "0"
-    labels = "\n".join(nodes.values())
-    assert f"model.layers.{layer}.mlp.down_proj.weight" in labels
-    assert f"model.layers.{1 - int(layer)}." not in labels
-    last = "permute" if "--pass" in options else "sparse_linear"
-    assert f"permtriton.{last}" in labels
-    assert ("sparse_linear" in labels) == ("--pass" not in options)
-    assert ("norm_permute" in labels) == ("--layout" in options)
-
-
-def test_svg(model, tmp_path, monkeypatch):
-    file = tmp_path / "layer.svg"
-    if shutil.which("dot"):
-        invoke(model, "--dot", file)
-        assert "<svg" in file.read_text()
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    file.unlink(missing_ok=True)
-    line = refused("a model that is not looked at", "--dot", file)
-    assert "Graphviz" in line
-    assert ".dot" in line
-    assert not file.exists()
-
-
-def test_a_graphviz_that_fails_is_one_line(model, tmp_path, monkeypatch):
-    program = tmp_path / "dot"
-    program.write_text("#!/bin/sh\ncat > /dev/null\necho no fonts >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    line = refused(model, "--dot", tmp_path / "layer.svg")
-    assert "layer.svg cannot be written" in line
-    assert "no fonts" in line
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSALS = {
     "unknown pass": (("--pass", "fold"), ["'fold'", *PASS_NAMES]),
     "layer beyond the last": (("--graph", "--layer", "2"), ["layer is 2", "0 to 1"]),
     "negative layer": (("--graph", "--layer", "-1"), ["layer is -1", "0 to 1"]),
-    "layer to draw": (("--dot", "graph.dot", "--layer", "7"), ["layer is 7", "0 to 1"]),
     "layer without a graph": (("--layer", "1"), ["--layer", "--graph"]),
     "graph as JSON": (("--graph", "--json"), ["--json", "--graph"]),
-    "file ending": (("--dot", "graph.png"), ["graph.png", ".dot or .svg"]),
-    "no ending": (("--dot", "graph"), [".dot or .svg"]),
-    "no folder": (("--dot", "no/such/graph.dot"), ["no/such/graph.dot", "does not exist; make it first"]),
     "unknown layout": (("--layout", "fancy"), ["'fancy'", "portable, fused"]),
     "unknown o_proj": (("--layout", "fused", "--o-proj", "fancy"), ["'fancy'", "tied, free"]),
     "o_proj without fused": (("--o-proj", "free"), ["--o-proj", "--layout fused"]),
@@ -281,7 +218,7 @@ def test_refusals(model, tmp_path, monkeypatch, case):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [("--dot", "graph.png"), ("--pass", "fold"), ("--layer", "1")])
+@pytest.mark.parametrize("options", [("--pass", "fold"), ("--layer", "1")])
 def test_options_are_checked_before_the_work(model, monkeypatch, options):
     nothing_loads(monkeypatch)
     refused(model, *options)

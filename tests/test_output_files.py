@@ -19,8 +19,8 @@ from .desk import RUNNER, Desk
 from .world import nothing_loads
 
 COMPARED = ["method", "perplexity", "cosine", "seconds", "peak MiB"]
-COMMANDS = ("evaluate", "compare", "report", "inspect", "compile", "dry run", "export")
-SUFFIXES = {"report": ".html", "inspect": ".dot", "evaluate": ".md", "compare": ".csv"}
+COMMANDS = ("evaluate", "compare", "report", "compile", "dry run", "export")
+SUFFIXES = {"report": ".html", "evaluate": ".md", "compare": ".csv"}
 KINDS = {
     "evaluate": (evaluate.RESULT, evaluate.HEADERS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
     "compare": (request.RESULT, COMPARED, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
@@ -39,7 +39,6 @@ def commands(desk: Desk, output: object) -> dict[str, list[str]]:
         "evaluate": ["evaluate", model, "--eval-data", text, "--output", output],
         "compare": ["compare", model, "--eval-data", text, "--calibration", text, "--output", output],
         "report": ["report", desk.out, "--output", output],
-        "inspect": ["inspect", model, "--dot", output],
     }
     return {name: [str(argument) for argument in each] for name, each in arguments.items()}
 
@@ -53,12 +52,9 @@ def commands(desk: Desk, output: object) -> dict[str, list[str]]:
         ("compare", "tokenizer.json"),
         ("compare", "data.csv"),
         ("report", "page.html"),
-        ("inspect", "graph.dot"),
-        ("inspect", "graph.svg"),
     ],
 )
-def test_a_file_of_someone_else_is_not_replaced(desk, no_work, monkeypatch, command, name):
-    monkeypatch.setattr(shutil, "which", lambda program: program)
+def test_a_file_of_someone_else_is_not_replaced(desk, no_work, command, name):
     contents = {".csv": "method,score\n", ".md": "| measure |\n", ".json": '{"version": "1.0", "versions": {}}'}
     file = desk.write(name, contents.get(Path(name).suffix, "mine"))
     desk.refuses(commands(desk, file)[command], f"{name} exists", "--overwrite")
@@ -77,7 +73,6 @@ def test_a_file_of_someone_else_is_not_replaced(desk, no_work, monkeypatch, comm
         ("compare", "text.md", ("--calibration", "text.md")),
         ("report", "model/permtriton.json", ()),
         ("report", "compared.json", ("--comparison", "compared.json")),
-        ("inspect", "model/drawing.dot", ()),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -92,7 +87,7 @@ def test_what_is_read_is_not_replaced(desk, no_work, monkeypatch, command, file,
     (desk.folder / file).write_text("{}")
     asked = {
         "evaluate": ["evaluate", "model", "--output"], "compare": ["compare", "model", "--output"],
-        "report": ["report", "model", "--output"], "inspect": ["inspect", "model", "--dot"],
+        "report": ["report", "model", "--output"],
     }  # fmt: skip
     desk.refuses([*asked[command], file, *more_read, *more], "which this command reads")
 
@@ -128,17 +123,6 @@ def test_a_link_that_leads_in_a_circle_is_no_model(desk, command):
     link.symlink_to(link)
     given = {"dry run": ["compile", link, "--dry-run"]}.get(command, [command, link])
     desk.refuses([str(word) for word in given], "circle")
-
-
-@pytest.mark.slow
-def test_a_drawing_is_drawn_again(desk):
-    arguments = commands(desk, desk.folder / "graph.dot")["inspect"]
-    for more in ((), (), ("--overwrite",)):
-        assert RUNNER.invoke(app, [*arguments, *more]).exit_code == 0
-        assert (desk.folder / "graph.dot").read_text().startswith("digraph permtriton {")
-        if more:
-            break
-        desk.write("graph.dot", (desk.folder / "graph.dot").read_text())
 
 
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".md"])
@@ -183,7 +167,7 @@ def test_a_link_stays_one(desk):
     assert request.Request.of("demo", asked, {}).place == desk.folder / "data" / ".t.json.rows.json"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "compare", "report", "inspect"])
+@pytest.mark.parametrize("command", ["evaluate", "compare", "report"])
 def test_a_mount_point_is_no_output_file(desk, no_work, monkeypatch, command):
     """A container may mount a single file, which the system lists and `os.path.ismount` misses."""
     file = desk.write(f"mounted{SUFFIXES[command]}", "earlier")
@@ -215,8 +199,7 @@ def test_no_name_is_not_the_default(desk, no_work, command):
     ("name", "words"),
     [("o\udcff\udcfe", "is not UTF-8"), ("x" * 201, "bytes, but at most 200 fit")],
 )
-def test_names_that_cannot_be_written(desk, no_work, monkeypatch, command, name, words):
-    monkeypatch.setattr(shutil, "which", lambda program: program)
+def test_names_that_cannot_be_written(desk, no_work, command, name, words):
     desk.refuses(every_output(desk, str(desk.folder / (name + SUFFIXES.get(command, ""))))[command], words)
 
 
