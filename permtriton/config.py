@@ -142,9 +142,8 @@ class CommonConfig:
     )
     mixed_precision: bool = _running(
         True,
-        "While float32 weights are trained, let wide linears multiply in bfloat16, on GPUs and processors that do so "
-        "faster.",
-        gradients=True,
+        "Let float32 models multiply in fewer bits where a GPU or processor does so faster: bfloat16 while weights are "
+        "trained, rounded factors while statistics are taken and weights are fitted.",
     )
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 

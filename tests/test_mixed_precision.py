@@ -1,4 +1,7 @@
-"""Where a device multiplies bfloat16 faster, wide linears of float32 do so while they are trained, and only then."""
+"""Where a device multiplies bfloat16 faster, wide linears of float32 do so while they are trained, and only then.
+
+While statistics are taken and weights are fitted, factors are rounded where a device does that faster.
+"""
 
 import copy
 
@@ -14,7 +17,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.train.trainer import split
 from permtriton.running.backward import checkpointed
-from permtriton.running.mixed_precision import FEW, NARROW, mixed_precision
+from permtriton.running.mixed_precision import AMX, FEW, NARROW, exact_products, mixed_precision, rounded_products
 
 from . import zoo
 from .test_tune import tuned
@@ -173,3 +176,55 @@ def test_few_rows_are_multiplied_in_float32(shape):
     before = linear(inputs)
     with mixed_precision(linear):
         assert torch.equal(linear(inputs), before)
+
+
+class Precisions(TorchDispatchMode):
+    """Notes how float32 matrix products round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, positional=(), named=None):
+        if function.overloadpacket in PRODUCTS:
+            self.seen.append(torch.get_float32_matmul_precision())
+        return function(*positional, **(named or {}))
+
+
+@pytest.fixture
+def _amx(monkeypatch):
+    """A processor that multiplies rounded factors faster."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {AMX: True}, raising=False)
+
+
+@pytest.mark.usefixtures("_amx")
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("recipe", ["heuristic,mask", "sparsegpt", "refit"])
+def test_calibration_and_fits_round_as_the_config_says(recipe, mixed):
+    config = config_from({"mixed_precision": mixed, "importance": "obs"}, recipe)
+    with Precisions() as products:
+        compile_model(wide(), None, config, ids=Samples.of(zoo.tiny_ids(4, FEW)))
+    assert set(products.seen) == ({"medium", "highest"} if mixed else {"highest"})
+    assert products.seen[-1] == torch.get_float32_matmul_precision() == "highest", "what is proved is exact"
+
+
+@pytest.mark.usefixtures("_amx")
+@pytest.mark.parametrize("change", ["narrow", "bfloat16", "another processor"])
+def test_products_that_gain_nothing_are_not_rounded(change, monkeypatch):
+    linear = nn.Linear(NARROW, NARROW - (change == "narrow"))
+    linear.to(torch.bfloat16 if change == "bfloat16" else torch.float32)
+    if change == "another processor":
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
+    with rounded_products(linear):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.usefixtures("_amx")
+def test_what_is_compared_is_exact():
+    linear, factor = linear_of(nn.Linear), torch.full((NARROW, NARROW), 1 + 2**-12)
+    with rounded_products(linear):
+        assert torch.get_float32_matmul_precision() == "medium"
+        with exact_products():
+            assert (factor @ factor).min() >= NARROW * (1 + 2**-12)
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.get_float32_matmul_precision() == "highest"

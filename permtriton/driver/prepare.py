@@ -1,5 +1,6 @@
 """The first stage of a compilation: what it is given, what is measured before anything changes, and its run."""
 
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from permtriton.model.reference import TOKENS, Reference
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from, suggested_text
 from permtriton.running import ranks
+from permtriton.running.mixed_precision import rounded_products
 from permtriton.running.offload import OffloadFolder
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
@@ -144,7 +146,8 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
                 layers = named_layers(model, start.plan)
                 evaluation = Evaluation(runs, start.held_out, progress, layers, workspace.store)
         if config.uses_importance:
-            with workspace.timed("calibrate"):
+            rounded = rounded_products(runs) if config.mixed_precision else nullcontext()
+            with workspace.timed("calibrate"), rounded:
                 method = of_errors(config.importance) if config.dense_share else config.importance
                 statistics = site_statistics(runs, start.plan, method, samples, batch, progress, workspace.store)
             expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)

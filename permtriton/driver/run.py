@@ -1,7 +1,7 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.mixed_precision import rounded_products
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
 from permtriton.running.store import Store
@@ -144,6 +145,12 @@ class Run:
         """Returns a context that yields the model, or its twin, on the device that it runs on."""
         return self.placement.running(self.model, self.plan)
 
+    @contextmanager
+    def calibrating(self) -> Iterator[PreTrainedModel]:
+        """Yields what `running` does, in a context in which float32 products may round their factors."""
+        with self.running() as model, rounded_products(model) if self.config.mixed_precision else nullcontext():
+            yield model
+
     def spread_twin(self) -> PreTrainedModel:
         """Returns a twin of the model that a step may spread over the ranks, or the model where it runs as it is."""
         return self.model if self.placement.spread_on is None else twin_of(self.model)
@@ -157,7 +164,7 @@ class Run:
         if self.rows is not None:
             return self.rows
         kind = default_objective(self.model)
-        with self.running() as model:
+        with self.calibrating() as model:
             fisher = fisher_information(
                 model, self.plan, kind, self.samples, self.working_config, self.progress, self.store
             )
@@ -166,7 +173,7 @@ class Run:
     def output_gradients(self, tokens: int) -> dict[str, Tensor]:
         """Returns linear name -> gradients of its outputs on about so many calibration tokens, ``[tokens, rows]``."""
         kind, count = default_objective(self.model), max(tokens // self.samples.tokens, 1)
-        with self.running() as model:
+        with self.calibrating() as model:
             # One sequence at a time: they are few, and the logits of more would take more memory than all else.
             config = replace(self.working_config, micro_batch_size=1)
             return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.store)

@@ -1,7 +1,12 @@
-"""Mixed precision: linears of float32 multiply in bfloat16, where the device does that faster; all else is float32."""
+"""Mixed precision: float32 is multiplied in fewer bits, where the device does that faster; all else is float32.
+
+Linears that are trained multiply in bfloat16. Calibration and fits let torch round the factors of products: to bfloat16
+on a processor with AMX, to TF32 on a GPU; what is compared or saved follows from exact ones.
+"""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,7 +18,9 @@ from permtriton.passes.plan import LINEAR_MODULES, weight_in_out
 from permtriton.util.machine import processor
 
 NARROW, FEW = 256, 64  # channels and rows below which converting costs what a product spares
-UNITS = ("avx512_bf16", "amx_bf16")  # of processors that multiply bfloat16
+AMX = "amx_bf16"
+UNITS = ("avx512_bf16", AMX)  # of processors that multiply bfloat16
+_outside = ContextVar[str | None]("outside", default=None)  # torch's precision outside of `rounded_products`
 
 
 @contextmanager
@@ -77,3 +84,41 @@ def multiplies_bfloat16(device: torch.device) -> bool:
         return nvidia and torch.cuda.get_device_properties(device).major >= 8
     has = processor()
     return any(has.get(unit) for unit in UNITS)
+
+
+@contextmanager
+def rounded_products(model: nn.Module) -> Iterator[None]:
+    """Inside the context, float32 products may round their factors, where the model is wide and that is faster.
+
+    Sums are of float32. What is compared with something else needs `exact_products`.
+    """
+    if not any(map(_is_wide, model.modules())) or not _rounds(next(model.parameters()).device):
+        yield
+        return
+    outside = _outside.set(torch.get_float32_matmul_precision())
+    try:
+        with _precision("medium"):
+            yield
+    finally:
+        _outside.reset(outside)
+
+
+def exact_products() -> AbstractContextManager[None]:
+    """Inside the context, no float32 product rounds more than outside of `rounded_products`."""
+    outside = _outside.get()
+    return nullcontext() if outside is None else _precision(outside)
+
+
+def _rounds(device: torch.device) -> bool:
+    """Returns whether products of float32 are faster on a device if their factors are rounded: by AMX, or to TF32."""
+    return bool(processor().get(AMX)) if device.type == "cpu" else multiplies_bfloat16(device)
+
+
+@contextmanager
+def _precision(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -41,6 +41,7 @@ from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import Within, layer_by_layer
+from permtriton.running.mixed_precision import exact_products
 from permtriton.running.state import FinishedLayers
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
@@ -146,7 +147,8 @@ def _fit(
     stored, of_inputs, pattern = weight_in_out(linear_module(model, name)), curvature(site), patterns[name]
     weight = stored.to(of_inputs.damped.device)
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
-    target = best_weight(weight.T.float(), moment, of_inputs, options)
+    with exact_products():
+        target = best_weight(weight.T.float(), moment, of_inputs, options)
     start = sparsegpt(target, of_inputs, pattern, None)
     fitted = least_squares(start, target, of_inputs.damped, options.iterations)
     if options.iterations:
@@ -311,7 +313,8 @@ def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
     The same weight has the same errors, bit for bit, however it lies in memory.
     """
     difference = weight.float().contiguous() - target
-    return (difference @ hessian * difference).sum(1)
+    with exact_products():
+        return (difference @ hessian * difference).sum(1)
 
 
 def error_of(weight: Tensor, target: Tensor, hessian: Tensor, metric: Tensor | None) -> float:
@@ -320,7 +323,8 @@ def error_of(weight: Tensor, target: Tensor, hessian: Tensor, metric: Tensor | N
         error = row_errors(weight, target, hessian).sum()
     else:
         difference = weight.float().contiguous() - target
-        error = (metric @ (difference @ hessian) * difference).sum()
+        with exact_products():
+            error = (metric @ (difference @ hessian) * difference).sum()
     return float(error) if bool(error.isfinite()) else math.inf
 
 
