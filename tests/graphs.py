@@ -14,7 +14,7 @@ from permtriton.driver.traced import graph_outputs
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.prune.weights import mask_weights
 from permtriton.model.experts import unstack_experts
-from permtriton.passes import drawing
+from permtriton.passes import listing
 from permtriton.passes.edits import moves_of
 from permtriton.passes.fused_layout import fused_plan
 from permtriton.passes.graph import (
@@ -173,7 +173,7 @@ def compiled(name: str, layout: str) -> Compiled:
         found.results.append(result)
         found.outputs.append(run(result.graph_module))
         found.printed.append(result.graph_module.print_readable(print_output=False))
-        assert len(drawing.listing(result.graph_module)) == len(result.graph_module.graph.nodes)
+        assert len(listing.listing(result.graph_module)) == len(result.graph_module.graph.nodes)
 
     permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe)
     found.permuted, found.source_after = counted(permuted), described(graph_module)

@@ -54,7 +54,7 @@ def test_publishing(here, capsys):
     assert [call[:2] for call in Hub.calls] == [("me/model-2of4", True), ("me/model-2of4-packed", True)]
     plain, packed = (AutoModelForCausalLM.from_pretrained(here / "hub" / name) for name, *_ in Hub.calls)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), packed.parameters(), strict=True))
-    assert "perplexity on" in (here / "hub" / "me" / "model-2of4" / "README.md").read_text()
+    assert "perplexity, this model" in (here / "hub" / "me" / "model-2of4" / "README.md").read_text()
     assert "https://hub/me/model-2of4-packed" in capsys.readouterr().out
 
 

@@ -375,7 +375,7 @@ def test_compile(pristine, workplace):
     assert record["gguf"] == {"file": FILE, "tensors": {"Q8_0": 15, "F32": 5}}
     assert record["model"] == FILE
     assert record["command"].startswith(f"permtriton compile {FILE} --recipe sparsegpt")
-    assert f"| weights, dequantized from GGUF | `{FILE}`: `{WORDS}` |" in (folder / CARD_FILE).read_text()
+    assert f"| weights, dequantized from GGUF | `{FILE}: {WORDS}` |" in (folder / CARD_FILE).read_text()
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     up = AutoModelForCausalLM.from_pretrained(folder).get_parameter("model.layers.0.mlp.up_proj.weight")
     assert int((up == 0).sum()) == up.numel() // 2

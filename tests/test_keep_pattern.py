@@ -589,7 +589,7 @@ def test_a_compiled_model_that_was_trained_is_saved_as_not_measured(tmp_path):
     record = json.loads((saved / "permtriton.json").read_text())
     assert record["evaluation"] == {"text": "not measured since the weights were trained"}
     assert "trained" in record
-    assert "| held-out evaluation | not measured |" in (saved / "README.md").read_text()
+    assert "| held-out evaluation | `not measured` |" in (saved / "README.md").read_text()
     assert compiled.model.training
 
 

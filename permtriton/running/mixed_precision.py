@@ -95,7 +95,7 @@ def rounded_products(model: nn.Module) -> Iterator[None]:
     if not any(map(_is_wide, model.modules())) or not _rounds(next(model.parameters()).device):
         yield
         return
-    outside = _outside.set(torch.get_float32_matmul_precision())
+    outside = _outside.set(_outside.get() or torch.get_float32_matmul_precision())
     try:
         with _precision("medium"):
             yield

@@ -51,5 +51,7 @@ def _words(problem: Any) -> str:
         return f"{where} is missing"
     if problem["type"] == "extra_forbidden":
         return f"{where} is unknown"
+    if problem["type"] == "union_tag_not_found":
+        return f"{where} has no {problem['ctx']['discriminator']}"
     expected = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{where} is {shown(problem['input'])}, expected {expected}"
