@@ -6,7 +6,7 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from itertools import product
@@ -111,20 +111,36 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
             graph_module.meta[OTHER_VALUES] = True
         count = len(exported.graph_signature.user_outputs)
         return Traced(graph_module, tuple(range(count - 1)), count - 1)
+    _check_runs(model, samples)
+    raise ModelError(
+        f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "
+        f"{model.main_input_name} alone, and whose branches do not depend on the values of its inputs; of a model with "
+        "towers for text and images, save one tower as a model of its own"
+    ) from problems[0]
+
+
+def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
+    """Refuses a model that does not run on any of the samples by itself, either."""
+    called = _on_cpu(_Probed(model, masked=False)).model
+    problems: list[Exception] = []
+    for sample in samples:
+        try:
+            with torch.no_grad(), without_cache(called), _quiet():
+                called(**sample.to(called.device, called.dtype).inputs)
+            return
+        except Exception as error:  # the model's code may raise any kind
+            problems.append(error)
     tried = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in samples[0].inputs.items())
     raise ModelError(
-        f"{type(model).__name__} cannot be traced on {tried}: {_described(problems[0])}. {_remedy(model)}"
+        f"{type(model).__name__} cannot be traced, because it does not run by itself on {tried}: "
+        f"{_described(problems[0])}. {_remedy(model)}"
     ) from problems[0]
 
 
 def _remedy(model: PreTrainedModel) -> str:
     main, taken = model.main_input_name, inspect.signature(model.forward).parameters
     if main == "input_ids" or "input_ids" not in taken:
-        return (
-            f"permtriton needs a model that runs on {main} alone, and whose branches do not depend on the values of "
-            "its inputs: check config.json, and that transformers alone can run it; of a model with towers for text "
-            "and images, save one tower as a model of its own"
-        )
+        return "Check config.json, and that transformers alone can run the model"
     more = [name for name, each in taken.items() if name not in CONTROLS | {main} and each.kind is not each.VAR_KEYWORD]
     return (
         f"Calibrate it on a mapping of input_ids and {main}, one row for each sample, and what else it needs of "
