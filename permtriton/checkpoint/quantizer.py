@@ -49,13 +49,16 @@ from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import StoredTensor
 from permtriton.model.modules import (
+    ChannelGather,
     GatheredLinear,
     PermutedLayerNorm,
     PermutedRMSNorm,
     SparseLinear,
+    check_index,
     is_packed,
     is_permuted,
 )
+from permtriton.model.norms import match_norm
 from permtriton.model.sizes import check_counts
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
@@ -124,6 +127,7 @@ class PermTritonQuantizer(HfQuantizer):
         self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
         self._copies: dict[str, list[str]] = {}  # packed parameter -> its other names, where layers share it
         self._kept: set[str] = set()  # packed parameters that are not unpacked
+        self._norms: dict[str, nn.Module] = {}  # permuted norm -> the module that it replaced
         self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._dtype: torch.dtype | None = None
@@ -183,6 +187,10 @@ class PermTritonQuantizer(HfQuantizer):
             target = self._dtypes.get(name)
             if target is not None and tensor.dtype != target and tensor.is_floating_point():
                 tensor.data = tensor.data.to(target)
+        self._check_norms(model)
+        for name, module in model.named_modules():
+            if isinstance(module, ChannelGather | PermutedRMSNorm | PermutedLayerNorm):
+                check_index(module.index, module.index.numel(), name)
         self._update_config(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -244,10 +252,9 @@ class PermTritonQuantizer(HfQuantizer):
         """Replaces modules by permuted ones and parameters by packed ones, except in the head of another class."""
         config = self.quantization_config
         modules = {name for name, _ in model.named_modules() if name}
-        recognised: dict[tuple[Any, ...], NormVariant | None] = {}
         for stored_name, norm in config.norms.items():
             if name := find_name(stored_name, modules, model):
-                replace_by_permuted_norm(model, name, norm, recognised)
+                self._norms[name] = replace_by_permuted_norm(model, name, norm)
         for stored_name, channels in config.gathers.items():
             if name := find_name(stored_name, modules, model):
                 replace_by_gathered_linear(model, name, channels)
@@ -284,7 +291,6 @@ class PermTritonQuantizer(HfQuantizer):
                 )
         opened = Folder.loading(files, self.quantization_config)
         opened.check_hashes()
-        opened.check_listed()
         return opened.stored
 
     def _check_stored(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
@@ -293,10 +299,17 @@ class PermTritonQuantizer(HfQuantizer):
         Names that transformers converts while loading are unknown here; `_check_loaded` then finds missing tensors.
         """
         expected, prefix = self._shapes, model.base_model_prefix
+        modules = {name for name, _ in model.named_modules() if name}
         targets, converted = set(), False
         for name, tensor in stored.items():
             target = resolve_name(name, expected, prefix)
             if target is None:
+                owner = re.sub(r"(\.gather)?\.index$", "", name)
+                if owner != name and resolve_name(owner, modules, prefix):
+                    raise ModelError(
+                        f"{tensor.file} holds {name}, a permutation that config.json, quantization_config does not "
+                        "list: one of the files is damaged"
+                    )
                 converted = True
                 continue
             targets.add(target)
@@ -371,6 +384,22 @@ class PermTritonQuantizer(HfQuantizer):
         delattr(owner, f"{attribute}_positions")
         set_parameter(model, [name, *self._copies[name]], nn.Parameter(weight.to(self._dtypes[name])))
 
+    def _check_norms(self, model: Any) -> None:
+        """Checks that each permuted norm computes the same norm as the module that it replaced."""
+        variants: dict[tuple[Any, ...], NormVariant | None] = {}  # so that equal norms are recognised only once
+        for name, original in self._norms.items():
+            variant = model.get_submodule(name).variant
+            channels = original.get_parameter("weight").numel()
+            numbers = tuple(sorted((k, v) for k, v in vars(original).items() if isinstance(v, int | float)))
+            key = (type(original), channels, numbers)
+            if key not in variants:
+                variants[key] = match_norm(original, channels)
+            if variants[key] != variant:
+                raise ModelError(
+                    f"config.json, quantization_config: norm {name} is {variant}, but the model's norm is "
+                    f"{variants[key]}: the file is damaged"
+                )
+
     def _update_config(self, model: Any) -> None:
         """Updates quantization_config to the present modules of the model, and removes it from a plain model."""
         config = checkpoint_config(model, self.quantization_config.sparsity)
@@ -378,6 +407,7 @@ class PermTritonQuantizer(HfQuantizer):
         for module in model.modules():
             if hasattr(module, "config") and hasattr(module.config, "_is_quantized"):
                 del module.config._is_quantized
+        self._norms.clear()
         if config is not None:
             self.quantization_config = model.config.quantization_config = config
             model.hf_quantizer = self

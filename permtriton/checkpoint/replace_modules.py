@@ -18,7 +18,6 @@ from permtriton.model.modules import (
     from_norm,
     replace_module,
 )
-from permtriton.model.norms import match_norm
 from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 
@@ -86,16 +85,11 @@ def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Paramete
         setattr(owner, attribute, parameter)
 
 
-def replace_by_permuted_norm(
-    model: nn.Module, name: str, entry: Norm, recognised: dict[tuple[Any, ...], NormVariant | None]
-) -> None:
-    """Replaces a norm by a permuted norm whose index is still to be loaded.
-
-    Args:
-        recognised: what earlier norms compute, to which this one is added: equal ones are recognised only once.
+def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> nn.Module:
+    """Replaces a norm by a permuted norm whose index is still to be loaded; returns the norm that was replaced.
 
     Raises:
-        ModelError: the module is not a norm with the entry's number of channels, or not the norm that the entry says.
+        ModelError: the module is not a norm with the entry's number of channels.
     """
     norm = model.get_submodule(name)
     channels = entry["channels"]
@@ -105,16 +99,9 @@ def replace_by_permuted_norm(
             f"{WHERE}: {name} is not a norm with {channels} channels in this model: the file is damaged, or it "
             "belongs to another model"
         )
-    numbers = tuple(sorted((key, value) for key, value in vars(norm).items() if isinstance(value, int | float)))
-    kind, variant = (type(norm), channels, numbers), NormVariant(entry["kind"], entry["eps"], entry["offset"])
-    if kind not in recognised:
-        recognised[kind] = match_norm(norm, channels)
-    if recognised[kind] != variant:
-        raise ModelError(
-            f"{WHERE}: norm {name} is {variant}, but the model's norm is {recognised[kind]}: the file is damaged"
-        )
     index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
-    replace_module(model, name, from_norm(norm, variant, index))
+    replace_module(model, name, from_norm(norm, NormVariant(entry["kind"], entry["eps"], entry["offset"]), index))
+    return norm
 
 
 def replace_by_sparse_linear(model: nn.Module, name: str) -> None:
