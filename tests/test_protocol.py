@@ -170,7 +170,7 @@ def test_compare_from_python(here, hub):
         ({"methods": ["wandas"]}, "wandas"),
         ({"sparse": "2:4"}, "unknown option sparse"),
         ({"sparsity": "2:4,4:8", "pattern": ["*=4:8"]}, "`pattern=` needs one `sparsity=`"),
-        ({"values": [1]}, "`values=` has no effect"),
+        ({"values": [1]}, "and `values=` its values: give both, or neither"),
         ({"output": "a.xlsx"}, "extension is .xlsx"),
     ):
         with pytest.raises(permtriton.PermTritonError, match=words):

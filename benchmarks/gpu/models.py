@@ -19,8 +19,8 @@ from benchmarks.gpu.bench import Bench, Prepare, ran_as
 from benchmarks.gpu.kernels import rms_norm_alone
 from benchmarks.gpu.table import BARE, DECODING, DENSE, FEW, LAYER, LAYER_8B, MANY, MORE, OURS, PREFILL, product_name
 from benchmarks.shared import PATTERN, step_seconds
-from permtriton import find_plan
 from permtriton.data.samples import Samples
+from permtriton.driver.planning import plan_model
 from permtriton.kernels import cusparselt
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import Config
@@ -201,7 +201,7 @@ def one_step(model: Any, ids: Tensor, context: int) -> Callable[[], Tensor]:
 def learning_step(bench: Bench) -> None:
     """One learning step against a dense forward and backward pass with weight gradients, at two micro-batch sizes."""
     model = llama(bench, "7B", bench.pick(32, 1))
-    tokens, plan = bench.pick(1024, 32), find_plan(model, PATTERN)
+    tokens, plan = bench.pick(1024, 32), plan_model(model, config_from())[0]
     ids = torch.randint(0, model.config.vocab_size, (bench.pick(16, 2), tokens))
     target = hidden_states(model, Samples.of(ids), 2)
     for micro_batch in bench.pick((4, 16), (1, 2)):
