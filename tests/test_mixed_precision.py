@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton import config_from
+from permtriton import CompileConfig, config_from
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.train.trainer import split
@@ -215,14 +215,14 @@ def test_products_that_gain_nothing_are_not_rounded(change, monkeypatch):
     linear.to(torch.bfloat16 if change == "bfloat16" else torch.float32)
     if change == "another processor":
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
-    with rounded_products(linear):
+    with rounded_products(linear, CompileConfig()):
         assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.usefixtures("_amx")
 def test_what_is_compared_is_exact():
     linear, factor = linear_of(nn.Linear), torch.full((NARROW, NARROW), 1 + 2**-12)
-    with rounded_products(linear):
+    with rounded_products(linear, CompileConfig()):
         assert torch.get_float32_matmul_precision() == "medium"
         with exact_products():
             assert (factor @ factor).min() >= NARROW * (1 + 2**-12)

@@ -1,6 +1,5 @@
 """The first stage of a compilation: what it is given, what is measured before anything changes, and its run."""
 
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
@@ -146,8 +145,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
                 layers = named_layers(model, start.plan)
                 evaluation = Evaluation(runs, start.held_out, progress, layers, workspace.store)
         if config.uses_importance:
-            rounded = rounded_products(runs) if config.mixed_precision else nullcontext()
-            with workspace.timed("calibrate"), rounded:
+            with workspace.timed("calibrate"), rounded_products(runs, config):
                 method = of_errors(config.importance) if config.dense_share else config.importance
                 statistics = site_statistics(runs, start.plan, method, samples, batch, progress, workspace.store)
             expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)

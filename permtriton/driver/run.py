@@ -1,7 +1,7 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -148,7 +148,7 @@ class Run:
     @contextmanager
     def calibrating(self) -> Iterator[PreTrainedModel]:
         """Yields what `running` does, in a context in which float32 products may round their factors."""
-        with self.running() as model, rounded_products(model) if self.config.mixed_precision else nullcontext():
+        with self.running() as model, rounded_products(model, self.config):
             yield model
 
     def spread_twin(self) -> PreTrainedModel:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from permtriton.config import CommonConfig
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import LINEAR_MODULES, weight_in_out
 from permtriton.util.machine import processor
@@ -87,12 +88,14 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 @contextmanager
-def rounded_products(model: nn.Module) -> Iterator[None]:
+def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
     """Inside the context, float32 products may round their factors, where the model is wide and that is faster.
 
-    Sums are of float32. What is compared with something else needs `exact_products`.
+    Sums are of float32. What is compared with something else needs `exact_products`. Nothing is rounded where the
+    config asks for no mixed precision.
     """
-    if not any(map(_is_wide, model.modules())) or not _rounds(next(model.parameters()).device):
+    wide = config.mixed_precision and any(map(_is_wide, model.modules()))
+    if not wide or not _rounds(next(model.parameters()).device):
         yield
         return
     outside = _outside.set(_outside.get() or torch.get_float32_matmul_precision())
