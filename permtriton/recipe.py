@@ -54,7 +54,7 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     DEFAULT: Recipe(
-        (Heuristic(), Refit(), Distill(steps=40, batch_size=1, learning_rate=2e-3, optimizer="adafactor")),
+        (Heuristic(), Refit(), Distill(steps=32, batch_size=2, learning_rate=2e-3, optimizer="adafactor")),
         "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them, then trained for a "
         "few steps",
     ),
