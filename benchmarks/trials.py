@@ -75,7 +75,7 @@ TRIALS = (
         "best",
     ),
     Trial(
-        "all kept weights trained in 40 steps (the default) in place of vectors (`tune`)",
+        "all kept weights trained in 40 steps of a sequence each in place of vectors (`tune`)",
         "kept-weights-smollm2.json",
         "heuristic + refit + tune",
         "default",

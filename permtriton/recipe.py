@@ -7,8 +7,9 @@ demo model has small settings of its own.
 import os
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,14 @@ class Recipe:
         steps: what runs, with the options in which the recipe differs from the steps' defaults.
         summary: what it gives and what it costs, in one line.
         generated: sequences that the dense model writes per calibration sample, where it can.
+        step_tokens: tokens that a step of ``distill`` reads, at least, unless that takes more sequences than the step
+            has by default; 0 for the batch size of the steps.
     """
 
     steps: tuple[Step, ...]
     summary: str
     generated: int = 0
+    step_tokens: int = 0
 
     @property
     def names(self) -> str:
@@ -54,9 +58,10 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     DEFAULT: Recipe(
-        (Heuristic(), Refit(), Distill(steps=32, batch_size=2, learning_rate=2e-3, optimizer="adafactor")),
+        (Heuristic(), Refit(), Distill(steps=32, learning_rate=2e-3, optimizer="adafactor")),
         "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them, then trained for a "
         "few steps",
+        step_tokens=1024,
     ),
     "best": Recipe(
         (
@@ -175,9 +180,6 @@ def config_from(
     values = {**(SMALL if model == DEMO else {}), **given}
     if chosen == "published" and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
-    if isinstance(chosen, str) and chosen in RECIPES:
-        samples = values.get("samples", known["samples"].default)
-        values.setdefault("generated", RECIPES[chosen].generated * samples)
     config = CompileConfig(
         **given_options(CompileConfig, values),
         calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
@@ -185,7 +187,7 @@ def config_from(
         named=chosen if isinstance(chosen, str) else "",
     )
     check_recipe(config)
-    return config
+    return with_suggested(config, given)
 
 
 def build_config(
@@ -258,25 +260,38 @@ def defaults(option: Option) -> str:
             value = getattr(step, option.field, None)
             if step.name == option.step and value != option.default:
                 texts.append((f"{name}: ", value))
-    if option.name == "generated":
-        texts += [(f"{name}: ", f"{r.generated} per sample") for name, r in RECIPES.items() if r.generated]
+        if option.name == "generated" and recipe.generated:
+            texts.append((f"{name}: ", f"{recipe.generated} per sample"))
+        if option.name == "distill_batch_size" and recipe.step_tokens:
+            texts.append((f"{name}: ", f"as many as hold {recipe.step_tokens} tokens, {option.default} at most"))
     texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
     return "; ".join(f"{place}{'none' if value in ((), '') else str(value).lower()}" for place, value in texts)
 
 
-def suggested_text(config: CompileConfig) -> int:
-    """Returns how many sequences the recipe lets the dense model write where the user does not say."""
-    return RECIPES[config.named].generated * config.calibration.samples if config.named in RECIPES else 0
+def suggested(config: CompileConfig) -> dict[str, int]:
+    """Returns the options that the recipe lets follow from the calibration samples, by name."""
+    if config.named not in RECIPES:
+        return {}
+    recipe, options = RECIPES[config.named], {}
+    options["generated"] = recipe.generated * config.calibration.samples
+    if recipe.step_tokens:
+        sequences = ceil(recipe.step_tokens / config.calibration.sequence_length)
+        options["distill_batch_size"] = min(sequences, Distill().batch_size)
+    return options
 
 
-def with_suggested_text(config: CompileConfig, before: CompileConfig) -> CompileConfig:
-    """Returns a config whose samples are others than those of ``before``, with the recipe's share of generated text.
+def with_suggested(config: CompileConfig, given: Container[str]) -> CompileConfig:
+    """Returns a config with the options that its recipe lets follow from the calibration samples.
 
-    The number that the user asked for stays.
+    Args:
+        given: names of the options that were asked for, which stay.
     """
-    if before.calibration.generated != suggested_text(before):
-        return config
-    return replace(config, calibration=replace(config.calibration, generated=suggested_text(config)))
+    values = {name: value for name, value in suggested(config).items() if name not in given}
+    return replace(
+        config,
+        calibration=replace(config.calibration, **given_options(CalibrationConfig, values)),
+        steps=tuple(replace(step, **given_options(type(step), values)) for step in config.steps),  # type: ignore[type-var]
+    )
 
 
 def check_given(names: Sequence[str], config: CompileConfig) -> None:

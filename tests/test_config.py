@@ -24,6 +24,7 @@ from permtriton.recipe import (
     defaults,
     given_by,
     read_config_file,
+    with_suggested,
 )
 from permtriton.util.option import options_of
 
@@ -265,7 +266,17 @@ def test_the_demo_model_is_small_in_every_recipe():
         assert (small.calibration.samples, small.calibration.calibration) == (64, "demo")
         assert large.calibration == CalibrationConfig(generated=RECIPES[recipe].generated * 128)
         assert small.calibration.generated == RECIPES[recipe].generated * 64
-        assert large.steps == RECIPES[recipe].steps
+        assert [step.name for step in large.steps] == RECIPES[recipe].names.split(",")
+
+
+@pytest.mark.parametrize(("tokens", "sequences"), [(2048, 1), (1024, 1), (1000, 2), (512, 2), (256, 4), (16, 8)])
+def test_a_step_of_the_default_reads_enough_tokens(tokens, sequences):
+    config = build(sequence_length=tokens)
+    assert config.steps[-1].batch_size == sequences
+    assert build(sequence_length=tokens, distill_batch_size=3).steps[-1].batch_size == 3
+    shorter = replace(config, calibration=replace(config.calibration, sequence_length=512))
+    assert with_suggested(shorter, {"sequence_length"}).steps[-1].batch_size == 2
+    assert with_suggested(shorter, {"distill_batch_size"}).steps[-1].batch_size == sequences
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.real.rows import DENSE
-from permtriton.recipe import DEFAULT, RECIPES
+from permtriton.recipe import RECIPES, config_from
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 BY_ONEDNN = " by oneDNN"  # ends the name of a peer's row where it multiplies as permtriton does
@@ -54,7 +54,7 @@ def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
     return (
         f"**What you get.** SmolLM2-135M-Instruct has a perplexity of {dense:.1f} on WikiText-2. Pruned to 2:4 with "
         f"the same {samples} x {length} calibration tokens (and, for the last step of ours, "
-        f"{RECIPES[DEFAULT].steps[-1].draws} sequences more), it has {worse:.1f} by llm-compressor's SparseGPT and "
+        f"{_drawn(report)} sequences more), it has {worse:.1f} by llm-compressor's SparseGPT and "
         f"{better:.1f} by permtriton's default recipe: the rise in log perplexity is {less:.0%} smaller. (Calibration "
         f"and test text are of the same domain.)\n\n**What it costs.** {seconds / other:.1f} times its CPU seconds "
         f"({seconds:.0f} against {other:.0f}), and {peak:.1f} GiB of memory against {other_peak:.1f}. No GPU is needed."
@@ -121,13 +121,19 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
         f"Perplexity on the first {windows} windows of WikiText-2's test split (tokenized, with `<unk>`), KL on the "
         f"first {compared}; calibration {samples} x {length} tokens of its validation split (the same domain), the "
         "same ids for all rows of a seed "
-        f"(the training at the end of the default reads {RECIPES[DEFAULT].steps[-1].draws} further sequences of that "
+        f"(the training at the end of the default reads {_drawn(report)} further sequences of that "
         f"split, that of `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
         "model writes); "
         f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
         "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder; "
         "they are left out where it ran in parts."
     )
+
+
+def _drawn(report: Mapping[str, Any]) -> int:
+    """Returns how many sequences the training at the end of the default reads."""
+    samples, length = report["inputs"]["calibration"]
+    return config_from({"samples": samples, "sequence_length": length}).steps[-1].draws
 
 
 def _library(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -37,7 +37,7 @@ from permtriton.model.prunable import check_loaded, check_not_compiled
 from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
-from permtriton.recipe import compile_command, with_suggested_text
+from permtriton.recipe import compile_command, with_suggested
 from permtriton.running import ranks
 from permtriton.running.offload import OffloadFolder
 from permtriton.running.placement import Way, ways_of
@@ -294,10 +294,9 @@ class Job:
         samples, config = None, replace(self.config, calibration=calibration)
         if self.asked.data is not None:
             samples, config = calibration_of(self.asked.data, config, tokenizer, model, self.given.get("samples"))
-            config = with_suggested_text(config, self.config)
         given = Given(
             tokenizer,
-            config,
+            with_suggested(config, self.given),
             ids=samples,
             evaluation_windows=windows,
             resume_path=self.output and resume_path(self.output),

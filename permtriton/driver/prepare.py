@@ -34,7 +34,7 @@ from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_t
 from permtriton.model.prunable import check_original
 from permtriton.model.reference import TOKENS, Reference
 from permtriton.passes.plan import named_layers
-from permtriton.recipe import check_recipe, config_from, suggested_text
+from permtriton.recipe import check_recipe, config_from, suggested
 from permtriton.running import ranks
 from permtriton.running.mixed_precision import rounded_products
 from permtriton.running.offload import OffloadFolder
@@ -326,7 +326,7 @@ def _without_text(config: CompileConfig, reason: str, progress: Progress) -> Com
     """
     if config.alone:
         raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text")
-    if config.generated != suggested_text(config):
+    if config.generated != suggested(config).get("generated", 0):
         raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")
     progress.say(f"no text is generated: {reason}")
     return replace(config, calibration=replace(config.calibration, generated=0))
