@@ -265,6 +265,11 @@ def test_the_text_that_a_recipe_lets_write_follows_the_number_of_rows(here):
     assert found.config.calibration.samples == 8
 
 
+def test_the_sequences_of_a_step_follow_their_length(here):
+    assert permtriton.dry_run("my-model", data=IDS).config.steps[-1].batch_size == 8
+    assert permtriton.dry_run("my-model", data=IDS, distill_batch_size=1).config.steps[-1].batch_size == 1
+
+
 def test_a_dataset_gives_the_texts_of_its_column(here):
     columns = Dataset.from_dict({"body": TEXTS, "text": ["other"] * len(TEXTS)})
     run = {"data": columns, **QUICK}
