@@ -13,7 +13,7 @@ import permtriton
 from benchmarks.architectures import tiny
 from permtriton import config_from
 from permtriton.data import generated
-from permtriton.data.generated import beginnings, first_token, generated_text, texts_at_once, written
+from permtriton.data.generated import beginnings, first_token, generated_text, kept_of_text, written
 from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory
 from permtriton.driver import run as running
@@ -64,7 +64,7 @@ def test_the_text_continues_the_samples_and_depends_on_the_seed_alone(monkeypatc
     assert not torch.equal(text(model, seed=1)[:, 4:], found[:, 4:])
     starts = beginnings(Samples.of(IDS), 9, 4)
     assert {tuple(row) for row in found[:, :4].tolist()} <= {tuple(row) for row in starts.tolist()}
-    monkeypatch.setattr(generated, "TOKENS_AT_ONCE", 3 * 12)
+    monkeypatch.setattr(generated, "AT_ONCE", 3 * sum(kept_of_text(model, 12).values()))
     assert torch.equal(text(model), found), "three at a time"
 
 
@@ -393,7 +393,7 @@ def test_time_and_memory_of_writing():
     assert "generate" not in plain_seconds
     assert plain_seconds["distill"] == 3 * 6.0
     assert stages["distill"]["targets"] == plain["distill"]["targets"] * 15 // 6
-    cached = texts_at_once(12) * 12 * 2 * 2 * 8 * 4  # two layers, keys and values, two heads of four channels, float32
+    cached = written(9) * 12 * 2 * 2 * 8 * 4  # two layers, keys and values, two heads of four channels, float32
     assert stages["generation"]["keys and values"] == cached
     assert "generation" not in plain
     assert of("mask")[1].keys() == of("mask", generated=0)[1].keys()
@@ -408,7 +408,7 @@ def test_memory_of_latents_that_keys_and_values_follow_from():
     needs = memory.estimate(planned, memory.Devices.of(torch.device("cpu"))).stages["generation"]
     layers = model(input_ids=ids, use_cache=True).past_key_values.layers
     cached = sum(each.nbytes for layer in layers for each in (layer.keys, layer.values))
-    assert needs["keys and values"] == cached // len(ids) * texts_at_once(12)
+    assert needs["keys and values"] == cached // len(ids) * written(9)
 
 
 def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):

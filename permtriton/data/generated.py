@@ -25,7 +25,7 @@ from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 8  # a text's length, divided by that of the calibration text which it continues
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
-TOKENS_AT_ONCE = 2**14  # of the texts that are written together, whose keys and values are cached
+AT_ONCE = 4 * 2**30  # bytes of what is kept of the texts that are written together, at most, unless it is one text
 
 
 def why_not_generated(model: PreTrainedModel, store: Store, samples: Samples | None = None) -> str:
@@ -47,9 +47,23 @@ def written(count: int) -> int:
     return ceil(count / KEPT)
 
 
-def texts_at_once(tokens: int) -> int:
-    """Returns how many texts of so many tokens are written together."""
-    return max(TOKENS_AT_ONCE // tokens, 1)
+def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
+    """Returns the bytes of what is kept while the model writes a text of so many tokens."""
+    text = model.config.get_text_config()
+    heads = int(getattr(text, "num_attention_heads", None) or 1)
+    size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
+    if latent := getattr(text, "kv_lora_rank", None):  # from which DeepSeek computes them
+        cached = latent + text.qk_rope_head_dim
+    return {
+        "keys and values": tokens * text.num_hidden_layers * cached * model.dtype.itemsize,
+        "logits": vocabulary_of(model) * (2 * 4 + 3 * 8),  # and, in float64, their logarithms, powers and sums
+    }
+
+
+def texts_at_once(model: PreTrainedModel, tokens: int, count: int) -> int:
+    """Returns how many of ``count`` texts of so many tokens are written together."""
+    return min(max(AT_ONCE // sum(kept_of_text(model, tokens).values()), 1), count)
 
 
 def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
@@ -106,7 +120,7 @@ def generated_text(
             texts, surprises = zip(*parts, strict=True) if parts else ([starts[:0]], [numbers[:0, 0]])
             return torch.cat(texts), torch.cat(surprises)
 
-        share = MicroBatch(texts_at_once(tokens)).run(write)
+        share = MicroBatch(texts_at_once(model, tokens, len(starts))).run(write)
     texts, surprises = (ranks.join(each, len(starts)) for each in share)
     if not bool(surprises.isfinite().all()):
         raise CalibrationError(

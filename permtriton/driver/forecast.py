@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.format import Format
 from permtriton.data.generated import texts_at_once, written
-from permtriton.data.samples import Samples
 from permtriton.driver.identity import states_beside
 from permtriton.driver.memory import Devices, Needs, describe_weights, refusal
 from permtriton.driver.options import CompileConfig
@@ -202,8 +201,7 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     if held_out:
         times["evaluate"] = 2 * held_out * speed.forward / facts.positions
     if config.writes:
-        batches = ceil(written(config.writes) / facts.ranks / texts_at_once(facts.longest))
-        times["generate"] = batches * facts.longest * speed.token
+        times["generate"] = facts.longest * speed.token
     if config.dense_share:
         times[DENSE_SHARE] = speed.both
     for step in config.steps:
@@ -222,7 +220,7 @@ def measure(start: Planned) -> Speed:
         masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
     both = forward * (BOTH + start.facts.checkpointing) if config.gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
-    token = _token_seconds(model, config, samples) if config.writes else 0.0
+    token = _token_seconds(start) if config.writes else 0.0
     return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
 
 
@@ -238,7 +236,7 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     forward += copy
     both = (BOTH + facts.checkpointing) * forward if start.config.gradients else 0.0
     masks = facts.pruned * FLOAT32 / HOST
-    token = facts.model / MEMORY if start.config.writes else 0.0
+    token = _batches(start, devices.count) * facts.model / MEMORY if start.config.writes else 0.0
     distances = 0.0
     for space in (space for space in start.plan.spaces if not space.frozen):
         pairs = sum(size**2 for size in space.segments) / start.plan.pattern_of(space).group
@@ -259,11 +257,18 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 @torch.no_grad()
-def _token_seconds(model: PreTrainedModel, config: CompileConfig, samples: Samples) -> float:
-    """Returns the time of one token of each text that is written together, without what was written before it."""
-    texts = min(texts_at_once(samples.longest), written(config.writes))
+def _token_seconds(start: Planned) -> float:
+    """Returns the time of one token of each text, without what was written before it."""
+    model, samples = start.model, start.samples
+    texts = texts_at_once(model, samples.longest, written(start.config.writes))
     ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
-    return _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
+    return _batches(start, ranks.count()) * _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
+
+
+def _batches(start: Planned, ranks: int) -> int:
+    """Returns how many times each rank writes as many texts together as it can."""
+    texts = ceil(written(start.config.writes) / ranks)
+    return ceil(texts / texts_at_once(start.model, start.samples.longest, texts))
 
 
 def _mask_seconds(model: PreTrainedModel, plan: Plan) -> float:

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from transformers import PreTrainedModel
 
-from permtriton.data.generated import texts_at_once
+from permtriton.data.generated import kept_of_text, texts_at_once, written
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
 from permtriton.driver.step import FLOAT32, Facts, Stage, Step
@@ -268,7 +267,9 @@ def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
     if config.writes:
-        stages[GENERATION] = {**activations, **_generation(model, facts)}
+        texts = texts_at_once(model, facts.longest, written(config.writes))
+        kept = kept_of_text(model, facts.longest)
+        stages[GENERATION] = {**activations, **{name: texts * size for name, size in kept.items()}}
     if config.dense_share:
         stages[DENSE_SHARE] = facts.gradients()
     for number, step in enumerate(config.steps):
@@ -280,20 +281,6 @@ def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
             held["targets of later steps"] = sum(facts.read_by(each).targets()["targets"] for each in minimising)
         stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts.read_by(step)).items()}
     return stages | {RELOADING: {"a second model": facts.model}}
-
-
-def _generation(model: PreTrainedModel, facts: Facts) -> dict[str, int]:
-    """Returns the bytes of what is kept of the texts that are written together."""
-    text, texts = model.config.get_text_config(), texts_at_once(facts.longest)
-    heads = int(getattr(text, "num_attention_heads", None) or 1)
-    size = int(getattr(text, "head_dim", None) or facts.hidden // heads)
-    cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
-    if latent := getattr(text, "kv_lora_rank", None):  # from which DeepSeek computes them
-        cached = latent + text.qk_rope_head_dim
-    return {
-        "keys and values": texts * facts.longest * facts.layers * cached * facts.element,
-        "logits": texts * facts.vocabulary * 4 * 2 * FLOAT32,  # and, in float64, their logarithms, powers and sums
-    }
 
 
 def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = (), element: int = FLOAT32) -> str:

@@ -156,7 +156,7 @@ class Speed:
         both: a forward and a backward pass over them; 0 where no step needs gradients.
         masks: the masks of all pruned weights.
         assignments: assigning the channels of all spaces to groups, of one rank.
-        token: the next token of the texts that the dense model writes together; 0 where it writes none.
+        token: the next token of every text that the dense model writes; 0 where it writes none.
         copy: copying the model to the device, where its layers come one by one; 0 where they do not.
     """
 
