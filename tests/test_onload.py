@@ -154,7 +154,7 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
 
 def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
     """A recipe does without; who asks for text is told."""
-    model = zoo.build("llama_eager", intermediate_size=512, num_hidden_layers=12)
+    model = zoo.build("llama_eager", intermediate_size=64, num_hidden_layers=4, vocab_size=8000)
     few = {"tune_steps": 2, "distill_epochs": 1, "distill_batch_size": 2, "heuristic_row_weights": "none", **REFIT}
     config, samples = config_from({**SMALL, **few}, "best"), Samples.of(IDS)
     start = Planned(model, config, samples, *plan_model(model, config, samples))
@@ -166,10 +166,10 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
         found = compile_model(model, config=config, ids=IDS, device=GPU, ways=ONLOADED, progress=progress)
         assert any(line.startswith("no text is generated: the dense model writes text") for line in progress.lines)
         assert found.config.generated == 0
-        asked = replace(config, calibration=replace(config.calibration, generated=1))
-        with pytest.raises(ConfigError, match="`generated=1`: the dense model writes text only where a GPU holds"):
+        asked = replace(config, calibration=replace(config.calibration, generated=40))
+        with pytest.raises(ConfigError, match="`generated=40`: the dense model writes text only where a GPU holds"):
             compile_model(
-                zoo.build("llama_eager", intermediate_size=512, num_hidden_layers=12),
+                zoo.build("llama_eager", intermediate_size=64, num_hidden_layers=4, vocab_size=8000),
                 config=asked,
                 ids=IDS,
                 device=GPU,
