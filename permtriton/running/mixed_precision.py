@@ -1,8 +1,7 @@
 """Mixed precision: float32 is multiplied in fewer bits, where the device does that faster; all else is float32.
 
-Linears that are trained multiply in bfloat16. Calibration lets torch round the factors of products: to bfloat16 on a
-processor with AMX, to TF32 on a GPU; rounding averages out over tokens. Fits are exact: a Hessian's small eigenvalues,
-which other text reaches, are smaller than what rounding changes of it.
+Linears that are trained multiply in bfloat16. Calibration and fits let torch round the factors of products: to bfloat16
+on a processor with AMX, to TF32 on a GPU; what is compared or saved follows from exact ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,8 +91,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
     """Inside the context, float32 products may round their factors, where the model is wide and that is faster.
 
-    Sums are of float32. What is fitted, or compared with something else, needs `exact_products`. Nothing is rounded
-    where the config asks for no mixed precision.
+    Sums are of float32. What is compared with something else needs `exact_products`. Nothing is rounded where the
+    config asks for no mixed precision.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))
     if not wide or not _rounds(next(model.parameters()).device):

@@ -120,10 +120,9 @@ def refit(
                 linears = [
                     (name, site.name, site_moments[site.name], curvature) for site in sites for name in site.linears
                 ]
-                with exact_products():
-                    parts += ranks.deal(
-                        linears, lambda linear: _fit(model, plan.patterns, *linear, options, gradients.get(linear[0]))
-                    )
+                parts += ranks.deal(
+                    linears, lambda linear: _fit(model, plan.patterns, *linear, options, gradients.get(linear[0]))
+                )
                 ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, *_ in linears])
                 layer.settle(sites)
                 del site_moments, curvature, linears  # before the next turn takes as much
@@ -148,7 +147,8 @@ def _fit(
     stored, of_inputs, pattern = weight_in_out(linear_module(model, name)), curvature(site), patterns[name]
     weight = stored.to(of_inputs.damped.device)
     zeros = zeros_in_groups(weight * ~of_inputs.dead.unsqueeze(1), pattern)
-    target = best_weight(weight.T.float(), moment, of_inputs, options)
+    with exact_products():
+        target = best_weight(weight.T.float(), moment, of_inputs, options)
     start = sparsegpt(target, of_inputs, pattern, None)
     fitted = least_squares(start, target, of_inputs.damped, options.iterations)
     if options.iterations:
@@ -313,7 +313,8 @@ def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
     The same weight has the same errors, bit for bit, however it lies in memory.
     """
     difference = weight.float().contiguous() - target
-    return (difference @ hessian * difference).sum(1)
+    with exact_products():
+        return (difference @ hessian * difference).sum(1)
 
 
 def error_of(weight: Tensor, target: Tensor, hessian: Tensor, metric: Tensor | None) -> float:
@@ -322,7 +323,8 @@ def error_of(weight: Tensor, target: Tensor, hessian: Tensor, metric: Tensor | N
         error = row_errors(weight, target, hessian).sum()
     else:
         difference = weight.float().contiguous() - target
-        error = (metric @ (difference @ hessian) * difference).sum()
+        with exact_products():
+            error = (metric @ (difference @ hessian) * difference).sum()
     return float(error) if bool(error.isfinite()) else math.inf
 
 

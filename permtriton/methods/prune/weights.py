@@ -17,7 +17,6 @@ from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.layer_inputs import layer_by_layer
-from permtriton.running.mixed_precision import exact_products
 from permtriton.running.state import FinishedLayers
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
@@ -80,8 +79,7 @@ def update_weights(  # noqa: PLR0913
                 continue
             curvature = curvatures(hessians(model, layer, advance))
             linears = [(name, site.name, curvature) for site in layer.sites for name in site.linears]
-            with exact_products():
-                ranks.deal(linears, lambda linear: _update(model, plan.patterns, *linear, statistics, config))
+            ranks.deal(linears, lambda linear: _update(model, plan.patterns, *linear, statistics, config))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for name, _, _ in linears])
             if state is not None:
                 state.keep(number, weights, plan.patterns)
