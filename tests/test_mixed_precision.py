@@ -200,11 +200,11 @@ def _amx(monkeypatch):
 @pytest.mark.usefixtures("_amx")
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.parametrize("recipe", ["heuristic,mask", "sparsegpt", "refit"])
-def test_calibration_and_fits_round_as_the_config_says(recipe, mixed):
+def test_fits_round_as_the_config_says_and_orders_never(recipe, mixed):
     config = config_from({"mixed_precision": mixed, "importance": "obs"}, recipe)
     with Precisions() as products:
         compile_model(wide(), None, config, ids=Samples.of(zoo.tiny_ids(4, FEW)))
-    assert set(products.seen) == ({"medium", "highest"} if mixed else {"highest"})
+    assert set(products.seen) == ({"medium", "highest"} if mixed and recipe != "heuristic,mask" else {"highest"})
     assert products.seen[-1] == torch.get_float32_matmul_precision() == "highest", "what is proved is exact"
 
 

@@ -36,7 +36,6 @@ from permtriton.model.reference import TOKENS, Reference
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from, suggested
 from permtriton.running import ranks
-from permtriton.running.mixed_precision import rounded_products
 from permtriton.running.offload import OffloadFolder
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
@@ -145,7 +144,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
                 layers = named_layers(model, start.plan)
                 evaluation = Evaluation(runs, start.held_out, progress, layers, workspace.store)
         if config.uses_importance:
-            with workspace.timed("calibrate"), rounded_products(runs, config):
+            with workspace.timed("calibrate"):
                 method = of_errors(config.importance) if config.dense_share else config.importance
                 statistics = site_statistics(runs, start.plan, method, samples, batch, progress, workspace.store)
             expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)

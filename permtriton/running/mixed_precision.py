@@ -1,7 +1,7 @@
 """Mixed precision: float32 is multiplied in fewer bits, where the device does that faster; all else is float32.
 
-Linears that are trained multiply in bfloat16. Calibration and fits let torch round the factors of products: to bfloat16
-on a processor with AMX, to TF32 on a GPU; what is compared or saved follows from exact ones.
+Linears that are trained multiply in bfloat16. Fits let torch round the factors of products: to bfloat16 on a processor
+with AMX, to TF32 on a GPU; what is compared or saved follows from exact ones, and so does an order of channels.
 """
 
 from collections.abc import Callable, Iterator
