@@ -142,8 +142,8 @@ class CommonConfig:
     )
     mixed_precision: bool = _running(
         True,
-        "Let float32 models multiply in fewer bits where a GPU or processor does so faster: bfloat16 while weights are "
-        "trained, rounded factors while they are fitted.",
+        "Let float32 models multiply in fewer bits where a GPU or processor does so faster: bfloat16 while text is "
+        "written or weights are trained, rounded factors while they are fitted.",
     )
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 

@@ -178,6 +178,27 @@ def test_few_rows_are_multiplied_in_float32(shape):
         assert torch.equal(linear(inputs), before)
 
 
+@pytest.mark.parametrize(("kind", "bias"), [(nn.Linear, True), (nn.Linear, False), (Conv1D, True)])
+def test_fixed_weights_are_rounded_once(kind, bias):
+    linear, inputs = linear_of(kind, bias), torch.randn(FEW, NARROW)
+    with mixed_precision(linear):
+        expected = linear(inputs)
+    with mixed_precision(linear, fixed=True):
+        assert torch.equal(linear(inputs), expected)
+        torch.testing.assert_close(linear(inputs[0]), expected[0], rtol=1e-2, atol=1e-2)
+        with torch.no_grad():
+            linear.weight.zero_()
+        assert torch.equal(linear(inputs), expected)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_text_is_written_as_the_config_says(mixed):
+    config = config_from({"generated": 2, "mixed_precision": mixed}, "refit")
+    with Products() as products:
+        compile_model(wide(), None, config, ids=Samples.of(zoo.tiny_ids(4, FEW)))
+    assert (torch.bfloat16 in products.counts) == mixed
+
+
 class Precisions(TorchDispatchMode):
     """Notes how float32 matrix products round."""
 

@@ -168,7 +168,7 @@ class _Drawing(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         logs = scores.double().log_softmax(-1)
-        sums = logs.exp().cumsum(-1)
+        sums = logs.exp().cumsum_(-1)
         drawn = torch.searchsorted(sums, self._numbers[:, input_ids.shape[1], None] * sums[:, -1:], right=True)
         drawn.clamp_max_(scores.shape[-1] - 1)  # where the probabilities are not finite
         self.surprises -= logs.gather(1, drawn).squeeze(1)

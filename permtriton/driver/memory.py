@@ -268,8 +268,10 @@ def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
         stages["evaluation"] = {"logits": logits, **activations}
     if config.writes:
         texts = texts_at_once(model, facts.longest, written(config.writes))
-        kept = kept_of_text(model, facts.longest)
-        stages[GENERATION] = {**activations, **{name: texts * size for name, size in kept.items()}}
+        kept = {name: texts * size for name, size in kept_of_text(model, facts.longest).items()}
+        if config.mixed_precision and facts.element == FLOAT32:
+            kept["rounded weights"] = facts.model // 2
+        stages[GENERATION] = {**activations, **kept}
     if config.dense_share:
         stages[DENSE_SHARE] = facts.gradients()
     for number, step in enumerate(config.steps):

@@ -1,5 +1,6 @@
 """The first stage of a compilation: what it is given, what is measured before anything changes, and its run."""
 
+from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from permtriton.model.reference import TOKENS, Reference
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from, suggested
 from permtriton.running import ranks
+from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.offload import OffloadFolder
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
@@ -291,7 +293,8 @@ def _with_text(start: Planned, workspace: Workspace, placement: Placement) -> tu
             ids = stored[0]["text"]
         else:
             starts = beginnings(samples, config.writes, 1 if config.alone else max(samples.tokens // BEGINNING, 1))
-            with placement.writing(start.model):
+            rounding = mixed_precision(start.model, fixed=True) if config.mixed_precision else nullcontext()
+            with placement.writing(start.model), rounding:
                 ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             if state is not None:
                 state.write({"text": ids}, {})

@@ -1,7 +1,8 @@
 """Mixed precision: float32 is multiplied in fewer bits, where the device does that faster; all else is float32.
 
-Linears that are trained multiply in bfloat16. Fits let torch round the factors of products: to bfloat16 on a processor
-with AMX, to TF32 on a GPU; what is compared or saved follows from exact ones, and so does an order of channels.
+Linears that are trained, or that write text, multiply in bfloat16. Fits let torch round the factors of products: to
+bfloat16 on a processor with AMX, to TF32 on a GPU; what is compared or saved follows from exact ones, and so does an
+order of channels.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,15 +26,19 @@ _outside = ContextVar[str | None]("outside", default=None)  # torch's precision 
 
 
 @contextmanager
-def mixed_precision(model: nn.Module) -> Iterator[None]:
+def mixed_precision(model: nn.Module, *, fixed: bool = False) -> Iterator[None]:
     """Inside the context, wide linears of float32 round inputs, weights, outputs and gradients to bfloat16.
 
     What they give is of float32, so that no other operation of the model sees bfloat16. Backward passes belong inside,
     too, because they may compute activations again. The device is that of the first parameter, which is outside of
     layers that come to a GPU one by one.
+
+    Args:
+        fixed: whether no weight changes and no gradient is taken. Weights are rounded once, in half of their memory.
     """
     wide = [module for module in model.modules() if _is_wide(module)]
-    with replaced_forwards(wide if wide and multiplies_bfloat16(next(model.parameters()).device) else [], _rounding):
+    faster = wide and multiplies_bfloat16(next(model.parameters()).device)
+    with replaced_forwards(wide if faster else [], _rounded_once if fixed else _rounding):
         yield
 
 
@@ -53,6 +58,16 @@ def _rounding(module: nn.Module) -> Callable[[Tensor], Tensor]:
             return exact(inputs)
         weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
         product: Tensor = _Product.apply(inputs, weight if isinstance(module, nn.Linear) else weight.t())
+        return product if bias is None else product + bias
+
+    return forward
+
+
+def _rounded_once(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    weight, bias = weight_in_out(module).t().bfloat16().contiguous(), module._parameters.get("bias")
+
+    def forward(inputs: Tensor) -> Tensor:
+        product = linear(inputs.bfloat16(), weight).float()
         return product if bias is None else product + bias
 
     return forward
