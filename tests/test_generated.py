@@ -395,6 +395,8 @@ def test_time_and_memory_of_writing():
     assert stages["distill"]["targets"] == plain["distill"]["targets"] * 15 // 6
     cached = written(9) * 12 * 2 * 2 * 8 * 4  # two layers, keys and values, two heads of four channels, float32
     assert stages["generation"]["keys and values"] == cached
+    assert stages["generation"]["rounded weights"] == sum(p.numel() for p in model.parameters()) * 4 // 2
+    assert "rounded weights" not in of("mask,distill", distill_epochs=3, mixed_precision=False)[1]["generation"]
     assert "generation" not in plain
     assert of("mask")[1].keys() == of("mask", generated=0)[1].keys()
     assert forecast.measure(start(recipe="mask,distill", generated=9)).token > 0

@@ -46,7 +46,7 @@ def main() -> None:
     windows = most if args.tokens is None else max(1, min(args.tokens // args.window, most))
     held_out = HeldOut(ids, windows, held_out_file(args.work, model, other_text(args.work), args.window))
     report = json.loads(args.output.read_text()) if args.output.is_file() else {"rows": []}
-    inputs = _inputs(args, model, ids)
+    inputs = _inputs(args, model, held_out)
     if report["rows"] and report["inputs"] != inputs:
         sys.exit(f"{args.output} holds rows of other inputs ({report['inputs']}): give another --output, or remove it")
     rows = {(row["name"], row["seed"]): row for row in report["rows"]}
@@ -56,7 +56,8 @@ def main() -> None:
         job = Job(model, text, drawn, args.samples, args.length, seed, args.peers)
         for name in args.rows:
             row = rows.get((name, seed), {})
-            if row.get("evaluation", {}).get("windows") == windows:
+            found = row.get("evaluation", {})
+            if found.get("windows") == windows and "other_perplexity" in found:
                 continue
             rows[name, seed] = measured(name, job, row, args, held_out)
             ordered = sorted(rows.values(), key=lambda each: (ROWS.index(each["name"]), each["seed"]))
@@ -190,11 +191,12 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it failed without a word")
 
 
-def _inputs(args: argparse.Namespace, model: Path, held_out: Path) -> dict[str, Any]:
+def _inputs(args: argparse.Namespace, model: Path, held_out: HeldOut) -> dict[str, Any]:
     """Returns what every row of a file shares."""
     return {
         "model_sha256": file_sha256(model / "model.safetensors"),
-        "held_out_sha256": file_sha256(held_out),
+        "held_out_sha256": file_sha256(held_out.ids),
+        "other_sha256": file_sha256(held_out.other),
         "calibration": [args.samples, args.length],
         "threads": args.threads,
         "kl_windows": args.kl_windows,

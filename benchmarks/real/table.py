@@ -106,9 +106,9 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     best = RECIPES["best"]
     return (
         f"Perplexity on the first {windows} windows of WikiText-2's test split (tokenized, with `<unk>`), KL on the "
-        f"first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference, of "
-        f"which no row has read anything; calibration {samples} x {length} tokens of WikiText-2's validation split "
-        "(the same domain), the same ids for all rows of a seed "
+        f"first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference, on which "
+        f"none was calibrated, where that was measured; calibration {samples} x {length} tokens of WikiText-2's "
+        "validation split (the same domain), the same ids for all rows of a seed "
         f"(the training at the end of the default reads {_drawn(report)} further sequences of that "
         f"split, that of `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
         "model writes); "

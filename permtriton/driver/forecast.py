@@ -8,6 +8,7 @@ What depends on the text or on chance (when a search ends, a busy machine) makes
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -35,6 +36,7 @@ from permtriton.model.experts import share_sent
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import ChannelSpace, Plan, linear_module, weight_in_out
 from permtriton.running import ranks
+from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import Way
 from permtriton.util.machine import format_bytes
 
@@ -262,7 +264,9 @@ def _token_seconds(start: Planned) -> float:
     model, samples = start.model, start.samples
     texts = texts_at_once(model, samples.longest, written(start.config.writes))
     ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
-    return _batches(start, ranks.count()) * _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
+    with mixed_precision(model, fixed=True) if start.config.mixed_precision else nullcontext():
+        seconds = _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
+    return _batches(start, ranks.count()) * seconds
 
 
 def _batches(start: Planned, ranks: int) -> int:

@@ -269,7 +269,7 @@ def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
     if config.writes:
         texts = texts_at_once(model, facts.longest, written(config.writes))
         kept = {name: texts * size for name, size in kept_of_text(model, facts.longest).items()}
-        if config.mixed_precision and facts.element == FLOAT32:
+        if config.mixed_precision and facts.element == FLOAT32 and not facts.one_layer:
             kept["rounded weights"] = facts.model // 2
         stages[GENERATION] = {**activations, **kept}
     if config.dense_share:

@@ -293,7 +293,8 @@ def _with_text(start: Planned, workspace: Workspace, placement: Placement) -> tu
             ids = stored[0]["text"]
         else:
             starts = beginnings(samples, config.writes, 1 if config.alone else max(samples.tokens // BEGINNING, 1))
-            rounding = mixed_precision(start.model, fixed=True) if config.mixed_precision else nullcontext()
+            rounds = config.mixed_precision and placement.way is not Way.ONLOADED  # where a GPU may hold no more
+            rounding = mixed_precision(start.model, fixed=True) if rounds else nullcontext()
             with placement.writing(start.model), rounding:
                 ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             if state is not None:

@@ -164,7 +164,7 @@ class Run:
         if self.rows is not None:
             return self.rows
         kind = default_objective(self.model)
-        with self.calibrating() as model:
+        with self.running() as model:
             fisher = fisher_information(
                 model, self.plan, kind, self.samples, self.working_config, self.progress, self.store
             )
