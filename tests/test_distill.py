@@ -137,6 +137,7 @@ def test_a_gradient_that_overflows_at_pruned_weights_alone_does_no_harm():
     assert pruned.moved()
 
 
+@pytest.mark.slow
 def test_gradients_of_all_weights_are_in_memory_only_where_a_step_is_several_passes():
     model = zoo.tiny_llama(hidden_size=128, intermediate_size=256, num_hidden_layers=6)
     options = {"samples": 4, "sequence_length": 8, "distill_epochs": 1, "distill_batch_size": 3}

@@ -140,6 +140,7 @@ def test_the_state_of_one_round_is_written_once(tmp_path):
 
 @pytest.mark.parametrize("save_format", ["packed", "fp8"])
 @pytest.mark.parametrize("options", [{}, {"sparsity": "4:8"}, {"dense_share": 0.5}])
+@pytest.mark.slow(but=["options0-packed", "options0-fp8"])
 def test_a_format_with_fewer_bytes_is_written_beside_a_dense_folder(options, save_format, tmp_path):
     config = config_from({"recipe": "mask", **options})
     model = zoo.tiny_llama(hidden_size=256, intermediate_size=512).bfloat16()
@@ -267,6 +268,7 @@ def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "number"), [("num_experts_per_tok", 2), ("top_k_experts", 2), ("moe_topk", [1, 3])])
+@pytest.mark.slow(but=["num_experts_per_tok-2"])
 def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
     """Two of five, unless calibration has it run all of them; Gemma 4 and HunYuan call their number otherwise."""
     model, gpu, needs = zoo.build("qwen3_moe"), memory.Devices("cuda", 1, 1), memory.Needs(0, 0, 0, {})

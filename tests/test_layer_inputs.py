@@ -21,6 +21,7 @@ from .expert_stacks import unstacked
 from .pretend_gpu import GPU, PretendGpu
 
 IDS = zoo.token_ids(5, 12)
+MODELS = ["llama_eager", "gpt2", "gemma2", "mixtral", "albert", "shared", "swin", "pvt"]
 CLASSES = {"swin": "SwinModel", "pvt": "PvtV2Model", "funnel": "FunnelModel"}
 
 
@@ -53,9 +54,8 @@ def model_of(name: str):
 
 
 @pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.parametrize(
-    "name", ["llama_eager", "gpt2", "gemma2", "mixtral", "albert", "shared", "swin", "pvt", "funnel"]
-)
+@pytest.mark.parametrize("name", [*MODELS, "funnel"])
+@pytest.mark.slow(but=[f"{name}-{changing}" for name in MODELS for changing in (False, True)])
 def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
     """Also where layers share weights, so that all of them, or the first and the last one, need the model.
 

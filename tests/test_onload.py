@@ -152,6 +152,7 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
     assert gpu.most < 0.9 * sum(each.numel() * each.element_size() for each in model.parameters())
 
 
+@pytest.mark.slow
 def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
     """A recipe does without; who asks for text is told."""
     model = zoo.build("llama_eager", intermediate_size=64, num_hidden_layers=4, vocab_size=8000)
@@ -177,6 +178,7 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
             )
 
 
+@pytest.mark.slow
 def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
     """What is free there once it has moved decides, not what was free before."""
     config, samples = config_from({**SMALL, **REFIT, "samples": 64}, "refit"), zoo.token_ids(64, 12)

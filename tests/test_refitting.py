@@ -156,6 +156,7 @@ def test_linears_that_also_run_for_nothing_read_the_same_in_both_models():
     assert problem.error() < before
 
 
+@pytest.mark.slow
 def test_experts_in_a_list_are_not_compared():
     """The model itself sends tokens to them, others once it is pruned, and perhaps as many."""
     model = tiny_architectures.build("SwitchTransformersForConditionalGeneration")
@@ -283,6 +284,7 @@ def test_weights_in_files_give_the_same_bytes(tmp_path):
     ("name", "turns"),
     [("llama_eager", 4), ("opt", 4), ("gpt_neox", 2), ("mixtral", 4), ("mobilebert", 12), ("funnel", 4)],
 )
+@pytest.mark.slow(but=["llama_eager-4", "opt-4", "gpt_neox-2", "mixtral-4", "mobilebert-12"])
 def test_a_linear_is_fitted_to_what_the_new_weights_before_it_give(name, turns):
     """Experts share a turn, and so do attention and MLP if neither reads the other; layers and MLPs in lists do not."""
     classes = {"mobilebert": "MobileBertModel", "funnel": "FunnelModel"}

@@ -316,6 +316,7 @@ def test_text_from_files_is_text(folders, tmp_path):
     parsed(text)
 
 
+@pytest.mark.slow
 def test_the_demo_model_keeps_its_name(tmp_path):
     """It is a folder inside the package, whose path and name mean nothing to others."""
     options = {"recipe": "mask", "importance": "magnitude", "samples": 1, "sequence_length": 16, "eval_data": None}

@@ -68,6 +68,7 @@ def test_an_export_that_does_not_load_is_not_kept(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
+@pytest.mark.slow
 def test_layers_in_lists_of_lists_have_the_numbers_of_the_outermost():
     """Funnel has blocks of layers: ``last:1`` is the last block."""
     plan = find_plan(tiny.build("FunnelModel"), NMPattern(2, 4))
