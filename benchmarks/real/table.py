@@ -11,6 +11,7 @@ from permtriton.recipe import RECIPES, config_from
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 BY_ONEDNN = " by oneDNN"  # ends the name of a peer's row where it multiplies as permtriton does
 FLOAT32_MATMUL = "float32_matmul"  # what a row notes of its command: torch's precision, where "medium" means oneDNN
+OTHER = "other_perplexity"  # what a row was evaluated to on text of another domain
 LOSS = "Loss: the rise in log perplexity, log(perplexity / dense), as a share of SparseGPT's."
 HEADING = "method | seeds | perplexity | loss | KL to dense | on other text | CPU seconds | peak memory"
 
@@ -41,9 +42,10 @@ def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
     """Returns what one method gains over another, and what it costs, in two sentences."""
 
     def mean(name: str, part: str, key: str) -> float:
-        return fmean(row[part][key] for row in report["rows"] if row["name"] == name and part in row)
+        return fmean(row[part][key] for row in report["rows"] if row["name"] == name and key in row.get(part, ()))
 
     dense, worse, better = (mean(name, "evaluation", "perplexity") for name in (DENSE, theirs, ours))
+    elsewhere = ["{:.1f}".format(mean(name, "evaluation", OTHER)) for name in (DENSE, theirs, ours)]
     less = 1 - math.log(better / dense) / math.log(worse / dense)
     seconds, other = (mean(name, "pruning", "cpu_seconds") for name in (ours, theirs))
     peak, other_peak = (
@@ -56,8 +58,10 @@ def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
         f"the same {samples} x {length} calibration tokens (and, for the last step of ours, "
         f"{_drawn(report)} sequences more), it has {worse:.1f} by llm-compressor's SparseGPT and "
         f"{better:.1f} by permtriton's default recipe: the rise in log perplexity is {less:.0%} smaller. (Calibration "
-        f"and test text are of the same domain.)\n\n**What it costs.** {seconds / other:.1f} times its CPU seconds "
-        f"({seconds:.0f} against {other:.0f}), and {peak:.1f} GiB of memory against {other_peak:.1f}. No GPU is needed."
+        "and test text are of the same domain. On Python's language reference, on which none was calibrated, the three "
+        f"have {', '.join(elsewhere[:-1])} and {elsewhere[-1]}.)\n\n"
+        f"**What it costs.** {seconds / other:.1f} times its CPU seconds ({seconds:.0f} against {other:.0f}), and "
+        f"{peak:.1f} GiB of memory against {other_peak:.1f}. No GPU is needed."
     )
 
 
@@ -97,8 +101,8 @@ def _numbers(found: Sequence[Mapping[str, Any]], mean: float, loss: float) -> st
 
 def _on_other_text(rows: Sequence[Mapping[str, Any]]) -> str:
     """Returns the mean perplexity on text of another domain; nothing where it was not measured."""
-    measured = [row["evaluation"].get("other_perplexity") for row in rows]
-    return "" if None in measured else f"{fmean(measured):.1f}"
+    measured = [row["evaluation"][OTHER] for row in rows if OTHER in row["evaluation"]]
+    return f"{fmean(measured):.1f}" if measured else ""
 
 
 def _measures(report: Mapping[str, Any], windows: int) -> str:
@@ -107,8 +111,8 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     return (
         f"Perplexity on the first {windows} windows of WikiText-2's test split (tokenized, with `<unk>`), KL on the "
         f"first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference, on which "
-        f"none was calibrated, where that was measured; calibration {samples} x {length} tokens of WikiText-2's "
-        "validation split (the same domain), the same ids for all rows of a seed "
+        f"none was calibrated, of the seeds where that was measured; calibration {samples} x {length} tokens of "
+        "WikiText-2's validation split (the same domain), the same ids for all rows of a seed "
         f"(the training at the end of the default reads {_drawn(report)} further sequences of that "
         f"split, that of `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
         "model writes); "
