@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from benchmarks.real.inputs import calibration_file, held_out_file, made_model, other_text
 from benchmarks.real.rows import DENSE, OTHER_WINDOWS, OURS, ROWS, THEIRS, Job, command
-from benchmarks.real.table import FLOAT32_MATMUL
+from benchmarks.real.table import FLOAT32_MATMUL, OTHER
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.util.durable import replace_file
 from permtriton.util.machine import versions
@@ -57,7 +57,7 @@ def main() -> None:
         for name in args.rows:
             row = rows.get((name, seed), {})
             found = row.get("evaluation", {})
-            if found.get("windows") == windows and "other_perplexity" in found:
+            if found.get("windows") == windows and OTHER in found:
                 continue
             rows[name, seed] = measured(name, job, row, args, held_out)
             ordered = sorted(rows.values(), key=lambda each: (ROWS.index(each["name"]), each["seed"]))
@@ -132,7 +132,7 @@ def measured(
             row["pruning"] = {**pruned(name, job, folder, args.threads), "commit": commit()}
         row["evaluation"] = evaluated(folder, job.model, held_out.ids, held_out.windows, args.kl_windows, args.threads)
         other = evaluated(folder, job.model, held_out.other, OTHER_WINDOWS, 0, args.threads)
-        row["evaluation"]["other_perplexity"] = other["perplexity"]
+        row["evaluation"][OTHER] = other["perplexity"]
     except subprocess.CalledProcessError as error:
         row["error"] = last_line(error.output)
     return row

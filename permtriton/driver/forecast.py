@@ -8,7 +8,6 @@ What depends on the text or on chance (when a search ends, a busy machine) makes
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
@@ -264,7 +263,7 @@ def _token_seconds(start: Planned) -> float:
     model, samples = start.model, start.samples
     texts = texts_at_once(model, samples.longest, written(start.config.writes))
     ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
-    with mixed_precision(model, fixed=True) if start.config.mixed_precision else nullcontext():
+    with mixed_precision(model, start.config.mixed_precision, fixed=True):
         seconds = _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
     return _batches(start, ranks.count()) * seconds
 

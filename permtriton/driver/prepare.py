@@ -1,6 +1,5 @@
 """The first stage of a compilation: what it is given, what is measured before anything changes, and its run."""
 
-from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
@@ -293,9 +292,8 @@ def _with_text(start: Planned, workspace: Workspace, placement: Placement) -> tu
             ids = stored[0]["text"]
         else:
             starts = beginnings(samples, config.writes, 1 if config.alone else max(samples.tokens // BEGINNING, 1))
-            rounds = config.mixed_precision and placement.way is not Way.ONLOADED  # where a GPU may hold no more
-            rounding = mixed_precision(start.model, fixed=True) if rounds else nullcontext()
-            with placement.writing(start.model), rounding:
+            rounds = config.mixed_precision and placement.way is not Way.ONLOADED  # that GPU may hold no further copy
+            with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
                 ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             if state is not None:
                 state.write({"text": ids}, {})

@@ -146,7 +146,7 @@ class Run:
         return self.placement.running(self.model, self.plan)
 
     @contextmanager
-    def calibrating(self) -> Iterator[PreTrainedModel]:
+    def fitting(self) -> Iterator[PreTrainedModel]:
         """Yields what `running` does, in a context in which float32 products may round their factors."""
         with self.running() as model, rounded_products(model, self.config):
             yield model
@@ -173,7 +173,7 @@ class Run:
     def output_gradients(self, tokens: int) -> dict[str, Tensor]:
         """Returns linear name -> gradients of its outputs on about so many calibration tokens, ``[tokens, rows]``."""
         kind, count = default_objective(self.model), max(tokens // self.samples.tokens, 1)
-        with self.calibrating() as model:
+        with self.fitting() as model:
             # One sequence at a time: they are few, and the logits of more would take more memory than all else.
             config = replace(self.working_config, micro_batch_size=1)
             return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.store)

@@ -26,7 +26,7 @@ _outside = ContextVar[str | None]("outside", default=None)  # torch's precision 
 
 
 @contextmanager
-def mixed_precision(model: nn.Module, *, fixed: bool = False) -> Iterator[None]:
+def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = False) -> Iterator[None]:
     """Inside the context, wide linears of float32 round inputs, weights, outputs and gradients to bfloat16.
 
     What they give is of float32, so that no other operation of the model sees bfloat16. Backward passes belong inside,
@@ -34,9 +34,10 @@ def mixed_precision(model: nn.Module, *, fixed: bool = False) -> Iterator[None]:
     layers that come to a GPU one by one.
 
     Args:
+        wanted: whether to round at all, as the config says.
         fixed: whether no weight changes and no gradient is taken. Weights are rounded once, in half of their memory.
     """
-    wide = [module for module in model.modules() if _is_wide(module)]
+    wide = [module for module in model.modules() if wanted and _is_wide(module)]
     faster = wide and multiplies_bfloat16(next(model.parameters()).device)
     with replaced_forwards(wide if faster else [], _rounded_once if fixed else _rounding):
         yield

@@ -83,7 +83,7 @@ class Refit(Refitting, Step):
 
         state = run.state(FinishedLayers, self.name)
         gradients = run.output_gradients(self.metric_tokens) if self.gradients else {}
-        with run.calibrating() as model:
+        with run.fitting() as model:
             parts = refit(
                 model,
                 run.plan,

@@ -47,7 +47,7 @@ class SparseGPT(Step):
 
         state = run.state(FinishedLayers, self.name)
         statistics = run.statistics if self.mask == "keep" else None
-        with run.calibrating() as model:
+        with run.fitting() as model:
             update_weights(
                 model, run.plan, statistics, run.samples, run.batch, run.config, run.progress, state, run.store
             )

@@ -9,7 +9,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -239,7 +239,7 @@ class Trainer:
         self, trained: Trainable, model: nn.Module, loss_of: Loss, course: Course, config: CommonConfig, what: str
     ) -> None:
         self._trained, self._model, self._loss_of, self._course, self._what = trained, model, loss_of, course, what
-        self._precision = partial(mixed_precision, model) if config.mixed_precision else nullcontext
+        self._precision = partial(mixed_precision, model, config.mixed_precision)
         self._micro_batch = MicroBatch(config.micro_batch_size)
         self.best = trained.snapshot()
 
