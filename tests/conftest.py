@@ -22,8 +22,8 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what is marked slow, but for the cases whose ids the mark names; nothing with --soak."""
-    _check_kept_cases(items, whole=not any("::" in argument for argument in config.args))
+    """Leaves out what is marked slow, or of its cases those that the mark says; nothing with --soak."""
+    _check_named_cases(items, whole=not any("::" in argument for argument in config.args))
     if config.getoption("--soak"):
         return
     left_out = [item for item in items if _is_slow(item)]
@@ -31,23 +31,24 @@ def pytest_collection_modifyitems(config, items):
     config.hook.pytest_deselected(items=left_out)
 
 
-def _check_kept_cases(items, *, whole: bool) -> None:
-    """Refuses a mark that names a case which is not there: the case that should stay in would silently be left out."""
+def _check_named_cases(items, *, whole: bool) -> None:
+    """Refuses a mark that names a case which is not there: another one would silently be left out, or run."""
     there: dict = {}
     for item in items:
         if (mark := item.get_closest_marker("slow")) and mark.kwargs:
-            names, found = there.setdefault(item.nodeid.partition("[")[0], (set(mark.kwargs["but"]), set()))
-            found.add(item.callspec.id)
+            (names,) = mark.kwargs.values()
+            there.setdefault(item.nodeid.partition("[")[0], (set(names), set()))[1].add(item.callspec.id)
     for test, (names, found) in there.items():
         if whole and names - found:
-            raise pytest.UsageError(
-                f"{test} is marked slow but for {sorted(names - found)}, which is none of its cases"
-            )
+            raise pytest.UsageError(f"{test}: the mark slow names {sorted(names - found)}, none of its cases")
 
 
 def _is_slow(item) -> bool:
-    mark = item.get_closest_marker("slow")
-    return mark is not None and (not mark.kwargs or item.callspec.id not in mark.kwargs["but"])
+    if (mark := item.get_closest_marker("slow")) is None:
+        return False
+    if "only" in mark.kwargs:
+        return item.callspec.id in mark.kwargs["only"]
+    return not mark.kwargs or item.callspec.id not in mark.kwargs["but"]
 
 
 @pytest.fixture(scope="session")

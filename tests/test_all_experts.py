@@ -47,7 +47,7 @@ def counted(model, ids) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("importance", ["wanda", "obs"])  # one run of the model, and layer by layer
-@pytest.mark.slow(but=["wanda"])
+@pytest.mark.slow
 def test_the_record_counts_the_tokens_of_each_expert(importance):
     model, ids = mixture(), zoo.token_ids()
     expected = counted(model, ids)
@@ -57,6 +57,7 @@ def test_the_record_counts_the_tokens_of_each_expert(importance):
     assert "expert_tokens" not in permtriton.compile(zoo.build("llama"), data=ids, recipe="mask").report
 
 
+@pytest.mark.slow
 def test_few_tokens_are_said_unless_all_are_measured():
     said = {}
     for wanted in (False, True):
@@ -88,6 +89,7 @@ def test_every_expert_sees_every_token_and_the_result_is_the_same():
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_statistics_are_those_of_all_tokens():
     """Against each expert, called by itself with what enters the module of the experts."""
     model, ids = mixture(), zoo.token_ids()

@@ -126,6 +126,7 @@ PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pre
 LONG_EXAMPLES = {"compile", "KeepPattern", "inspect", "dry_run", "CompiledModel.push_to_hub"}  # the pages show the same
 
 
+@pytest.mark.slow(only=["compare"])
 @pytest.mark.parametrize("name", zoo.slow_but([name for name in PUBLIC if name not in LONG_EXAMPLES], PUBLIC))
 def test_public_names_are_described_and_their_examples_run(here, name):
     value = permtriton
@@ -208,6 +209,7 @@ def test_tensors_are_the_samples_and_texts_are_cut(here):
     assert shape(rows.with_format("torch"), sequence_length=8)[0] == [4, 8]
 
 
+@pytest.mark.slow
 def test_a_file_of_options_counts_as_arguments_do(here):
     """For data of every kind; what the call names wins, the data themselves included."""
     file = here / "options.toml"
@@ -224,6 +226,7 @@ def test_a_file_of_options_counts_as_arguments_do(here):
         shape(IDS, **unset)
 
 
+@pytest.mark.slow
 def test_arguments_of_other_types_are_one_line(here):
     model = AutoModelForCausalLM.from_pretrained("my-model")
     with pytest.raises(CalibrationError, match=r"expected integers \[samples, tokens\]"):
@@ -246,6 +249,7 @@ def test_a_column_is_named_once_for_both_data(here):
         permtriton.compile("my-model", data=IDS, eval_data={"train": columns, "test": columns}, **QUICK)
 
 
+@pytest.mark.slow
 def test_held_out_data_are_of_the_same_kinds(here):
     rows = Dataset.from_dict({"text": TEXTS})
     for held_out in (IDS, IDS.numpy(), {"input_ids": IDS}, TEXTS, rows):
@@ -400,7 +404,7 @@ def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.slow(but=["portable"])
+@pytest.mark.slow
 def test_a_packed_folder_is_what_export_makes_of_the_dense_one(here, layout):
     compiled_model = permtriton.compile("my-model", data=TEXTS, layout=layout, **{**QUICK, "recipe": "heuristic,mask"})
     compiled_model.save_pretrained("dense")
@@ -485,6 +489,7 @@ def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
         assert all(other.exists() for other in others)
 
 
+@pytest.mark.slow
 def test_a_relative_model_stays_where_it_was_read(here, tmp_path, monkeypatch):
     compiled = permtriton.compile("my-model", data="my-text.txt", eval_data="my-text.txt", **QUICK)
     text = Path("my-text.txt").absolute()
@@ -493,6 +498,7 @@ def test_a_relative_model_stays_where_it_was_read(here, tmp_path, monkeypatch):
     assert compiled.evaluate(str(text)).dense_perplexity is not None
 
 
+@pytest.mark.slow
 def test_the_dense_model_is_measured_where_the_compiled_one_is(here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with PretendGpu().here():
@@ -573,6 +579,7 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
             permtriton.compile("my-model", **{"data": TEXTS, **QUICK, **options})
 
 
+@pytest.mark.slow
 def test_defaults_of_torch_that_the_caller_has_set_change_nothing():
     """The meta device stands for a GPU, whose tensors numpy cannot read either."""
     model, ids = zoo.tiny_llama(), zoo.tiny_ids(4, 12)
@@ -592,6 +599,7 @@ def test_defaults_of_torch_that_the_caller_has_set_change_nothing():
         torch.set_default_device(None)
 
 
+@pytest.mark.slow
 def test_parameters_that_share_memory_are_refused():
     model = zoo.tiny_llama(tie_word_embeddings=False)
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight)

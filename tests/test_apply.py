@@ -21,6 +21,7 @@ def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.slow(only=["0-gemma2"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_outputs_stay_in_float64(name, seed):

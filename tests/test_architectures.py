@@ -254,7 +254,7 @@ def test_patterns(pattern, tmp_path):
     ("importance", "options"),
     [("magnitude", LEARN), ("ria", LEARN), ("obs", LEARN), ("wanda", HEURISTIC), ("obs", MASK)],
 )
-@pytest.mark.slow(but=["ria-options1", "obs-options2"])
+@pytest.mark.slow
 def test_importances_and_orders(importance, options):
     compiled = compiled_with("llama", importance=importance, **options)
     for name, weight in linears_in_layers(compiled.model).items():
@@ -296,6 +296,7 @@ def test_spaces_that_do_not_learn_keep_the_order_of_the_step_before():
         assert same != learns, space.name
 
 
+@pytest.mark.slow
 def test_learning_never_ends_worse_than_it_starts():
     learned = step_of(compiled_with("llama", **{**LEARN, "learn_keep": "best"}).report, "learned")
     losses = [epoch["loss"] for epoch in learned["history"]]
@@ -317,7 +318,7 @@ def hidden_loss(compiled: CompiledModel, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.slow(but=["gpt2"])
+@pytest.mark.slow
 def test_sparsegpt_with_the_importances_mask(name, tmp_path):
     masked = compiled_with(name, **HEURISTIC)
     updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="keep")

@@ -318,6 +318,7 @@ class TestCommand:
         assert {name.split()[0] for name in report} == {kernel.__name__.rpartition(".")[2] for kernel in KERNELS}
         assert self.run("--shape", "64x128", "--dry-run").exit_code == 0
 
+    @pytest.mark.slow
     def test_the_shapes_of_a_model(self):
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dry-run", "--json")
         report = json.loads(shown.stdout)["cases"]
@@ -327,6 +328,7 @@ class TestCommand:
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dtype", "bfloat16", "--dry-run", "--json")
         assert "nm_mask 704x256 bfloat16" in json.loads(shown.stdout)["cases"]
 
+    @pytest.mark.slow
     def test_winners_go_beside_a_folder_only(self, tmp_path):
         shown = self.run("--model", "demo", "--save", "--dry-run")
         assert shown.exit_code == 2
@@ -335,7 +337,7 @@ class TestCommand:
         assert str(DEMO / autotune.BESIDE_MODEL) in shown.output.replace("\n", "")
 
     @pytest.mark.parametrize("format", ["saved", "packed"])
-    @pytest.mark.slow(but=["packed"])
+    @pytest.mark.slow
     def test_the_shapes_of_a_compiled_model_are_those_of_the_original(self, format, tmp_path):
         folder = folders.save(folders.model_of("llama", fused=True), tmp_path / "saved")
         if format == "packed":

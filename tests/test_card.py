@@ -118,6 +118,7 @@ def test_content():
     assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON, "out")
 
 
+@pytest.mark.slow(only=["text"])
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [

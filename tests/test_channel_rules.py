@@ -245,7 +245,7 @@ FALCONS = {  # both write one branch's output into the other's
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("recipe", ["mask", "heuristic,mask"])
 @pytest.mark.parametrize("form", FALCONS)
-@pytest.mark.slow(but=["7B-heuristic,mask-fused"])
+@pytest.mark.slow
 def test_falcon_compiles_though_it_adds_in_place(form, recipe, layout):
     model = zoo.build("falcon", **FALCONS[form])
     config = config_from({"layout": layout}, recipe)
@@ -293,7 +293,7 @@ def test_positions_that_a_node_changes_are_a_barrier():
 
 
 @pytest.mark.parametrize("form", FALCONS)
-@pytest.mark.slow(but=["7B"])
+@pytest.mark.slow
 def test_falcon_has_no_barrier(form):
     plan = find_plan(zoo.build("falcon", **FALCONS[form]), NMPattern(2, 4))
     assert plan.barriers == []

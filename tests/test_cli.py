@@ -131,6 +131,7 @@ def test_missing_parent(desk):
     desk.refuses(desk.compile(output=desk.folder / "no" / "out"), str(desk.folder / "no"), "make it first")
 
 
+@pytest.mark.slow(but=["options0"])
 @pytest.mark.parametrize("options", [(), (*LEARN, "--learn-epochs", "1", "--micro-batch-size", "16")])
 def test_full_disk(desk, monkeypatch, options):
     def full(_model: object, folder: object, **_kwargs: object) -> None:

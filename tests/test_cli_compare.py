@@ -87,6 +87,7 @@ def interrupted(monkeypatch):
     return calls
 
 
+@pytest.mark.slow
 def test_every_format_has_the_same_numbers(desk, tasks):
     outputs = [desk.folder / f"table.{suffix}" for suffix in ("json", "csv", "md")]
     more = [part for output in outputs for part in ("--output", output)]
@@ -121,6 +122,7 @@ def test_every_format_has_the_same_numbers(desk, tasks):
     assert all(row["kl"] > 0 and row["cosine"] < 1 and row["peak_bytes"] > 2**20 for row in report["rows"][1:])
 
 
+@pytest.mark.slow
 def test_a_group_of_tasks_counts_once_in_the_mean(desk, tasks):
     for name, answers in (("other", "{{1 - answer}}"), ("third", "{{answer}}")):
         text = TASK.replace("task: short", f"task: {name}").replace("{{answer}}", answers)
@@ -155,6 +157,7 @@ def test_a_comparison_with_a_score_that_is_no_number_continues_and_is_shown(desk
     assert [row["short acc_norm"] for row in table] == ["", ""]
 
 
+@pytest.mark.slow
 def test_a_comparison_in_the_folder_of_its_tasks_continues(desk, tasks, monkeypatch):
     """Its own files do not count, nor what Python and others keep there; the data of a task do."""
     monkeypatch.chdir(tasks)
@@ -168,6 +171,7 @@ def test_a_comparison_in_the_folder_of_its_tasks_continues(desk, tasks, monkeypa
     assert "0 of 2 results" in compare(desk, *more).stderr
 
 
+@pytest.mark.slow
 def test_an_interrupted_comparison_continues(desk, interrupted):
     arguments = ("--methods", "magnitude,wanda", "--output", desk.folder / "t.json")
     result = RUNNER.invoke(app, command(desk, *arguments))
@@ -185,6 +189,7 @@ def test_an_interrupted_comparison_continues(desk, interrupted):
     assert numbers(json.loads((desk.folder / "t.json").read_text())) == [numbers(report)[0], numbers(report)[2]]
 
 
+@pytest.mark.slow
 def test_without_an_output_nothing_stays_behind(desk, interrupted):
     before = desk.files()
     arguments = ("--methods", "magnitude,wanda")
@@ -198,6 +203,7 @@ def test_without_an_output_nothing_stays_behind(desk, interrupted):
         assert word in result.stdout
 
 
+@pytest.mark.slow
 def test_what_only_saves_memory_does_not_decide_what_is_kept(desk):
     """It is what a command advises where memory ran out in its second row."""
     compare(desk, "--methods", "wanda + reconstruct", "--output", "t.json")
@@ -206,6 +212,7 @@ def test_what_only_saves_memory_does_not_decide_what_is_kept(desk):
     assert read_comparison(desk.folder / "t.json")["rows"][2]["config"]["micro_batch_size"] == 2
 
 
+@pytest.mark.slow
 def test_where_something_else_is_compared_all_is_measured_anew(desk):
     arguments = ("--methods", "magnitude", "--output", "t.md")
     compare(desk, *arguments)

@@ -39,6 +39,7 @@ def interrupted(desk, monkeypatch) -> Path:
     return desk.folder / ".out.searched.safetensors"
 
 
+@pytest.mark.slow
 def test_another_run_is_refused_until_it_restarts(desk, interrupted):
     other = (*QUICK, "--search-rounds", 2, "--seed", 3)
     desk.refuses(
@@ -50,6 +51,7 @@ def test_another_run_is_refused_until_it_restarts(desk, interrupted):
     assert [path.name for path in desk.folder.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_the_same_run_continues_and_restarts_when_wanted(desk, interrupted):
     state = interrupted.read_bytes()
     result = RUNNER.invoke(app, desk.compile(*QUICK))
@@ -95,6 +97,7 @@ def test_a_claimed_output_is_left_clean_after_errors(desk):
     assert [path.name for path in desk.folder.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_what_was_found(desk, interrupted, monkeypatch):
     """The states of the steps stay, and the same command continues once there is room."""
     before = desk.files()
@@ -248,6 +251,7 @@ def test_other_files_that_may_not_be_read(desk, monkeypatch):
     desk.refuses(desk.compile(), "/somewhere/file: Permission denied")
 
 
+@pytest.mark.slow
 def test_a_library_that_finds_no_room_is_one_line(desk):
     """The system lets this process have half a GB of addresses, in which torch cannot be loaded."""
 

@@ -208,7 +208,7 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
         ("calibration", ("a", "b")),
     ],
 )
-@pytest.mark.slow(but=["calibration-values3"])
+@pytest.mark.slow
 def test_the_rows_of_an_ablation_give_different_models(model, tmp_path, name, values):
     if name == "calibration":
         values = [str(tmp_path / f"{value}.jsonl") for value in values]
@@ -249,6 +249,7 @@ def test_the_dense_model_stays_as_it_is(model):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_peak_memory_is_counted_anew():
     cpu = torch.device("cpu")
     large = torch.ones(2**27)  # 512 MiB
@@ -371,6 +372,7 @@ def test_results_of_other_versions_are_measured_anew(model, stored_rows, compile
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_what_decides_a_row_is_in_its_key(model, stored_rows, compiled):
     """`tune` draws new samples of the text; a mask alone is of the calibration samples. Recipes have own values."""
     first, other = (Samples({"input_ids": IDS}, spare=Samples.of(zoo.tiny_ids(4, 16, seed=seed))) for seed in (2, 3))

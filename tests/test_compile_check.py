@@ -32,6 +32,7 @@ class TestCompiling:
 
         self.builds = kernel_builds
 
+    @pytest.mark.slow(only=["sm_80"])
     @pytest.mark.parametrize("target", TARGETS[:4], ids=lambda target: target.name)
     def test_a_kernel_that_fits(self, target):
         found = compile_one(self.builds.copy_build(), target)
@@ -42,6 +43,7 @@ class TestCompiling:
         wide, narrow = (compile_one(self.builds.copy_build(), SM_90, multiples) for multiples in (True, False))
         assert wide.registers < narrow.registers
 
+    @pytest.mark.slow
     def test_spills_are_a_problem_in_a_default(self):
         found = compile_one(self.builds.hold_build(16384), SM_90)
         assert found.spills > 0

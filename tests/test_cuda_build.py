@@ -111,7 +111,7 @@ def test_an_entry_that_is_none_reads_the_first_channel(emulated):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.slow(but=["sm_90"])
+@pytest.mark.slow
 def test_compiles_without_a_spill(arch, tmp_path):
     command = ["nvcc", "-std=c++17", "-O3", "-cubin", f"-arch={arch}", "-Xptxas", "-v", str(SOURCE), "-o", "p.cubin"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)

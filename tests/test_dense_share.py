@@ -46,6 +46,7 @@ def test_the_share_is_not_exceeded(share):
     assert len(set(found)) == len(found) < len(every)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [1, 2])
 def test_the_costliest_per_weight_come_first(power):
     """What a mask drops, squared, times how much the loss feels its row, by the definition."""
@@ -72,6 +73,7 @@ def test_the_costliest_per_weight_come_first(power):
     assert found[:3] != sorted(costs)[:3]
 
 
+@pytest.mark.slow(but=["ria"])
 @pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
 def test_units_decide_nothing(importance):
     """A power of 2 that moves from one linear to the next changes no output, and so no choice."""
@@ -151,6 +153,7 @@ def test_an_interrupted_run_continues(tmp_path):
         run(dense_share=0.3)
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_stays_dense(tmp_path):
     arguments = ["--recipe", "mask", "--samples", "2", "--sequence-length", "16", "--eval-data", "none", "--dry-run"]
     words = ["compile", "demo", *arguments, "--dense-share", "0.25", "--output", str(tmp_path / "out")]

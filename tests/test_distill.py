@@ -35,6 +35,7 @@ from .updating import (
 )
 
 
+@pytest.mark.slow
 def test_the_kept_weights_move_and_the_loss_falls():
     pruned, progress = tiny(), Recording()
     before = pruned.loss()
@@ -240,6 +241,7 @@ def test_experts_move_in_the_storage_they_share():
     assert pruned.loss() < before
 
 
+@pytest.mark.slow
 def test_a_tied_weight_is_trained_once():
     model = zoo.tiny_llama()
     zoo.randomize(model)
@@ -271,6 +273,7 @@ def test_a_model_without_a_head_takes_cosine():
     assert pruned.loss() < before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spare", "expected", "epochs"), [(9, 8, 1), (5, 5, 1), (2, 2, 2), (0, 0, 3)])
 def test_it_reads_further_samples_of_the_text_and_all_more_often_where_these_are_few(
     trained_on, spare, expected, epochs
@@ -290,6 +293,7 @@ def test_it_reads_further_samples_of_the_text_and_all_more_often_where_these_are
     assert start.facts.read_by(config.steps[-1]).sequences == 4 + expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [9, 7, 2, 1, 0])
 def test_steps_read_new_samples_alone_and_those_of_the_calibration_where_they_are_few(trained_on, spare):
     """Six steps on one sample each, and one sample that is held out."""

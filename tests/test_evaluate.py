@@ -139,6 +139,7 @@ def test_encoder_with_permuted_channels_agrees_in_the_old_order():
     assert evaluation.compiled(model, None) < 0.9, "the channels did move"
 
 
+@pytest.mark.slow
 def test_compile_undoes_the_order_before_it_compares():
     """7:8 prunes little, so the cosine stays high unless the channels are compared in different orders."""
     model = encoder(BertForMaskedLM)

@@ -71,6 +71,7 @@ def options(model_folder, tmp_path) -> list[object]:
 # -- formats -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_format_gives_the_numbers_of_the_model_in_memory(compiled, model_folder, options, tmp_path):
     source, made = Source(str(model_folder)), compiled["memory"]
     tokenizer = load_tokenizer(source)
@@ -203,6 +204,7 @@ def test_a_result_that_cannot_be_written_is_printed(desk, monkeypatch, more, sho
     assert [path.name for path in desk.folder.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_the_demo_has_a_text_of_its_own(monkeypatch, tmp_path):
     """It is the default for the demo, and for what is compared with it."""
     from permtriton.data import held_out

@@ -37,6 +37,7 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_model_end_to_end(here, capsys):
     run("compile_llama.py", "model", "--eval-data", "text.txt", *QUICK)
     printed = capsys.readouterr().out

@@ -97,6 +97,7 @@ def planned(name: str):
     return unstacked(name) if name in zoo.MIXTURES else zoo.planned(name)
 
 
+@pytest.mark.slow(only=["falcon-kl", "gemma2-kl", "llama_eager-kl"])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_rows_and_columns_are_those_of_plain_autograd(name, kind):
     model, plan = planned(name)
@@ -163,6 +164,7 @@ def test_micro_batches_and_checkpointing_change_nothing(name, kind):
                 assert_same(found(model, plan, kind, **options), expected, tolerance=0)
 
 
+@pytest.mark.slow
 def test_a_model_may_change_what_its_first_linears_return_in_place():
     """OLMo clamps its queries, keys and values."""
     model = OlmoForCausalLM(OlmoConfig(**zoo.SIZES, clip_qkv=0.02)).eval()
@@ -266,6 +268,7 @@ def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
         assert torch.equal(one[linear], other[linear])
 
 
+@pytest.mark.slow
 def test_layers_that_are_given_a_cache_run_once():
     """XLM always gives its layers one, to which a second run in the backward pass would add the same tokens again."""
     model = tiny.build("XLMWithLMHeadModel")
@@ -280,6 +283,7 @@ def test_layers_that_are_given_a_cache_run_once():
     assert all(torch.equal(gradient, other[name]) for name, gradient in one.items())
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_the_gradients_of_its_layers_itself_is_refused():
     model = tiny.build("ReformerModelWithLMHead")
     plan = find_plan(model, TWO_FOUR, skip_indivisible=True)

@@ -265,6 +265,7 @@ def test_it_is_measured_and_reported_but_not_compiled_or_trained(source, written
         permtriton.keep_pattern(model)
 
 
+@pytest.mark.slow
 def test_what_another_tool_quantized_is_dequantized_and_compiled(written, tmp_path):
     """The folder lacks the record, which alone says who wrote it."""
     other = shutil.copytree(written, tmp_path / "other", ignore=shutil.ignore_patterns("permtriton.json"))

@@ -110,6 +110,7 @@ def test_layers_of_torch_get_no_gather_and_the_plan_says_so():
     assert "read by another module" in plan.skipped["encoder.layers.0.self_attn.out_proj"]
 
 
+@pytest.mark.slow
 def test_linears_that_run_on_more_than_their_siblings_are_a_site_of_their_own():
     """DeBERTa-v2 gives relative positions to the query and key projections, not to the value projection."""
     from transformers import DebertaV2Config, DebertaV2Model

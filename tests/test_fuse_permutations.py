@@ -22,6 +22,7 @@ def placements(name: str, layout: str) -> dict[str, Placement]:
     return {move.space: move.placement for move in moves}
 
 
+@pytest.mark.slow
 def test_placements_of_llama():
     layer = "model.layers.1"
     fused = placements("llama", "fused")
@@ -53,7 +54,7 @@ def test_a_fold_names_every_parameter_that_moves():
 
 
 @pytest.mark.parametrize(("name", "readers"), [("mixtral", 1), ("qwen3_moe", 1), ("qwen2_moe", 2)])
-@pytest.mark.slow(but=["mixtral-1"])
+@pytest.mark.slow
 def test_a_router_that_reads_the_norm_is_permuted_with_it(name, readers):
     """The router, and the gate of a shared expert, get their columns permuted; the graph and the modules agree."""
     case, model = compiled(name, "fused"), built(name)
@@ -70,7 +71,7 @@ def test_a_router_that_reads_the_norm_is_permuted_with_it(name, readers):
 
 
 @pytest.mark.parametrize("name", ["bert", "bert_mlm", "olmo2"])
-@pytest.mark.slow(but=["bert", "olmo2"])
+@pytest.mark.slow
 def test_a_residual_that_reads_the_same_channels_leads_to_a_gather(name):
     case = compiled(name, "fused")
     found = [move for move in moves_of(case.plan, case.indices) if move.placement is not Placement.FOLDED]

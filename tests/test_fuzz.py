@@ -289,7 +289,7 @@ TENSORS: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow(but=["fused packed"])
+@pytest.mark.slow
 def test_damaged_tensors(intact, tmp_path, kind, soak):
     run(intact, kind, tmp_path, some(TENSORS, soak))
 
@@ -361,6 +361,7 @@ def test_damaged_report(intact, tmp_path, kind):
     run(intact, kind, tmp_path, REPORTS, ways=("export",))
 
 
+@pytest.mark.slow
 def test_damaged_index(intact, tmp_path, soak):
     sharded = {"sharded": tmp_path / "sharded"}
     model = folders.model_of("llama", fused=True, dtype=torch.bfloat16, **SMALL)

@@ -221,6 +221,7 @@ def read(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_the_steps_that_fit_to_the_dense_model_read_it(read):
     found = compiled("heuristic,refit,reconstruct,distill", heuristic_row_weights="fisher")
     assert read == {"refit": 11, "reconstruct": 11, "distill": 11, "fisher_information": 6}
@@ -247,6 +248,7 @@ def test_it_changes_the_result_and_the_record_repeats_it():
     assert "--generated 5" in compile_command("m", first.config)
 
 
+@pytest.mark.slow
 def test_an_interrupted_compilation_continues_with_the_same_text(tmp_path, monkeypatch):
     path, whole, again = tmp_path / "state.safetensors", tiny_model(), tiny_model()
     compiled("refit,distill", whole)

@@ -387,6 +387,7 @@ def test_compile(pristine, workplace):
     assert measured["kl"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_that_transformers_loaded_from_a_file_is_saved(pristine, tmp_path):
     """transformers marks it as quantized and would refuse to save it, though its weights are dequantized."""
     model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
@@ -402,6 +403,7 @@ def test_weights_that_are_still_blocks_are_refused(pristine):
         check_original(model)
 
 
+@pytest.mark.slow
 def test_a_compilation_of_a_file_in_a_folder(workplace):
     result = RUNNER.invoke(app, workplace.compile("--gguf-file", FILE, model="."))
     assert result.exit_code == 0, result.output
@@ -423,6 +425,7 @@ def test_commands_that_write_nothing(workplace):
     assert workplace.files() == before
 
 
+@pytest.mark.slow
 def test_another_file_is_another_run(pristine, workplace, monkeypatch):
     """Its state must not continue a run of other weights, though the name is the same."""
     learn = ["--recipe", "heuristic,learned,mask", "--learn-epochs", "1", "--learn-batch-size", "2"]

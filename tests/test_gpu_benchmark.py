@@ -237,6 +237,7 @@ def test_a_packed_model_must_give_the_same_logits(tmp_path, monkeypatch):
     assert row["results"] == []
 
 
+@pytest.mark.slow(only=["import time; time.sleep(60)-True-cut off after"])
 @pytest.mark.parametrize(
     ("code", "begins", "why"),
     [("import time; time.sleep(60)", True, "cut off after"), ("import os; os._exit(7)", True, "died, exit code 7"),
@@ -408,6 +409,7 @@ def test_the_file_is_json_without_folders(tmp_path):
     assert list(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == ["permute", "norm"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
 def test_its_own_kernels_compile_for_a_gpu():
     """The one that only reads, and the norm that does not permute; all of their programs run at once."""

@@ -47,7 +47,7 @@ def compiled_states(name: str, layout: str) -> tuple[dict, dict, dict]:
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN, "CohereAsrForConditionalGeneration", "EmbeddingGemma2TextModel"])
-@pytest.mark.slow(but=["LlamaForCausalLM-portable"])
+@pytest.mark.slow
 def test_the_order_in_the_record_is_that_of_the_states(name, layout):
     record, dense, found = compiled_states(name, layout)
     undo = record.get("undo", slice(None))
@@ -67,6 +67,7 @@ def test_the_order_of_the_last_state_is_known_where_that_of_others_is_not():
     assert not near(*last)
 
 
+@pytest.mark.slow
 def test_embeddings_of_another_width_have_an_order_of_their_own():
     """ALBERT's are projected to the stream: what ``inputs_embeds`` must be in is not the stream's order."""
     record, dense, found = compiled_states("AlbertForMaskedLM", "portable")
@@ -92,6 +93,7 @@ class PairedForCausalLM(LlamaForCausalLM):
         return CausalLMOutput(logits=self.lm_head(self.model(input_ids)[0][1]))
 
 
+@pytest.mark.slow
 def test_the_order_is_unknown_where_no_last_state_is_returned():
     """Nothing is there to compare with what the plan says of it."""
     torch.manual_seed(0)

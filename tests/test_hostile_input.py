@@ -119,6 +119,7 @@ def test_configs(desk, tmp_path, case, command):
     desk.refuses(desk.compile(model=model) if command == "compile" else ["inspect", str(model)], *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -282,6 +283,7 @@ def test_models_whose_names_are_too_long(desk, command, name):
     desk.refuses(desk.compile(model=name) if command == "compile" else [command, name])
 
 
+@pytest.mark.slow
 def test_names_are_printed_as_text(desk, tmp_path):
     """A name may hold markup, line breaks and the control codes of a terminal."""
     name = "a[/red]\n\x1b[31m:smile:b"
@@ -490,6 +492,7 @@ def given(odd: object) -> object:
 ODD = (None, 1, 1.5, b"x", [], {}, object(), [None], "\0", Path("\0"), torch.ones(2))
 
 
+@pytest.mark.slow(only=["<lambda>3"])
 @pytest.mark.parametrize(
     "call",
     [

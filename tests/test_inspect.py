@@ -91,6 +91,7 @@ def joined(text: str) -> str:
 # -- tables and JSON ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_sites_say_what_runs(model):
     text = joined(invoke(model, "--layout", "fused"))
     order = "its own | in the norm model.layers.*.input_layernorm"
@@ -104,12 +105,14 @@ def test_the_sites_say_what_runs(model):
     assert portable.count("| stream | nothing") == 2
 
 
+@pytest.mark.slow
 def test_several_gathers_are_counted(configs, model):
     text = joined(invoke(configs / "olmo2", "--layout", "fused"))
     assert "3 gathers, 768 bytes per token in bfloat16" in text
     assert "2 gathers, 512 bytes per token in bfloat16" in text
 
 
+@pytest.mark.slow
 def test_a_permutation_that_stays_says_why(configs, model):
     assert "it is an output of the model" in joined(invoke(configs / "bert"))
     assert "it is an output of the model" not in joined(invoke(configs / "bert", "--layout", "fused"))

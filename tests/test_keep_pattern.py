@@ -439,6 +439,7 @@ def test_norms_that_liger_took_the_place_of_are_refused(before):
 # -- what wraps a model ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_without_a_break():
     model = pruned_llama()
     before = zeros_of(model)

@@ -89,7 +89,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
         ("mixtral", "fused", {}),
     ],
 )
-@pytest.mark.slow(but=["llama-portable-options0"])
+@pytest.mark.slow
 def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
     """A mask's gradient is linear in that of the weight: of the sum over micro-batches, it is the sum of theirs."""
     with unstacked_experts(model := zoo.build(name)), zoo.float32_means_float64():
@@ -114,6 +114,7 @@ def test_gradients_of_a_step_do_not_enter_the_next(step):
     assert torch.equal(step.run(keep=True, steps=2), step.run(keep=True, steps=1))
 
 
+@pytest.mark.slow
 def test_adding_up_in_bfloat16_costs_little():
     """The sum is rounded to the weight's dtype at each of 16 micro-batches, unlike that of the masks' gradients."""
     step = Step(zoo.tiny_llama(vocab_size=zoo.VOCABULARY).bfloat16(), sequences=16)

@@ -38,7 +38,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-@pytest.mark.slow(but=["llama", "in place"])
+@pytest.mark.slow
 def test_where_memory_is_short_the_result_is_the_same(name):
     """Then every run of a layer computes all of it."""
     problem, progress = PROBLEMS[name](), Recording()
@@ -50,7 +50,7 @@ def test_where_memory_is_short_the_result_is_the_same(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
-@pytest.mark.slow(but=["llama", "mixtral"])
+@pytest.mark.slow(but=["mixtral"])
 def test_what_is_watched_always_runs(name):
     """No module returns what is kept of it where an expert, or a reader of the residual stream, is inside of it."""
     problem = PROBLEMS[name]()
@@ -68,7 +68,7 @@ def test_what_is_watched_always_runs(name):
 
 @pytest.mark.parametrize("low_memory", [False, True])
 @pytest.mark.parametrize("refuses", [False, True])
-@pytest.mark.slow(but=["True-False", "False-True"])
+@pytest.mark.slow
 def test_each_product_of_the_pruned_model_is_computed_once(low_memory, refuses, monkeypatch):
     """Once per sequence, whether sequences run together or one by one; the last linear of all has no reader."""
     problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16))

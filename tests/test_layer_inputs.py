@@ -82,7 +82,7 @@ def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
 
 
 @pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.slow(but=["True"])
+@pytest.mark.slow
 def test_time_is_linear_in_the_depth(changing):
     """Each layer runs once per part, and if its weights change once more for the next one, beside the recording."""
     model = zoo.tiny_llama(num_hidden_layers=6)
@@ -156,6 +156,7 @@ def test_an_interrupt_while_weights_are_negated_leaves_them_as_they_were():
     assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changing", [False, True])
 def test_hidden_states_stay_on_the_gpu_unless_its_memory_is_short(changing):
     model, plan = zoo.planned("llama_eager")

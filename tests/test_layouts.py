@@ -33,6 +33,7 @@ def test_every_architecture_is_written_out():
     assert set(EXPECTED) == {*zoo.ARCHITECTURES, *zoo.MIXTURES}
 
 
+@pytest.mark.slow(only=["qwen2_moe"])
 @every_name
 def test_where_each_site_goes(name):
     layers, expected = EXPECTED[name]
@@ -142,6 +143,7 @@ def mixtral_with_a_residual_from_the_norm() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_experts_that_cannot_gather_keep_their_order():
     model = mixtral_with_a_residual_from_the_norm()
     plan = find_plan(model, TWO_FOUR, layout="fused")

@@ -61,6 +61,7 @@ def test_the_best_epoch_is_kept_and_never_one_worse_than_the_base(problem):
     assert losses[result.kept] == min(losses)
 
 
+@pytest.mark.slow
 def test_a_base_order_that_nothing_beats_is_kept():
     good = Problem(plant(tiny(), run=2))
     result = good.learn(replace(QUICK, epochs=1, init="random", learning_rate=1e-6, layers="last:1"))

@@ -124,7 +124,7 @@ def dense_weight(weight: Tensor, importance, soft: Tensor, index: Tensor, block_
     "changes",
     [{}, {"group_scale": False, "init": "random", "clamp": 1.0}, {"sinkhorn_rounds": 0}, {"block_size": 4096}],
 )
-@pytest.mark.slow(but=["changes0-wanda", "changes1-ria"])
+@pytest.mark.slow
 def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, changes):
     exact = Problem(tiny(dtype=torch.float64), method=method)
     options = replace(QUICK, **changes)

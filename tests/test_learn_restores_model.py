@@ -32,6 +32,7 @@ def test_parameters_keep_their_order():
     assert [name for name, _ in fresh.model.named_parameters()] == before
 
 
+@pytest.mark.slow
 def test_a_forward_of_a_layers_own_comes_back():
     """Offloading and quantisation libraries put their own ``forward`` on modules."""
     wrapped = Problem(plant(tiny()))

@@ -57,6 +57,7 @@ class Gradients:
         self.relaxation.zero_grad()
 
 
+@pytest.mark.slow(only=["llama-portable", "phi3-portable"])
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3"])
 def test_the_learning_graph_learns_as_the_trainer_does(name, layout):

@@ -348,6 +348,7 @@ def test_a_models_own_code_runs_when_trusted(with_code):
     assert mark.exists()
 
 
+@pytest.mark.slow
 def test_a_models_own_code_is_saved_with_it(with_code, tmp_path, monkeypatch):
     """It loads where neither the original folder nor a class in memory is."""
     source, _ = with_code
@@ -443,6 +444,7 @@ def test_what_a_folder_is_refused_for_is_refused_of_a_hub_name(folder, tmp_path,
             load.load_original(Source(name))
 
 
+@pytest.mark.slow
 def test_files_of_a_hub_name_that_are_read_beside_the_model_are_saved_with_it(folder, tmp_path, monkeypatch):
     (folder / "preprocessor_config.json").write_text("{}")
     in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
@@ -504,6 +506,7 @@ def test_what_the_hub_may_have_is_not_left_out_in_silence(folder, tmp_path, monk
     assert load_tokenizer(Source("someone/model")) is None
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatch):
     """Only config and headers: the estimate is that of the folder, but for the time."""
     headers = {}

@@ -25,7 +25,7 @@ CONFIG = CompileConfig(sparsity=PATTERN)
 @pytest.mark.parametrize("block_size", [8, 12, 16])
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 @pytest.mark.parametrize("layers", ["all", "last:1"])
-@pytest.mark.slow(but=["last:1-fused-16"])
+@pytest.mark.slow
 def test_every_linear_gets_the_order_of_its_site(block_size, layout, layers):
     """Including tied channels, blocks of two sizes, and layers that do not learn."""
     given = Problem(tiny(), layout=layout)
@@ -111,6 +111,7 @@ class Synchronisations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_the_host_waits_no_more_often_in_a_model_of_more_layers():
     counts = []
     for layers in (1, 3):

@@ -262,7 +262,7 @@ def test_a_sampling_rate_that_no_filter_can_change_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["opt", "kosmos2"])
-@pytest.mark.slow(but=["opt"])
+@pytest.mark.slow
 def test_images_and_token_ids_together(name):
     model = media.image_and_text(name)
     inputs = media.image_and_text_inputs(name)

@@ -146,6 +146,7 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     assert not needs(model, plan, recipe="heuristic,searched,mask").low_memory, "it has no choice"
 
 
+@pytest.mark.slow
 def test_output_gradients_of_experts_are_of_the_tokens_that_are_sent_to_them():
     model, plan = unstacked("qwen3_moe")
     samples, config = Samples.of(zoo.token_ids(8, 12)), config_from({"refit_metric_tokens": 8 * 12}, "refit")
@@ -160,6 +161,7 @@ def test_available_memory_is_in_bytes():
     assert available_memory(CPU) > 2**20
 
 
+@pytest.mark.slow
 def test_what_torch_keeps_of_a_gpu_for_its_next_tensors_is_available(monkeypatch):
     free = [10]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free[-1], 100))
@@ -277,6 +279,7 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> memory.Needs
     return needs
 
 
+@pytest.mark.slow
 def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_memory(model):
     kept, recomputed = spared(model, 10**12), spared(model, 0)
     assert (kept.recomputes, recomputed.recomputes) == (False, True)
@@ -290,6 +293,7 @@ def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_m
     assert asked.stages["tune"] == recomputed.stages["tune"]
 
 
+@pytest.mark.slow
 def test_models_that_keep_more_than_a_llama_recompute(model):
     shared = AlbertModel(AlbertConfig(**zoo.SIZES, embedding_size=32)).eval()
     for found in (zoo.build("mixtral"), shared, zoo.build("llama", attn_implementation="eager")):
@@ -328,6 +332,7 @@ def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     model = zoo.build("llama", num_hidden_layers=4)
     plan = find_plan(model, NMPattern(2, 4))

@@ -153,6 +153,7 @@ def test_steps_multiply_as_the_config_says_and_measure_in_float32(step, mixed):
         assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_training_aims_at_is_computed_in_float32():
     starts = []
     for mixed in (True, False):
@@ -193,6 +194,7 @@ def test_fixed_weights_are_rounded_once(kind, bias):
         assert torch.equal(linear(inputs[:1]), few)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [True, False])
 def test_text_is_written_as_the_config_says(mixed):
     config = config_from({"generated": 2, "mixed_precision": mixed}, "refit")

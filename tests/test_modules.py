@@ -156,7 +156,7 @@ needs_compiler = pytest.mark.skipif(
     ("name", "backend"),
     [("llama", "aot_eager"), ("llama", "inductor"), ("gpt2", "inductor"), ("gemma2", "inductor")],
 )
-@pytest.mark.slow(but=["llama-aot_eager"])
+@pytest.mark.slow
 def test_compiles_as_one_graph_and_equals_eager(name, backend):
     model = zoo.build(name, **({"n_layer": 1} if name == "gpt2" else {"num_hidden_layers": 1}))
     permute_norms(model, name)

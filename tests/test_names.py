@@ -84,7 +84,7 @@ def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:
     ("name", "layout"),
     [*((name, "portable") for name in RENAMED), ("llava", "fused"), ("nomic_bert", "fused"), ("nemotron_h", "fused")],
 )
-@pytest.mark.slow(but=["llava-portable"])
+@pytest.mark.slow
 def test_renamed_models_are_saved_exported_and_loaded(name, layout, tmp_path):
     result = compiled(build(name), layout)
     result.save_pretrained(tmp_path / "out")
@@ -106,6 +106,7 @@ def test_renamed_models_are_saved_exported_and_loaded(name, layout, tmp_path):
     assert all(torch.equal(tensors[key], dense[key]) for key in tensors)
 
 
+@pytest.mark.slow
 def test_a_model_that_was_loaded_under_published_names_is_saved_under_them(tmp_path):
     model = build("llava")
     model.save_pretrained(tmp_path / "dense")

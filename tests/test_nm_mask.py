@@ -230,6 +230,7 @@ def test_values_of_soft_do_not_matter():
     assert torch.equal(results[0], nm_mask(weight, factors, index, torch.empty(0), [8], TWO_FOUR, True))
 
 
+@pytest.mark.slow
 def test_compiles_without_a_break():
     weight, factors, index = weight_of(5, 12), factors_of("power 2", 5, 12, torch.float32), block_index([8, 4])
 

@@ -108,6 +108,7 @@ def compiled(source, folder, output, layout):
     return result, result.save_pretrained(output / "model"), files
 
 
+@pytest.mark.slow(but=["fused"])
 @pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.slow)])
 def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
     zoo.planned("llama_eager")[0].save_pretrained(tmp_path / "dense")
@@ -213,6 +214,7 @@ def test_targets_are_in_files_in_any_order(offload):
     assert not [use for uses in needs.stages.values() for use in uses if "targets" in use], "none is in memory"
 
 
+@pytest.mark.slow
 def test_pruned_weights_wait_in_files_while_dense_ones_take_their_place(offload):
     """T5's decoder has its dense weights while the inputs of the encoder's layers are recorded."""
     model, config = test_seq2seq.build("t5"), config_from({"reconstruct_epochs": 1}, "mask,reconstruct")

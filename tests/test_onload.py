@@ -68,7 +68,7 @@ def run(model, steps: str, options: dict, **where):
         pytest.param("bert", "tune", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.slow(but=["llama_eager-refit", "llama_eager-tune", "llama_eager-distill"])
+@pytest.mark.slow(but=["llama_eager-refit"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)
@@ -106,6 +106,7 @@ def test_backward_passes_of_what_is_no_chain_and_layers_in_lists(make):
         assert torch.equal(model.state_dict()[key], tensor), key
 
 
+@pytest.mark.slow
 def test_refusals():
     model = zoo.build("llama_eager")
     with pytest.raises(ConfigError, match="is for a GPU, but the device is cpu"):
@@ -142,6 +143,7 @@ def needed(model, ways: tuple[Way, ...]) -> int:
     return estimate(Planned(model, config, samples, *plan_model(model, config, samples)), devices).peak
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
     model = zoo.build("llama_eager", intermediate_size=512, num_hidden_layers=4)
     size = (needed(model, WHOLE) + needed(model, ONLOADED)) // 2
@@ -205,6 +207,7 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
         compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, ways=ONLOADED)
 
 
+@pytest.mark.slow(only=["2-default"])
 @pytest.mark.parametrize("recipe", ["default", "best"])
 @pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):

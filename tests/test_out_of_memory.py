@@ -57,7 +57,7 @@ def problem():
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.slow(but=["True"])
+@pytest.mark.slow
 def test_learning(problem, backward):
     options = replace(learning.QUICK, epochs=1)
     expected = problem.learn(options, micro_batch_size=4)
@@ -91,7 +91,7 @@ def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
 
 @pytest.mark.parametrize("stage", ["distill", "reconstruct"])
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.slow(but=["True-distill"])
+@pytest.mark.slow
 def test_training_kept_weights(stage, backward):
     pruned = updating.tiny()
     getattr(pruned, stage)(epochs=1)
@@ -105,6 +105,7 @@ def test_training_kept_weights(stage, backward):
     assert pruned.moved(), "something was trained"
 
 
+@pytest.mark.slow
 def test_a_gradient_that_could_not_be_collected_does_not_count_twice(monkeypatch):
     """Memory runs out in the hook that collects a gradient, before it has given up the gradient of the parameter."""
     pruned = updating.tiny()

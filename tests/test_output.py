@@ -65,6 +65,7 @@ def another_process(out: Path) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_a_killed_one_is_not_in_the_way(place):
     """The lock dies with its process, even by SIGKILL; what that process left is removed, and this is said."""
     earlier = write(place / "out", "earlier")
@@ -289,6 +290,7 @@ print(sorted(path.name for path in disk.iterdir()))
 """
 
 
+@pytest.mark.slow
 def test_a_small_disk_that_becomes_full(place):
     """In a mount namespace of its own, which needs rights: the mount is gone with the process."""
     try:

@@ -47,6 +47,7 @@ def check_patterns(model) -> None:
     assert (counts(model, GATE, 4) == 2).float().mean() > 0.99
 
 
+@pytest.mark.slow
 def test_the_plan_knows_them():
     plan = find_plan(zoo.build("llama"), TWO_FOUR, pattern=OWN)
     found = {name: str(pattern) for name, pattern in plan.patterns.items()}
@@ -83,12 +84,14 @@ def test_what_is_refused(pattern, words):
         find_plan(zoo.build("llama"), TWO_FOUR, pattern=[pattern])
 
 
+@pytest.mark.slow
 def test_one_that_an_earlier_one_leaves_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"down_proj=1:4` names no linear that an earlier one does not"):
         find_plan(zoo.build("llama"), TWO_FOUR, pattern=["Linear=4:8", "*.down_proj=1:4"])
     assert find_plan(zoo.build("llama"), TWO_FOUR, pattern=["*.down_proj=4:8"], ignore=["*.down_proj"]).sites
 
 
+@pytest.mark.slow
 def test_with_a_dense_share():
     found = compiled(recipe="mask", dense_share=0.3)
     left = [name for name, pattern in found.plan.patterns.items() if str(pattern) == "4:8"]
@@ -97,7 +100,7 @@ def test_with_a_dense_share():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
-@pytest.mark.slow(but=["gpt2"])
+@pytest.mark.slow
 def test_transposed_weights_and_stacks_of_experts(name, tmp_path):
     linears = {"gpt2": "*.mlp.c_proj", "mixtral": "re:.*experts.*down_proj"}[name]
     config = config_from({"recipe": "heuristic,mask", "pattern": [f"{linears}=4:8"]})
@@ -138,6 +141,7 @@ def test_every_recipe_keeps_them(recipe, layout):
     assert "--pattern '*.down_proj=4:8' --pattern 're:" in compile_command("model", found.config)
 
 
+@pytest.mark.slow
 def test_from_the_compiled_folder_to_the_packed_one(tmp_path):
     plain = compiled("fused").save_pretrained(tmp_path / "plain")
     record = json.loads((plain / "permtriton.json").read_text())
@@ -160,6 +164,7 @@ def test_from_the_compiled_folder_to_the_packed_one(tmp_path):
     assert "2:4, but 4:8 in 2 and 1:4 in 2 of 14 weights" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_training_keeps_them(tmp_path):
     plain = compiled().save_pretrained(tmp_path / "plain")
     model = AutoModelForCausalLM.from_pretrained(plain)

@@ -38,6 +38,7 @@ def pruned(problem: Problem, step: str, progress=None, state=None) -> tuple[dict
     return weights, [{**part, "seconds": 0} for part in parts or []]
 
 
+@pytest.mark.slow(but=["llama-refit", "experts-sparsegpt"])
 @pytest.mark.parametrize("step", ["refit", "sparsegpt"])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_continues_to_the_same_end(path, name, step):
@@ -58,6 +59,7 @@ def test_it_continues_to_the_same_end(path, name, step):
     assert len(again.steps) == len(whole.steps) // layers + layers - 1, "one layer was pruned, the others were read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", ["refit", "sparsegpt"])
 def test_a_state_of_another_run_or_a_damaged_one_is_refused(path, step):
     problem = MODELS["llama"]()
@@ -79,6 +81,7 @@ def test_states_of_another_output_stay(path):
     assert sorted(file.name for file in path.parent.iterdir()) == sorted(others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["refit,tune", "heuristic,sparsegpt,tune"])
 def test_a_recipe_continues_after_its_pruned_layers(tmp_path, recipe):
     config = config_from({"tune_steps": 4, "refit_iterations": 2, "refit_exchanges": 1}, recipe)

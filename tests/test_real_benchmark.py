@@ -161,6 +161,7 @@ def test_their_rows_have_a_script_and_pinned_requirements(row):
     assert all("==" in line for line in (PEERS / f"{peer}.txt").read_text().split())
 
 
+@pytest.mark.slow
 def test_cost_and_errors_of_a_command():
     code = "import time\nheld = bytearray(300 << 20)\nwhile time.process_time() < 0.5: pass\nprint('done')"
     cost, printed = benchmark.run([sys.executable, "-c", code], 1)

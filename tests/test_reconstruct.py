@@ -157,6 +157,7 @@ def chains(pruned: Pruned, layers: dict[str, nn.Module]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_chain_ends_where_hidden_states_change_between_layers():
     pruned = tiny(layers=3)
     layers = dict(zip("abc", layer_modules(pruned.model, pruned.plan), strict=True))
@@ -212,6 +213,7 @@ def test_a_loss_that_is_not_finite_is_a_clear_error():
     assert all(weight.isfinite().all() for weight in pruned.weights.values()), "dense weights were taken out again"
 
 
+@pytest.mark.slow
 def test_fused_layout():
     model = zoo.tiny_llama()
     zoo.randomize(model)

@@ -168,7 +168,7 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("name", [name for name in (*SAMPLE, *FURTHER) if "refused" not in KNOWN[name]["portable"]])
-@pytest.mark.slow(but=["LlamaForCausalLM", "BartForConditionalGeneration"])
+@pytest.mark.slow(but=["LlamaForCausalLM"])
 def test_outputs_are_added_to_what_the_module_read(name):
     model = tiny.build(name).eval()
     with unstacked_experts(model):

@@ -34,6 +34,7 @@ def test_restacking_restores_the_original_modules():
     assert all(torch.equal(values[name], tensor) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow(but=["new"])
 @pytest.mark.parametrize("storage", ["in place", "new"])
 def test_restacking_keeps_what_changed(storage):
     """Learning gives weights a new storage, masks and folds write into the one they have."""

@@ -117,7 +117,7 @@ def test_rows_that_the_loss_does_not_feel_are_no_error():
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "mixtral"])
-@pytest.mark.slow(but=["llama"])
+@pytest.mark.slow
 def test_compile_weighs_rows_only_if_asked(name):
     """With one token, most experts are never visited."""
     indices = {}
@@ -128,6 +128,7 @@ def test_compile_weighs_rows_only_if_asked(name):
     assert any(not torch.equal(index, indices["none"][space]) for space, index in indices["fisher"].items())
 
 
+@pytest.mark.slow
 def test_with_row_weights_the_units_of_linears_do_not_decide_the_order():
     """RIA divides weights by sums of weights: its scores stay, where a factor moves on and gradients grow by it."""
     orders = []

@@ -79,6 +79,7 @@ def test_saves_a_plain_checkpoint_that_transformers_loads(compiled, place):
         assert torch.equal(reloaded(ids).logits, compiled.model(ids).logits)
 
 
+@pytest.mark.slow
 def test_what_is_read_beside_a_model_and_its_tokenizer_is_saved(place):
     """The processor of images and text, and what sentence-transformers reads; but no link out of the folder."""
     off_path.build("llava").save_pretrained(place / "dense")
@@ -357,6 +358,7 @@ def test_the_report_names_pruned_weights_and_hashes(compiled, place):
     assert report["files"] == {"model.safetensors": expected}
 
 
+@pytest.mark.slow
 def test_pruned_parameters_know_their_input_dimension():
     for name, dim in (("gpt2", 0), ("llama", 1)):
         model, plan = zoo.planned(name)
@@ -488,6 +490,7 @@ def test_a_config_that_cannot_be_saved_again_is_refused_before_any_work(place):
         permtriton.compile(place / "model", data=zoo.tiny_ids(4, 16), recipe="mask")
 
 
+@pytest.mark.slow
 def test_what_transformers_cannot_save_later_is_our_error_too(place):
     """Without an output, nothing is rehearsed: it may never be saved."""
     compiled = permtriton.compile(shared(zoo.tiny_llama()), data=zoo.tiny_ids(4, 16), recipe="mask")

@@ -72,6 +72,7 @@ def test_a_state_that_does_not_belong_is_refused(given, tmp_path, content):
         given.search(state=SearchFile(path, MINE))
 
 
+@pytest.mark.slow
 def test_compile_continues_only_an_equal_compilation(tmp_path):
     def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
         config = config_from({**OPTIONS, "search_rounds": 2, **changes})
@@ -105,7 +106,7 @@ def test_what_is_searched_right_passes(name, layout):
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.slow(but=["fused"])
+@pytest.mark.slow
 def test_an_order_that_is_not_the_one_measured_is_refused(layout, monkeypatch):
     def search_another(*arguments, **options) -> SearchedOrder:
         found = search(*arguments, **options)

@@ -77,7 +77,7 @@ def inputs_of(name: str):
     ("name", "layout", "pruning"),
     [("t5", "portable", "sparsegpt"), ("bart", "fused", "mask"), ("whisper", "portable", "mask")],
 )
-@pytest.mark.slow(but=["t5-portable-sparsegpt"])
+@pytest.mark.slow
 def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
     model = build(name)
     compiled = compile_model(
@@ -103,7 +103,7 @@ def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "layout"), [("bart", "portable"), ("t5", "fused")])
-@pytest.mark.slow(but=["bart-portable"])
+@pytest.mark.slow
 def test_the_encoders_state_is_read_by_one_site_of_all_decoder_layers(name, layout):
     plan = find_plan(build(name), NMPattern(2, 4), layout=layout)
     (cross,) = [site for site in plan.sites if len(site.layer_paths) > 1]
@@ -114,6 +114,7 @@ def test_the_encoders_state_is_read_by_one_site_of_all_decoder_layers(name, layo
     assert layers[2] == [cross]
 
 
+@pytest.mark.slow
 def test_a_headless_model_keeps_the_order_of_both_states():
     model = T5Model._from_config(T5Config(**T5))
     randomize(model.eval())
@@ -122,6 +123,7 @@ def test_a_headless_model_keeps_the_order_of_both_states():
     assert last_hidden_state(model, samples_of(model, IDS)).shape == (6, 8, 32)
 
 
+@pytest.mark.slow
 def test_tables_that_are_not_saved_keep_their_order():
     """Marian makes its tables of sines when it is loaded, so that no permutation can be folded into them."""
     model = MarianMTModel._from_config(MarianConfig(**BART)).eval()
@@ -133,6 +135,7 @@ def test_tables_that_are_not_saved_keep_their_order():
     ]
 
 
+@pytest.mark.slow
 def test_an_encoder_alone_is_no_encoder_decoder():
     model = UMT5EncoderModel._from_config(UMT5Config(**T5))
     assert arguments_of(model, {"input_ids": IDS}).keys() == {"input_ids"}

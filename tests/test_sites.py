@@ -285,6 +285,7 @@ def test_hidden_state_is_the_stream(name):
     assert torch.equal(plan.hidden.units, torch.arange(zoo.HIDDEN))
 
 
+@pytest.mark.slow(only=["gemma2"])
 @pytest.mark.parametrize("name", zoo.slow_but(zoo.TELLING, [name for name in EXPECTED if name != "falcon"]))
 def test_same_plan_from_the_meta_device(name):
     with torch.device("meta"):
@@ -353,6 +354,7 @@ def test_gpt_neox_values_are_interleaved_by_head(kind):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_falcon_values_are_the_last_head_of_the_packed_projection_and_serve_every_query_head():
     layer = "transformer.h.1.self_attention"
     plan, heads = plan_of("falcon"), range(zoo.HEADS)

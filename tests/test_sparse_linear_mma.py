@@ -317,6 +317,7 @@ def test_what_the_kernel_takes(tokens, rows, channels, dtype, fits):
     assert mma.takes(tokens, rows, channels, dtype, TWO_FOUR) is fits
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 def test_the_defaults_compile_without_a_spill(tmp_path):
     variants = [

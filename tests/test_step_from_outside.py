@@ -146,6 +146,7 @@ def test_methods_has_every_step():
         methods.Heuristics  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_example_runs(here, capsys):
     runpy.run_path(str(EXAMPLE))["main"](["model", "--data", "text.txt", "--sequence-length", "16"])
     assert "50.0% to 50.0% zeros, by heuristic,relative" in capsys.readouterr().out

@@ -20,6 +20,7 @@ def tokenizer():
     return trained_tokenizer()
 
 
+@pytest.mark.slow
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.text("ab \n\t", max_size=60), st.integers(1, 9), st.integers(1, 20))
 def test_pieces_are_the_text_and_short(text, longest_line, longest_piece):
@@ -80,6 +81,7 @@ def test_no_second_end_token_follows_the_code_of_a_language():
         tokenizer.backend_tokenizer.post_processor = plain
 
 
+@pytest.mark.slow
 def test_a_tokenizer_never_sees_a_longer_line(tokenizer):
     """However many characters follow each other without a line break or white space, time grows with their number."""
     seen = []

@@ -220,6 +220,7 @@ def test_a_rank_that_ends_before_it_has_joined_ends_the_run(torchrun, tmp_path):
     assert "rank 0 stops: rank 1 had not begun: it has ended (torchrun's report names its exit code)" in line
 
 
+@pytest.mark.slow
 def test_an_error_that_all_ranks_meet_is_said_once(torchrun, tmp_path):
     command = ["compile", "./missing", *torchrun.command(tmp_path / "out")[2:]]
     codes = torchrun.run(command, command)

@@ -129,6 +129,7 @@ def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_
     assert traced.hidden_node.meta["val"].shape == (1, 3, 16)
 
 
+@pytest.mark.slow
 def test_what_export_cannot_follow_is_refused_in_one_line(capfd):
     """torch.export prints the whole graph up to a choice that depends on values."""
     model = zoo.build("llama")
@@ -140,6 +141,7 @@ def test_what_export_cannot_follow_is_refused_in_one_line(capfd):
     assert not logging.root.manager.disable
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_run_by_itself_is_said_so():
     words = r"does not run by itself on input_ids \[1, 4\]: RuntimeError at .*The size of tensor.*Check config.json"
     for device in ("cpu", "meta"):
@@ -152,6 +154,7 @@ class Branching(nn.Module):
         return x * 2 if x.isfinite().all() else x
 
 
+@pytest.mark.slow
 def test_a_branch_that_all_samples_take_is_traced():
     model = zoo.build("llama")
     model.model.norm = Branching()
@@ -183,6 +186,7 @@ def test_all_rows_are_taken_where_a_mask_selects_some():
     assert OTHER_VALUES in graph_module.meta
 
 
+@pytest.mark.slow
 def test_a_channel_that_selects_rows_keeps_its_place():
     model = zoo.tiny_llama(num_hidden_layers=1)
     mlp = model.model.layers[0].mlp
@@ -206,6 +210,7 @@ def test_a_model_that_draws_random_numbers_is_refused():
         trace(model)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_traced_as_something_else_is_refused_before_it_changes():
     """The attention of PaliGemma is masked in one way when it is traced, and in another when it runs."""
     model = off_path.build("paligemma")

@@ -353,6 +353,7 @@ def compiled(recipe: str, model: PreTrainedModel | None = None, ids: Tensor | No
     return compile_model(model or tiny_model(), None, config_from({**SMALL, **config}, recipe), ids=ids, **options)
 
 
+@pytest.mark.slow
 def test_norms_that_permute_are_tuned():
     model = tiny_model()
     before = parameters(model)
@@ -406,6 +407,7 @@ def test_rows_of_a_file_that_calibration_does_not_draw_are_read(trained_on, tmp_
         compiled("mask,tune", ids=None, **source)
 
 
+@pytest.mark.slow
 def test_it_reads_what_the_dense_model_wrote(trained_on):
     compiled("mask,tune", ids=IDS[:3], generated=20, activation_checkpointing=False)
     rows = torch.cat(trained_on)

@@ -79,6 +79,7 @@ def test_layers_in_lists_of_lists_have_the_numbers_of_the_outermost():
     assert {site.layer for space in last for site in plan.sites_of(space)} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 def test_linears_on_rows_whose_number_depends_on_values(layout):
     """X-MOD sends the tokens of each language through an adapter of its own."""

@@ -68,6 +68,7 @@ def test_an_epoch_of_many_steps_keeps_its_state_in_between(path, monkeypatch):
     assert equal(pruned.trained_weights(), expected)
 
 
+@pytest.mark.slow
 def test_reconstruction_continues_to_the_same_end(path):
     pruned = tiny(layers=3)
     options = {"epochs": 2, "window": "mlp"}

@@ -60,7 +60,7 @@ def check(record: table.Record) -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-@pytest.mark.slow(but=["Lfm2ForCausalLM", "DebertaV2ForMaskedLM", "WhisperForConditionalGeneration"])
+@pytest.mark.slow
 def test_sample(name):
     check(trial.trial(name, compiled=False))
 
@@ -106,7 +106,7 @@ def test_every_class_is_compiled_by_the_default_or_refused(soak):
 @pytest.mark.parametrize(
     "name", ["BltForCausalLM", "MusicgenForCausalLM", "FlavaModel", "UnlimitedOcrForConditionalGeneration"]
 )
-@pytest.mark.slow(but=["MusicgenForCausalLM"])
+@pytest.mark.slow
 def test_compiled_saved_and_reloaded(name):
     """Linears that are dense beside packed ones, several embeddings, none that the model names, masks under vmap."""
     check(trial.trial(name, compiled=True))
