@@ -35,20 +35,23 @@ def _check_named_cases(items, *, whole: bool) -> None:
     """Refuses a mark that names a case which is not there: another one would silently be left out, or run."""
     there: dict = {}
     for item in items:
-        if (mark := item.get_closest_marker("slow")) and mark.kwargs:
-            (names,) = mark.kwargs.values()
-            there.setdefault(item.nodeid.partition("[")[0], (set(names), set()))[1].add(item.callspec.id)
+        for mark in item.iter_markers("slow"):
+            for names in mark.kwargs.values():
+                there.setdefault(item.nodeid.partition("[")[0], (set(names), set()))[1].add(item.callspec.id)
     for test, (names, found) in there.items():
         if whole and names - found:
             raise pytest.UsageError(f"{test}: the mark slow names {sorted(names - found)}, none of its cases")
 
 
 def _is_slow(item) -> bool:
-    if (mark := item.get_closest_marker("slow")) is None:
-        return False
-    if "only" in mark.kwargs:
-        return item.callspec.id in mark.kwargs["only"]
-    return not mark.kwargs or item.callspec.id not in mark.kwargs["but"]
+    """Whether any of its marks says so: that of the test, or that of the case."""
+    return any(_says_slow(mark.kwargs, item) for mark in item.iter_markers("slow"))
+
+
+def _says_slow(names: dict, item) -> bool:
+    if "only" in names:
+        return item.callspec.id in names["only"]
+    return not names or item.callspec.id not in names["but"]
 
 
 @pytest.fixture(scope="session")

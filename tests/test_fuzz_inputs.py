@@ -100,7 +100,7 @@ def damaged_json(trap: Trap, file: str, case: tuple, work) -> bool:
         ("tokenizer.json", (), 25, load),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(but=["config.json-more1-12-inspect", "tokenizer.json-more4-25-load"])
 def test_json_of_a_model_folder(trap, soak, file, more, count, work):
     """Some cases are refused and some are not, or the test shows nothing."""
     cases = json_edits(json.loads((trap.pristine / file).read_text()), more)
@@ -109,7 +109,6 @@ def test_json_of_a_model_folder(trap, soak, file, more, count, work):
     assert set(results) == {False, True}
 
 
-@pytest.mark.slow
 def test_bytes_of_a_model_folder(trap, soak):
     files = sorted(p.name for p in trap.pristine.iterdir() if p.suffix in (".json", ".safetensors", ".jinja"))
 
@@ -140,7 +139,6 @@ def packed(tmp_path_factory) -> Trap:
     return Trap(root / "trap", root / "trap" / "pristine", root / "the code ran")
 
 
-@pytest.mark.slow
 def test_bytes_of_a_packed_folder(packed, soak, tmp_path):
     """Its weights have hashes, so that none of their bytes can change unseen."""
     files = [CONFIG, WEIGHTS, "permtriton.json", "generation_config.json"]

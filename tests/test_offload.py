@@ -108,8 +108,8 @@ def compiled(source, folder, output, layout):
     return result, result.save_pretrained(output / "model"), files
 
 
-@pytest.mark.slow(but=["fused"])
-@pytest.mark.parametrize("layout", ["portable", pytest.param("fused", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["portable", "fused"])
 def test_the_result_is_that_in_memory_and_no_file_is_left(layout, tmp_path):
     zoo.planned("llama_eager")[0].save_pretrained(tmp_path / "dense")
     outputs = []
