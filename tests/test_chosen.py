@@ -114,10 +114,9 @@ def test_a_dense_linear_beside_pruned_ones_reads_the_new_order(layout):
             {"ignore": [r"re:.*experts\.0\."]},
             r"^`ignore=` leaves .*experts\.0\..* dense, but not all the other experts",
         ),
-        pytest.param(
+        (
             {"targets": [r"re:.*experts\.[1-9]\."]},
             r"^`targets=` leaves .*experts\.0\..* or none, such as by `ignore=.*ex",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -56,16 +56,16 @@ def run(model, steps: str, options: dict, **where):
     [
         ("llama_eager", "refit"),
         ("bert", "reconstruct"),
-        pytest.param("mixtral", "sparsegpt", marks=pytest.mark.slow),
-        pytest.param("llama_eager", "reconstruct", marks=pytest.mark.slow),
-        pytest.param("opt", "reconstruct", marks=pytest.mark.slow),
-        pytest.param("gemma2", "refit", marks=pytest.mark.slow),
+        ("mixtral", "sparsegpt"),
+        ("llama_eager", "reconstruct"),
+        ("opt", "reconstruct"),
+        ("gemma2", "refit"),
         ("llama_eager", "tune"),
         ("llama_eager", "distill"),
-        pytest.param("bert", "distill in parts", marks=pytest.mark.slow),
-        pytest.param("llama_eager", "distill in parts", marks=pytest.mark.slow),
-        pytest.param("opt", "tune", marks=pytest.mark.slow),
-        pytest.param("bert", "tune", marks=pytest.mark.slow),
+        ("bert", "distill in parts"),
+        ("llama_eager", "distill in parts"),
+        ("opt", "tune"),
+        ("bert", "tune"),
     ],
 )
 @pytest.mark.slow(but=["llama_eager-refit"])
@@ -207,7 +207,6 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
         compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, ways=ONLOADED)
 
 
-@pytest.mark.slow(only=["2-default"])
 @pytest.mark.parametrize("recipe", ["default", "best"])
 @pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
 def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):
