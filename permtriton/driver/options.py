@@ -5,7 +5,7 @@ from math import ceil
 from typing import Any
 
 from permtriton.config import OF_TEXT, SURPLUS, WRITTEN, CommonConfig
-from permtriton.driver.step import Step
+from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError
 from permtriton.util.option import Option, documented, options_of
 
@@ -48,6 +48,11 @@ class CompileConfig(CommonConfig):
     def uses_importance(self) -> bool:
         """Whether the importance decides anything."""
         return bool(self.dense_share) or any(step.uses_importance() for step in self.steps)
+
+    @property
+    def updates(self) -> bool:
+        """Whether the step that prunes updates the weights that are kept."""
+        return any(step.stage is Stage.PRUNE and not step.keeps_values for step in self.steps)
 
     @property
     def gradients(self) -> bool:

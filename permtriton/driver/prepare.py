@@ -1,5 +1,6 @@
 """The first stage of a compilation: what it is given, what is measured before anything changes, and its run."""
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.methods.measure.importance import importances_of, inverts_hessians, of_errors
 from permtriton.methods.measure.statistics import describe_few, site_statistics, tokens_of_experts
-from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest
+from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest, statistics_and_shares_left
 from permtriton.model.checks import check_same_outputs, model_outputs
 from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
@@ -114,8 +115,8 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
     device, workspace = given.device or model.device, given.workspace()
     progress = workspace.progress
     start = planned(model, given, workspace)
-    for left in reasons_of(start.plan.skipped) if start.config.skip_indivisible else ():
-        progress.say(f"left dense: {left}")
+    for reason in reasons_of(start.plan.skipped) if start.config.skip_indivisible else ():
+        progress.say(f"left dense: {reason}")
     start, needs, placement, devices = placed(start, workspace, device, given.ways)
     config = start.config
     with workspace.timed("identify"):
@@ -138,7 +139,9 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
     reference = Reference(model, samples)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
-    evaluation, statistics, expert_tokens = None, {}, {}
+    evaluation, expert_tokens = None, {}
+    statistics: dict[str, Tensor] = {}
+    left: dict[str, float] | None = None
     with placement.running(model, start.plan) as runs:
         if start.held_out is not None:
             with workspace.timed("evaluate"):
@@ -147,7 +150,11 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         if config.uses_importance:
             with workspace.timed("calibrate"):
                 method = of_errors(config.importance) if config.dense_share else config.importance
-                statistics = site_statistics(runs, start.plan, method, samples, batch, progress, workspace.store)
+                text = samples, batch, progress, workspace.store
+                if config.dense_share and inverts_hessians(method) and config.updates:
+                    statistics, left = statistics_and_shares_left(runs, start.plan, *text)
+                else:
+                    statistics = site_statistics(runs, start.plan, method, *text)
             expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)
             few = describe_few(runs, expert_tokens)
             if few and not config.calibration.calibrate_all_experts:
@@ -168,7 +175,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         needs=needs,
         placement=placement,
     )
-    return without_dense_share(run) if config.dense_share else run
+    return without_dense_share(run, left) if config.dense_share else run
 
 
 def placed(
@@ -259,13 +266,17 @@ def _check_traced(start: Planned) -> None:
         check_same_outputs(traced, lambda: model_outputs(model, sample), model, stage)
 
 
-def without_dense_share(run: Run) -> Run:
-    """Returns a run that leaves the linears of the dense share out, planned anew."""
+def without_dense_share(run: Run, left: Mapping[str, float] | None) -> Run:
+    """Returns a run that leaves the linears of the dense share out, planned anew.
+
+    Args:
+        left: linear -> what an update of kept weights leaves of its cost; None where none is made.
+    """
     model, config, sites = run.model, run.config, {name: site.name for site, name in run.plan.linears()}
     with run.workspace.timed(DENSE_SHARE):
         rows = run.row_weights()
         errors = importances_of(model, run.plan, of_errors(config.importance), run.statistics)
-        chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share)
+        chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
         run.workspace.note(dense=chosen)
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)

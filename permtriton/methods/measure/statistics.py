@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
 
+Measured = TypeVar("Measured")
 GRAM_COLUMNS = 256  # fewer per product make products slower than what they spare
 
 
@@ -50,20 +52,41 @@ def site_statistics(
     if not inverts_hessians(method):
         layers = once_each(model, plan, samples, batch, store) if store.one_layer else None
         return channel_norms(model, plan.sites, samples, batch, progress, layers)
-    diagonals: dict[str, Tensor] = {}
+    diagonals = of_hessians(
+        model, plan, samples, batch, progress, store, lambda site, each: inverse_diagonal(each, site.name).cpu()
+    )
+    for name, diagonal in diagonals.items():
+        check_finite(name, diagonal)
+    return {name: diagonal.to(model.device) for name, diagonal in diagonals.items()}
+
+
+def of_hessians(
+    model: PreTrainedModel,
+    plan: Plan,
+    samples: Samples,
+    batch: int,
+    progress: Progress,
+    store: Store,
+    measure: Callable[[Site, Tensor], Measured],
+) -> dict[str, Measured]:
+    """Returns site name -> what is measured of its Hessian in the dense model, layer by layer.
+
+    Args:
+        measure: Called with a site and the Hessian of its inputs, float32 ``[channels, channels]``, on the rank that
+            the site is dealt to. What it returns is sent to all ranks, with tensors on the CPU.
+
+    Raises:
+        CalibrationError: An activation is NaN or infinite, or ``measure`` raises it.
+    """
+    measured: dict[str, Measured] = {}
     share = ranks.own_rows(len(samples)).numel()
     with progress.stage("calibrate", share * len(plan.layers())) as advance:
         for layer in layer_by_layer(model, plan, samples, batch, changing=False, store=store):
             layer_hessians = hessians(model, layer, advance)
-            layer_diagonals = ranks.deal(
-                list(layer_hessians.items()), lambda each: inverse_diagonal(each[1], each[0]).cpu()
-            )
-            diagonals.update(
-                {name: each.to(model.device) for name, each in zip(layer_hessians, layer_diagonals, strict=True)}
-            )
-    for name, diagonal in diagonals.items():
-        check_finite(name, diagonal)
-    return diagonals
+            sites = [(site, layer_hessians[site.name]) for site in layer.sites]
+            results = ranks.deal(sites, lambda each: measure(*each))
+            measured.update(zip(layer_hessians, results, strict=True))
+    return measured
 
 
 def reorder_statistics(statistics: Mapping[str, Tensor], moves: Sequence[Move]) -> dict[str, Tensor]:

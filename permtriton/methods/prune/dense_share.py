@@ -3,22 +3,68 @@
 Where the outputs of row o of a linear are off by ``e_o``, the loss rises to second order by ``f_o e_o / 2``: ``f_o`` is
 the Fisher information of the outputs (`permtriton.methods.measure.fisher`). For ``e_o``, squared scores of what a mask
 drops in the present order are summed: OBS's where it is the importance, else Wanda's, whatever importance decides the
-mask. Such a score stands for the error that its weight leaves in an output when it is dropped alone. What an update of
-the kept weights mends later is not known yet, so that the costs rank linears, and predict no loss. Both factors are
-sums over tokens: the second linears of experts, which read few, count for less than they should.
+mask. Such a score stands for the error that its weight leaves in an output when it is dropped alone. What is left of
+their sum once all are dropped and the kept weights are updated differs several times between linears; where the recipe
+updates weights and OBS is the importance, SparseGPT of a few rows tells (`statistics_and_shares_left`). The costs rank
+linears, and predict no loss. Both factors are sums over tokens: the second linears of experts, which read few, count
+for less than they should.
 """
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods.measure.importance import importance_of
+from permtriton.methods.measure.statistics import check_finite, of_hessians
+from permtriton.methods.prune.obs import Curvature, sparsegpt
 from permtriton.model.experts import stacked_name
-from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
+from permtriton.running.store import Store
+from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
 DENSE_SHARE = "dense share"  # the stage
+UPDATED_ROWS = 64  # of a linear; all of them choose the same linears, but for 1% of the weights
+
+
+def statistics_and_shares_left(
+    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, progress: Progress, store: Store
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Returns the sites' statistics for ``obs``, and what an update of kept weights leaves of each linear's scores.
+
+    Arguments, statistics and errors are those of `permtriton.methods.measure.statistics.site_statistics`. The second
+    result is linear -> the error of outputs that SparseGPT leaves, by the sum of the OBS scores of what a mask drops.
+    """
+
+    def measure(site: Site, hessian: Tensor) -> tuple[Tensor, dict[str, float]]:
+        curvature = Curvature.of(hessian, site.name)
+        shares = {
+            name: _share_left(weight_in_out(linear_module(model, name)), hessian, curvature, plan.patterns[name])
+            for name in site.linears
+        }
+        return curvature.inverse.diagonal().cpu(), shares
+
+    measured = of_hessians(model, plan, samples, batch, progress, store, measure)
+    for name, (diagonal, _) in measured.items():
+        check_finite(name, diagonal)
+    statistics = {name: diagonal.to(model.device) for name, (diagonal, _) in measured.items()}
+    return statistics, {name: share for _, shares in measured.values() for name, share in shares.items()}
+
+
+def _share_left(weight_CO: Tensor, hessian: Tensor, curvature: Curvature, pattern: NMPattern) -> float:
+    rows = weight_CO.shape[1]
+    chosen = torch.linspace(0, rows - 1, min(UPDATED_ROWS, rows), device=weight_CO.device).long()
+    weight_OC = weight_CO[:, chosen].t().float()
+    scores_CO = importance_of("obs", weight_OC.t(), curvature.inverse.diagonal()).scores(weight_OC.t())
+    dropped = (scores_CO * ~top_n_mask(scores_CO, pattern)).sum()
+    lost_OC = weight_OC - sparsegpt(weight_OC, curvature, pattern, None)
+    error = ((lost_OC @ hessian) * lost_OC).sum()
+    return float(error / dropped) if dropped else 1.0
 
 
 def costliest(
@@ -28,6 +74,7 @@ def costliest(
     errors: Mapping[str, ImportanceFactors],
     rows: Mapping[str, Tensor],
     share: float,
+    left: Mapping[str, float] | None = None,
 ) -> list[str]:
     """Returns the linears that stay dense, by name: together at most a share of the prunable weights.
 
@@ -39,6 +86,8 @@ def costliest(
         errors: likewise, scores in the unit of an output, in which what the mask drops is counted.
         rows: how much the loss feels each row, float32 ``[out_features]``, by name.
         share: between 0 and 1.
+        left: what an update of kept weights leaves of each linear's cost, as `statistics_and_shares_left` returns it;
+            None where none is made.
     """
     sizes: dict[str, int] = {}
     costs: dict[str, float] = {}
@@ -48,15 +97,14 @@ def costliest(
         stack = stacked_name(model, name)
         parameter = stack[0] if stack else name
         sizes[parameter] = sizes.get(parameter, 0) + weight_CO.numel()
-        costs[parameter] = costs.get(parameter, 0.0) + _cost(
-            weight_CO, importances[name], errors[name], rows[name], plan.patterns[name]
-        )
+        cost = _cost(weight_CO, importances[name], errors[name], rows[name], plan.patterns[name])
+        costs[parameter] = costs.get(parameter, 0.0) + cost * (1.0 if left is None else left[name])
         held.setdefault(parameter, []).append(name)
-    left, dense = share * sum(sizes.values()), list[str]()
+    room, dense = share * sum(sizes.values()), list[str]()
     for parameter in sorted(costs, key=lambda each: costs[each] / sizes[each], reverse=True):
-        if sizes[parameter] <= left and len(dense) < len(sizes) - 1:
+        if sizes[parameter] <= room and len(dense) < len(sizes) - 1:
             dense.append(parameter)
-            left -= sizes[parameter]
+            room -= sizes[parameter]
     return [name for parameter in dense for name in held[parameter]]
 
 
