@@ -11,7 +11,8 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, OutputError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.prune.dense_share import costliest
+from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, costliest
+from permtriton.methods.prune.obs import Curvature
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 
 from . import zoo
@@ -71,6 +72,34 @@ def test_the_costliest_per_weight_come_first(power):
     found = costliest(model, plan, importances, importances, rows, 0.9)
     assert found[:3] == sorted(costs, key=costs.__getitem__, reverse=True)[:3]
     assert found[:3] != sorted(costs)[:3]
+
+
+@pytest.mark.parametrize("rows", [UPDATED_ROWS // 2, 3 * UPDATED_ROWS])
+def test_what_an_update_leaves_of_the_scores(rows):
+    """Nothing is mended where channels are independent, and nearly all where neighbours are almost equal."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, rows, generator=generator)
+    alone = torch.randn(4000, 16, generator=generator)
+    pairs = alone[:, 1::2].repeat_interleave(2, 1) + 0.03 * alone
+    independent = torch.diag(1 + torch.rand(16, generator=generator))
+    shares = [
+        _share_left(weight, hessian, Curvature.of(hessian), TWO_FOUR)
+        for hessian in (independent, alone.T @ alone, pairs.T @ pairs)
+    ]
+    assert shares[0] == pytest.approx(1, abs=0.02), "but for the damping"
+    assert shares[1] == pytest.approx(1, abs=0.1)
+    assert shares[2] > 1.5, "each of two equal channels is worth nothing alone, and both are dropped"
+    assert _share_left(torch.zeros(16, rows), independent, Curvature.of(independent), TWO_FOUR) == 1
+
+
+def test_what_an_update_leaves_decides():
+    model = zoo.build("llama")
+    plan, importances, rows = alike(model)
+    before = costliest(model, plan, importances, importances, rows, 0.3)
+    left = {name: 1e-3 if name in before else 1.0 for _, name in plan.linears()}
+    after = costliest(model, plan, importances, importances, rows, 0.3, left)
+    assert after
+    assert not {*before} & {*after}
 
 
 @pytest.mark.slow(but=["ria"])

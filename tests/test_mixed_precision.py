@@ -216,6 +216,15 @@ class Precisions(TorchDispatchMode):
         return function(*positional, **(named or {}))
 
 
+class Float32(Precisions):
+    """Notes it of products of float32 alone."""
+
+    def __torch_dispatch__(self, function, types, positional=(), named=None):
+        if any(isinstance(each, torch.Tensor) and each.dtype == torch.float32 for each in positional):
+            return super().__torch_dispatch__(function, types, positional, named)
+        return function(*positional, **(named or {}))
+
+
 @pytest.fixture
 def _amx(monkeypatch):
     """A processor that multiplies rounded factors faster."""
@@ -235,10 +244,16 @@ def test_fits_round_as_the_config_says_and_orders_never(recipe, mixed):
 
 
 @pytest.mark.usefixtures("_amx")
-@pytest.mark.parametrize("change", ["narrow", "bfloat16", "another processor"])
+def test_fits_of_a_model_of_half_precision_are_of_float32_and_round():
+    with Float32() as products:
+        compile_model(wide().bfloat16(), None, config_from({}, "refit"), ids=Samples.of(zoo.tiny_ids(4, FEW)))
+    assert "medium" in products.seen
+
+
+@pytest.mark.usefixtures("_amx")
+@pytest.mark.parametrize("change", ["narrow", "another processor"])
 def test_products_that_gain_nothing_are_not_rounded(change, monkeypatch):
     linear = nn.Linear(NARROW, NARROW - (change == "narrow"))
-    linear.to(torch.bfloat16 if change == "bfloat16" else torch.float32)
     if change == "another processor":
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True}, raising=False)
     with rounded_products(linear, CompileConfig()):

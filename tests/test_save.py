@@ -1,5 +1,6 @@
 """Saving: verified before it is renamed into place, and an earlier output survives whatever goes wrong."""
 
+import copy
 import errno
 import hashlib
 import json
@@ -110,6 +111,17 @@ def test_the_report_is_the_record_of_what_was_saved_last(compiled, place):
         compiled.save_pretrained(output, format=format)
         assert compiled.report == json.loads((output / "permtriton.json").read_text())
         assert ("export" in compiled.report) == (format == "packed")
+
+
+def test_the_peak_is_that_of_the_device_that_the_layers_came_to(compiled, place, monkeypatch):
+    """The model itself stays in host memory."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**40 + (device.index or 0))
+    on_gpu = copy.copy(compiled)
+    on_gpu.device = torch.device("cuda", 1)
+    folders = on_gpu.save_pretrained(place / "gpu"), compiled.save_pretrained(place / "cpu")
+    peaks = [json.loads((each / "permtriton.json").read_text())["memory"]["peak"] for each in folders]
+    assert peaks[0] == 2**40 + 1
+    assert peaks[1] < 2**40
 
 
 def test_report_states_how_it_was_verified(compiled, place):

@@ -168,10 +168,11 @@ def run(words: Sequence[object], until: float) -> tuple[dict[str, float], str]:
 
 def _inputs(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     """Returns what all rows of a file share."""
+    config = json.loads((model / "config.json").read_text())
     return {
         "model": args.model.name,
-        "model_sha256": file_sha256(model / "model.safetensors"),
-        "dtype": json.loads((model / "config.json").read_text())["dtype"],
+        "model_sha256": {file.name: file_sha256(file) for file in sorted(model.glob("*.safetensors"))},
+        "dtype": config.get("dtype") or config["torch_dtype"],
         "held_out_sha256": file_sha256(args.held_out),
         "windows": list(_shape(args.held_out)),
         "kl_windows": args.kl_windows,

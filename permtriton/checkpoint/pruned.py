@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -31,6 +32,7 @@ class Pruned:
         reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
         offload: where the model's large parameters are; None for memory.
         source: where the dense model can be read again; None for a model that was given in memory.
+        device: device that it was compiled on, where its layers may have come one by one; None where the model is.
     """
 
     model: PreTrainedModel
@@ -41,6 +43,7 @@ class Pruned:
     reference: Samples
     offload: OffloadFolder | None
     source: Source | None = field(default=None, kw_only=True)
+    device: torch.device | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._versions = self._present_versions()

@@ -54,7 +54,7 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Recor
             **compiled.report,
             **_written(partial, verified, names, pruned, str(compiled.config.sparsity)),
             "seconds": {**compiled.report["seconds"], **seconds},
-            "memory": {**compiled.report["memory"], "peak": peak_memory(compiled.model.device)},
+            "memory": {**compiled.report["memory"], "peak": peak_memory(compiled.device or compiled.model.device)},
         }
         record.pop("export", None)  # of a folder that was saved before
         if compiled.is_trained:

@@ -22,11 +22,12 @@ from permtriton.util.machine import device_name, versions
 # What is lowered where memory ran out, and then continues the same run.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 WRITING = "generated"  # the state of the text that the dense model writes
+CHOOSING = "dense_share"  # the state of which linears stay dense
 
 
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
-    names = dict.fromkeys((WRITING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
+    names = dict.fromkeys((WRITING, CHOOSING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
     paths = [state_path(resume_path, name) for name in names]
     return sorted(each for path in paths for each in (path, *layers_beside(path)) if each.is_file())
 

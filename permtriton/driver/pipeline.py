@@ -53,6 +53,7 @@ def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
         given.offload,
         run.indices,
         run.workspace.states,
+        device=run.placement.device,
     )
 
 

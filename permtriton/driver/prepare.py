@@ -1,5 +1,6 @@
 """The first stage of a compilation: what it is given, what is measured before anything changes, and its run."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_inputs, check_samples
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
-from permtriton.driver.identity import WRITING, identify
+from permtriton.driver.identity import CHOOSING, WRITING, identify
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import GENERATION, IN_PLACE, Devices, Needs, describe_low_memory, estimate, fits, spared
 from permtriton.driver.options import CompileConfig
@@ -274,9 +275,16 @@ def without_dense_share(run: Run, left: Mapping[str, float] | None) -> Run:
     """
     model, config, sites = run.model, run.config, {name: site.name for site, name in run.plan.linears()}
     with run.workspace.timed(DENSE_SHARE):
-        rows = run.row_weights()
-        errors = importances_of(model, run.plan, of_errors(config.importance), run.statistics)
-        chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
+        state = run.state(StateFile, CHOOSING)
+        # Gradients of a GPU are not the same in every run.
+        if state is not None and (stored := state.read()) is not None:
+            rows, chosen = None, json.loads(stored[1]["dense"])
+        else:
+            rows = run.row_weights()
+            errors = importances_of(model, run.plan, of_errors(config.importance), run.statistics)
+            chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
+            if state is not None:
+                state.write({}, {"dense": json.dumps(chosen)})
         run.workspace.note(dense=chosen)
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)

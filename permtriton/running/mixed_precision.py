@@ -37,18 +37,20 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
         wanted: whether to round at all, as the config says.
         fixed: whether no weight changes and no gradient is taken. Weights are rounded once, in half of their memory.
     """
-    wide = [module for module in model.modules() if wanted and _is_wide(module)]
+    wide = [module for module in model.modules() if wanted and _is_wide(module) and _is_float32(module)]
     faster = wide and multiplies_bfloat16(next(model.parameters()).device)
     with replaced_forwards(wide if faster else [], _rounded_once if fixed else _rounding):
         yield
 
 
 def _is_wide(module: nn.Module) -> bool:
-    """Returns whether a module is a wide linear of float32, whose forward nobody else has replaced."""
-    if type(module) not in LINEAR_MODULES or "forward" in vars(module):
-        return False
-    weight = weight_in_out(module)
-    return weight.dtype == torch.float32 and min(weight.shape) >= NARROW
+    """Returns whether a module is a wide linear."""
+    return type(module) in LINEAR_MODULES and min(weight_in_out(module).shape) >= NARROW
+
+
+def _is_float32(linear: nn.Module) -> bool:
+    """Returns whether a linear is of float32, and nobody else has replaced its forward."""
+    return linear.get_parameter("weight").dtype == torch.float32 and "forward" not in vars(linear)
 
 
 def _rounding(module: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -107,8 +109,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
     """Inside the context, float32 products may round their factors, where the model is wide and that is faster.
 
-    Sums are of float32. What is compared with something else needs `exact_products`. Nothing is rounded where the
-    config asks for no mixed precision.
+    Sums are of float32, and so are the Hessians and fits of a model of any dtype. What is compared with something else
+    needs `exact_products`. Nothing is rounded where the config asks for no mixed precision.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))
     if not wide or not _rounds(next(model.parameters()).device):
