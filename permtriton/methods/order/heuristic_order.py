@@ -12,7 +12,8 @@ linear parts sum to the same for every assignment, the best assignment maximises
 thresholds, which one `torch.cdist` computes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -111,8 +112,8 @@ def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, adv
 
 def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
     """Returns the total importance that N:M keeps in the order of ``index``; scores are ``[channels, rows]``."""
-    grouped = scores[index].unflatten(0, (-1, pattern.group))
-    return float(grouped.topk(pattern.kept, dim=1).values.sum(dtype=torch.float64))
+    places = scores[index].unflatten(0, (-1, pattern.group)).unbind(1)
+    return float(sum(each.sum(dtype=torch.float64) for each in islice(_descending(places), pattern.kept)))
 
 
 def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
@@ -154,22 +155,22 @@ def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, gen
         chosen = torch.randperm(len(groups), generator=generator)[: len(groups) // parts * parts].to(groups.device)
     members = groups[chosen]
     others = [scores[members[:, position]] for position in range(pattern.group) if position != slot]
-    threshold = _largest(others, pattern.kept)
+    threshold = next(islice(_descending(others), pattern.kept - 1, None))
     taken = members[:, slot].view(parts, -1)
     gain = torch.cdist(scores[taken], threshold.view(*taken.shape, -1), p=1)
     groups[chosen, slot] = taken.gather(1, assignment(gain).long()).flatten()
     return groups.flatten()
 
 
-def _largest(values: list[Tensor], place: int) -> Tensor:
-    """Returns, element by element, the value at ``place`` (1 is the largest) of equally shaped tensors.
+def _descending(values: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields, element by element, the largest value of equally shaped tensors, then the next one, to the smallest.
 
     For a few large tensors, bubble sort's maxima and minima are much faster than ``torch.topk`` over short rows.
     """
-    for _ in range(place):
+    while values:
         highest, rest = values[0], []
         for value in values[1:]:
             rest.append(torch.minimum(highest, value))
             highest = torch.maximum(highest, value)
+        yield highest
         values = rest
-    return highest
