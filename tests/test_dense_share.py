@@ -7,13 +7,17 @@ from typer.testing import CliRunner
 import permtriton
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.cli.main import app
+from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, OutputError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, costliest
+from permtriton.methods.measure.statistics import site_statistics
+from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, costliest, statistics_and_shares_left
 from permtriton.methods.prune.obs import Curvature
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.running.store import MEMORY
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 
@@ -100,6 +104,19 @@ def test_what_an_update_leaves_decides():
     after = costliest(model, plan, importances, importances, rows, 0.3, left)
     assert after
     assert not {*before} & {*after}
+
+
+def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
+    """A run that continues measures no shares, and its order must be the same."""
+    model, ids = zoo.build("llama"), Samples.of(zoo.token_ids(4, 12))
+    plan = find_plan(model, TWO_FOUR)
+    found, left = statistics_and_shares_left(model, plan, ids, 4, NoProgress(), MEMORY)
+    expected = site_statistics(model, plan, "obs", ids, 4, NoProgress())
+    assert found.keys() == expected.keys()
+    for name, statistic in found.items():
+        assert torch.equal(statistic, expected[name])
+        assert statistic.untyped_storage().nbytes() == statistic.nbytes
+    assert left.keys() == {name for _, name in plan.linears()}
 
 
 @pytest.mark.slow(but=["ria"])

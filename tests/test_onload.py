@@ -30,6 +30,7 @@ REFIT = {"refit_iterations": 2, "refit_exchanges": 1, "refit_metric_rounds": 1}
 ONLOADED, WHOLE = (Way.ONLOADED,), (Way.WHOLE,)
 RECIPES = {
     "refit": ("heuristic,refit", REFIT),
+    "refit, a dense share": ("heuristic,refit", {**REFIT, "dense_share": 0.3}),
     "sparsegpt": ("heuristic,sparsegpt", {"importance": "wanda", "sparsegpt_mask": "keep"}),
     "tune": ("sparsegpt,tune", {"tune_steps": 4, "tune_batch_size": 2}),
     "distill": ("sparsegpt,distill", {"distill_epochs": 1, "distill_batch_size": 2, "generated": 4}),
@@ -57,6 +58,8 @@ def run(model, steps: str, options: dict, **where):
         ("llama_eager", "refit"),
         ("bert", "reconstruct"),
         ("mixtral", "sparsegpt"),
+        ("llama_eager", "refit, a dense share"),
+        ("mixtral", "refit, a dense share"),
         ("llama_eager", "reconstruct"),
         ("opt", "reconstruct"),
         ("gemma2", "refit"),

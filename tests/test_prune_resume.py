@@ -90,9 +90,9 @@ def test_a_recipe_continues_after_its_pruned_layers(tmp_path, recipe):
     with pytest.raises(KeyboardInterrupt):
         compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=Interrupting("tune", 1))
     step = "refit" if "refit" in recipe else "sparsegpt"
-    ordered = [".out.heuristic.safetensors"] if "heuristic" in recipe else []
-    layers = [f".out.{step}_{number}.safetensors" for number in range(2)]
-    assert [found.name for found in states_beside(path, ())] == ordered + layers
+    assert [found.name for found in states_beside(path, ())] == [
+        f".out.{step}_{number}.safetensors" for number in range(2)
+    ]
     progress = Recording()
     continued = compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=progress)
     assert (
@@ -124,4 +124,4 @@ def test_gradients_that_differ_decide_nothing_again(tmp_path, dense_share, monke
     )
     compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=progress)
     assert "tune" in stages
-    assert "heuristic" not in stages
+    assert {"heuristic", "row weights"}.isdisjoint(stages)

@@ -105,7 +105,6 @@ def test_other_weights_before_the_stage_are_refused(tmp_path, monkeypatch):
     run(path)
     monkeypatch.setattr("permtriton.driver.identity.model_hash", lambda model: "same")
     monkeypatch.setattr("permtriton.driver.workspace.model_hash", lambda model: "another")
-    (tmp_path / "state.heuristic.safetensors").unlink()
     kept = tmp_path / "state.learned.safetensors"
     with safe_open(kept, framework="pt") as file:
         inputs = json.loads(file.metadata()["inputs"])

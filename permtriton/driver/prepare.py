@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -142,6 +143,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
     evaluation, expert_tokens = None, {}
     statistics: dict[str, Tensor] = {}
+    choice = DenseShare.of(workspace) if config.dense_share else None
     left: dict[str, float] | None = None
     with placement.running(model, start.plan) as runs:
         if start.held_out is not None:
@@ -152,7 +154,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
             with workspace.timed("calibrate"):
                 method = of_errors(config.importance) if config.dense_share else config.importance
                 text = samples, batch, progress, workspace.store
-                if config.dense_share and inverts_hessians(method) and config.updates:
+                if choice is not None and choice.chosen is None and inverts_hessians(method) and config.updates:
                     statistics, left = statistics_and_shares_left(runs, start.plan, *text)
                 else:
                     statistics = site_statistics(runs, start.plan, method, *text)
@@ -176,7 +178,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         needs=needs,
         placement=placement,
     )
-    return without_dense_share(run, left) if config.dense_share else run
+    return run if choice is None else without_dense_share(run, choice, left)
 
 
 def placed(
@@ -267,24 +269,37 @@ def _check_traced(start: Planned) -> None:
         check_same_outputs(traced, lambda: model_outputs(model, sample), model, stage)
 
 
-def without_dense_share(run: Run, left: Mapping[str, float] | None) -> Run:
+@dataclass
+class DenseShare:
+    """The choice of which linears stay dense, and the file that keeps it; None for what is not there (yet)."""
+
+    state: StateFile | None
+    chosen: list[str] | None
+
+    @classmethod
+    def of(cls, workspace: Workspace) -> Self:
+        """Returns the choice of an interrupted run: gradients of a GPU are not the same in every run."""
+        state = workspace.state(StateFile, CHOOSING)
+        stored = None if state is None else state.read()
+        return cls(state, None if stored is None else json.loads(stored[1]["dense"]))
+
+
+def without_dense_share(run: Run, choice: DenseShare, left: Mapping[str, float] | None) -> Run:
     """Returns a run that leaves the linears of the dense share out, planned anew.
 
     Args:
+        choice: what an interrupted run chose; else the choice is made here.
         left: linear -> what an update of kept weights leaves of its cost; None where none is made.
     """
     model, config, sites = run.model, run.config, {name: site.name for site, name in run.plan.linears()}
     with run.workspace.timed(DENSE_SHARE):
-        state = run.state(StateFile, CHOOSING)
-        # Gradients of a GPU are not the same in every run.
-        if state is not None and (stored := state.read()) is not None:
-            rows, chosen = None, json.loads(stored[1]["dense"])
-        else:
+        rows, chosen = None, choice.chosen
+        if chosen is None:
             rows = run.row_weights()
             errors = importances_of(model, run.plan, of_errors(config.importance), run.statistics)
             chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
-            if state is not None:
-                state.write({}, {"dense": json.dumps(chosen)})
+            if choice.state is not None:
+                choice.state.write({}, {"dense": json.dumps(chosen)})
         run.workspace.note(dense=chosen)
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)
@@ -305,7 +320,7 @@ def _with_text(start: Planned, workspace: Workspace, placement: Placement) -> tu
         return samples, None
     shape = config.writes, samples.tokens
     with workspace.timed("generate"):
-        state = workspace.state(StateFile, WRITING, start.model)
+        state = workspace.state(StateFile, WRITING)
         stored = None if state is None else state.read()
         if stored is not None:
             ids = stored[0]["text"]

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import Outcome, Step
+from permtriton.driver.step import Outcome, Stage, Step
 from permtriton.driver.workspace import Kind, Workspace
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
@@ -28,7 +28,7 @@ from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.mixed_precision import rounded_products
+from permtriton.running.mixed_precision import mixed_precision, rounded_products
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
 from permtriton.running.store import Store
@@ -253,7 +253,8 @@ class Run:
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            with self.running() as model:
+            rounds = self.config.mixed_precision and step.stage is Stage.TRAIN  # as its steps do
+            with self.running() as model, mixed_precision(model, rounds):
                 objective = dense_objective(
                     model, objective_kind(step.objective, self.model), self.read_by(step), self.batch, self.store
                 )

@@ -56,11 +56,16 @@ class Workspace:
         """Notes what decides the results of all that follows."""
         self.inputs |= inputs
 
-    def state(self, kind: type[Kind], step: str, model: PreTrainedModel) -> Kind | None:
-        """Returns the file that keeps the state of a step on a model as it is now; None without ``resume_path``."""
+    def state(self, kind: type[Kind], step: str, model: PreTrainedModel | None = None) -> Kind | None:
+        """Returns the file that keeps the state of a step; None without ``resume_path``.
+
+        Args:
+            model: what the step starts from; None for the dense model, whose hash is noted.
+        """
         if self.resume_path is None:
             return None
         with self.timed("identify"):
-            file = kind(state_path(self.resume_path, step), {**self.inputs, "start": model_hash(model)})
+            start = self.inputs["weights"] if model is None else model_hash(model)
+            file = kind(state_path(self.resume_path, step), {**self.inputs, "start": start})
         self.states.append(file)
         return file

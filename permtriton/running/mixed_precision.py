@@ -1,8 +1,8 @@
 """Mixed precision: float32 is multiplied in fewer bits, where the device does that faster; all else is float32.
 
-Linears that are trained, or that write text, multiply in bfloat16. Fits let torch round the factors of products: to
-bfloat16 on a processor with AMX, to TF32 on a GPU; what is compared or saved follows from exact ones, and so does an
-order of channels.
+Linears that are trained, or that write text, multiply in bfloat16, and so do those that training aims at. Fits let
+torch round the factors of products: to bfloat16 on a processor with AMX, to TF32 on a GPU; what is compared or saved
+follows from exact ones, and so does an order of channels.
 """
 
 from collections.abc import Callable, Iterator

@@ -40,19 +40,19 @@ class Heuristic(Step):
         return speed.assignments + (speed.both if self.gradients else 0)
 
     def state_bytes(self, facts: Facts) -> int:
-        return sum(facts.spaces) * 8  # int64
+        return sum(facts.spaces) * 8 * self.gradients  # int64
 
     def run(self, run: "Run") -> None:
         from permtriton.methods.order.heuristic_order import heuristic_indices
         from permtriton.running.state import StateFile
 
         if spaces := [space for space in run.plan.spaces if not space.frozen]:
-            state = run.state(StateFile, self.name)
             # Gradients of a GPU, which row weights follow from, are not the same in every run.
+            state = run.state(StateFile, self.name) if self.gradients else None
             if state is not None and (stored := state.read()) is not None:
                 indices = stored[0]
             else:
-                rows = run.row_weights() if self.row_weights == "fisher" else None
+                rows = run.row_weights() if self.gradients else None
                 importances, device = run.importances(), run.placement.device
                 indices = heuristic_indices(run.model, run.plan, spaces, importances, rows, run.progress, device)
                 if state is not None:

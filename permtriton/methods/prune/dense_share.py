@@ -47,7 +47,7 @@ def statistics_and_shares_left(
             name: _share_left(weight_in_out(linear_module(model, name)), hessian, curvature, plan.patterns[name])
             for name in site.linears
         }
-        return curvature.inverse.diagonal().cpu(), shares
+        return curvature.inverse.diagonal().clone().cpu(), shares  # a view would keep the whole inverse
 
     measured = of_hessians(model, plan, samples, batch, progress, store, measure)
     for name, (diagonal, _) in measured.items():
@@ -59,7 +59,7 @@ def statistics_and_shares_left(
 def _share_left(weight_CO: Tensor, hessian: Tensor, curvature: Curvature, pattern: NMPattern) -> float:
     rows = weight_CO.shape[1]
     chosen = torch.linspace(0, rows - 1, min(UPDATED_ROWS, rows), device=weight_CO.device).long()
-    weight_OC = weight_CO[:, chosen].t().float()
+    weight_OC = weight_CO[:, chosen].t().to(hessian.device, torch.float32)
     scores_CO = importance_of("obs", weight_OC.t(), curvature.inverse.diagonal()).scores(weight_OC.t())
     dropped = (scores_CO * ~top_n_mask(scores_CO, pattern)).sum()
     lost_OC = weight_OC - sparsegpt(weight_OC, curvature, pattern, None)
