@@ -123,8 +123,8 @@ class CommonConfig:
     )
     dense_share: float = _method(
         0.0,
-        "Share of the prunable weights that stays dense: the linears whose masks raise the loss most per weight. To find "
-        "them takes a backward pass on all samples.",
+        "Share of the prunable weights that stays dense: the linears whose masks raise the loss most per weight. To "
+        "find them takes a backward pass on all samples.",
         maximum=0.9,
     )
     seed: int = _running(0, "Seed of all that is drawn at random, such as calibration sequences.", maximum=2**32 - 1)
