@@ -77,9 +77,10 @@ def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str
     for pattern in patterns:
         named = [name for name, module in linears.items() if _matches(option, pattern, name, module)]
         if not named:
+            several = "; repeat the option for several" if "," in pattern else ""
             raise ConfigError(
                 f"`{option}={pattern}` names no linear of this model, whose linears are such as "
-                f"{', '.join(_near(pattern.removeprefix(REGEX).strip('*.'), linears)[:3])}"
+                f"{', '.join(_near(pattern.removeprefix(REGEX).strip('*.'), linears)[:3])}{several}"
             )
         first_patterns |= {name: pattern for name in named if name not in first_patterns}
     return first_patterns

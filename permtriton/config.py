@@ -42,7 +42,7 @@ class CalibrationConfig:
 
     calibration: str = _calibration(
         "c4",
-        "Calibration data: text (the demo model takes demo), or what else the model reads.",
+        "Calibration data: text, or images or sound for models that read those; the demo model takes demo.",
         values="demo, c4, wikitext2, pile, a dataset on the hub (OWNER/NAME), or a .txt, .jsonl (text or input_ids) or "
         ".parquet file; none for the text that the model writes alone (--generated); for a model of images or sound a "
         "folder of images or .wav files; for any model a .safetensors file with its inputs",
@@ -115,11 +115,11 @@ class CommonConfig:
     )
     targets: tuple[str, ...] = _method(
         (),
-        "The only linears that are pruned; none for all that can be. Repeat the flag for several.",
+        "Prune only these linears; by default all that can be pruned. Repeat the flag for several.",
         values=LINEARS,
     )
     ignore: tuple[str, ...] = _method(
-        (), "Linears that stay dense, among the targets, too. Repeat the flag for several.", values="as for targets"
+        (), "Linears that stay dense, even if targets name them. Repeat the flag for several.", values="as for targets"
     )
     dense_share: float = _method(
         0.0,

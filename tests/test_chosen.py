@@ -71,6 +71,8 @@ def test_targets_and_ignore_have_the_same_errors(option):
         ConfigError, match=f"^`{option}=.*` .* as model.layers.0.mlp.gate_proj, model.layers.0.mlp.up_proj"
     ):
         find_plan(zoo.build("llama"), TWO_FOUR, **{option: ["*.mlp"]})  # a module, which no linear's name ends with
+    with pytest.raises(ConfigError, match=r"; repeat the option for several$"):
+        find_plan(zoo.build("llama"), TWO_FOUR, **{option: ["q_proj,k_proj"]})
     with pytest.raises(ConfigError, match=f"^`{option}=re:\\(` is no regular expression"):
         find_plan(zoo.build("llama"), TWO_FOUR, **{option: ["re:("]})
     with pytest.raises(ConfigError, match=f"`{option}=` is"):

@@ -20,6 +20,7 @@ from permtriton.util.permutation import identity
 from . import zoo
 from .fused_sites import EXPECTED, plan_of
 from .kernel_inputs import TWO_FOUR
+from .updating import Recording
 from .zoo import fold
 
 LEARN = {
@@ -298,3 +299,11 @@ def test_the_models_own_save_pretrained_keeps_its_order(tmp_path):
     compiled.model.save_pretrained(tmp_path / "saved")
     reloaded = type(model).from_pretrained(tmp_path / "saved").eval()
     assert all(torch.equal(a, b) for a, b in zip(expected, zoo.outputs(reloaded, zoo.token_ids()), strict=True))
+
+
+def test_what_has_no_effect_or_says_little_is_told():
+    progress, ids = Recording(), zoo.token_ids(4, 12)
+    config = config_from({"layout": "fused"}, "mask")
+    compile_model(zoo.build("llama"), None, config, ids=ids, evaluation_windows=ids, progress=progress)
+    assert "layout fused has no effect: no step of mask orders channels" in progress.lines
+    assert "the held-out text is short: 44 tokens are predicted, and their perplexity says little" in progress.lines

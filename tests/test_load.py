@@ -175,7 +175,7 @@ def test_damaged_folders_that_only_inspect_reads(folder, case):
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "../nowhere", "a/b/c"])
 def test_names_that_can_only_be_folders(name):
-    with pytest.raises(ModelError, match="is not a folder: give a Hugging Face model folder, a hub name, or demo"):
+    with pytest.raises(ModelError, match="does not exist: give a Hugging Face model folder"):
         load_model(Source(name))
 
 

@@ -63,7 +63,7 @@ def test_a_large_model_keeps_all_threads(tmp_path, desk):
 def test_a_model_that_cannot_be_read_is_refused_by_what_reads_it(tmp_path):
     result = RUNNER.invoke(app, ["evaluate", str(tmp_path / "none")])
     assert result.exit_code == 2
-    assert "is not a folder" in " ".join(result.stderr.split())
+    assert "does not exist" in " ".join(result.stderr.split())
 
 
 ZEN_4 = {"cpu_name": "AMD EPYC", UNIT: True, "amx_tile": False}

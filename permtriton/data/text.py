@@ -356,7 +356,7 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
     except Exception as error:  # the hub client raises many kinds of errors, none of them a bug of permtriton
         raise CalibrationError(
             f"dataset {name} ({arguments['path']}) cannot be fetched: {type(error).__name__}: "
-            f"{first_line(error)}. Check the network, or give a local file"
+            f"{first_line(error)}. Check the network, or give a local file by `calibration=` or `eval_data=`"
         ) from error
 
 

@@ -52,7 +52,7 @@ class Asked(Loads):
     private: bool | None = flag(
         None,
         HUB,
-        "Make the repository of --push-to-hub private, to look at it before others do; else as the hub does.",
+        "Make the repository of --push-to-hub a private one; by default the hub decides.",
         kind=bool,
     )
     overwrite: bool = flag(False, RUNNING, "Replace an earlier output.", kind=bool)

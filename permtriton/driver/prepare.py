@@ -24,6 +24,7 @@ from permtriton.driver.memory import GENERATION, IN_PLACE, Devices, Needs, descr
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
+from permtriton.driver.step import Stage
 from permtriton.driver.traced import graph_outputs, traced_sample, why_not_compared
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, reasons_of
@@ -242,6 +243,8 @@ def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Plann
         samples = with_tokens(model, samples.to("cpu"))
         if config.generated and (reason := why_not_generated(model, workspace.store, samples)):
             config = _without_text(config, reason, workspace.progress)
+    if config.layout == "fused" and not any(step.stage is Stage.ORDER for step in config.steps):
+        workspace.progress.say(f"layout fused has no effect: no step of {config.recipe} orders channels")
     with workspace.timed("trace"):
         plan, graph = plan_model(model, config, samples)
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later

@@ -16,6 +16,7 @@ from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import Progress
 
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
+FEW_TOKENS = 1000  # a perplexity of fewer says little
 
 
 class Evaluation:
@@ -42,7 +43,10 @@ class Evaluation:
         windows = with_tokens(model, Samples.of(windows))
         self._windows, self._batch, self._progress = windows, windows_at_once(windows.longest), progress
         self._hidden = torch.empty(0)
-        if with_perplexity(model, windows) is not None:
+        if (predicted := with_perplexity(model, windows)) is not None:
+            if predicted.numel() < FEW_TOKENS:
+                count = f"{predicted.numel():,} tokens are predicted"
+                progress.say(f"the held-out text is short: {count}, and their perplexity says little")
             self.measure = "perplexity"
             self.dense = self._perplexity(model)
         else:

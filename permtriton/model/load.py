@@ -353,7 +353,10 @@ def check_folder(source: Source) -> None:
     """
     if source.folder is None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
-            raise ModelError(f"{source.name} is not a folder: give a Hugging Face model folder, a hub name, or demo")
+            problem = "is not a folder" if os.path.exists(source.name) else "does not exist"
+            raise ModelError(
+                f"{source.name} {problem}: give a Hugging Face model folder, a .gguf file, a hub name, or demo"
+            )
         return
     _check_revision(source)
     check_regular(source.folder)

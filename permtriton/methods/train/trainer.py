@@ -274,7 +274,7 @@ class Trainer:
         """
         if not result.history:
             result.history.append(UpdateEpoch(0, None, self.held_out_loss(), 0.0))
-        note = f", held-out {result.history[-1].held_out:.4f} (was {result.history[0].held_out:.4f})"
+        note = f", held-out {result.history[-1].held_out:.4f} before"
         if len(result.history) <= len(self._course.rounds):
             self._find_size(self._course.rounds[0][0])
         for number in range(len(result.history), len(self._course.rounds) + 1):
