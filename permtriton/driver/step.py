@@ -303,10 +303,10 @@ class Step(Protocol):
         lines = []
         if len(outcome.history) > 1:
             kept = outcome.history[-1 if outcome.kept is None else outcome.kept]
-            measure = "held_out" if "held_out" in kept else "loss"
+            measure, words = ("held_out", "loss on other calibration text") if "held_out" in kept else ("loss", "loss")
             before, after = outcome.history[0][measure], kept[measure]
             done = f"{outcome.unit} {kept[outcome.unit]} of {len(outcome.history) - 1}"
-            lines.append((f"{self.name}: {measure.replace('_', '-')}", f"{before:.4f} to {after:.4f} ({done})"))
+            lines.append((f"{self.name}: {words}", f"{before:.4f} to {after:.4f} ({done})"))
         changed = [(part["name"], f"{part['start']:.4f} to {part['end']:.4f}") for part in outcome.parts]
         changed += [(name, f"left as it was: {why}") for name, why in outcome.left.items()]
         return lines + [(f"{self.name}: {name}", values) for name, values in changed]
