@@ -105,7 +105,7 @@ def test_steps_may_be_joined_to_a_method():
         "heuristic,refit,tune", "portable", "obs",
     )  # fmt: skip
     assert (fused.config.recipe, fused.config.layout) == ("mask", "fused")
-    with pytest.raises(ConfigError, match=r"method 'wandas' is unknown: choose from wanda; or join steps"):
+    with pytest.raises(ConfigError, match=r"method 'wandas' is unknown: did you mean wanda; or join steps"):
         method_rows(given(), ("wandas",), ())
     with pytest.raises(ConfigError, match="recipe"):
         method_rows(given(), ("refit + heuristic",), ())

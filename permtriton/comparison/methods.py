@@ -94,10 +94,9 @@ def settings_of(method: str) -> dict[str, Any]:
         return KNOWN[method]
     steps = method.removesuffix(FUSED).split(JOINED)
     if not {kind.name for kind in STEPS}.issuperset(steps):
-        near = get_close_matches(method, list(KNOWN)) or [*METHODS, *RECIPES]
-        raise ConfigError(
-            f"method {method!r} is unknown: choose from {', '.join(near)}; or join steps, such as heuristic{JOINED}mask"
-        )
+        close = get_close_matches(method, list(KNOWN))
+        choice = f"did you mean {', '.join(close)}" if close else f"choose from {', '.join([*METHODS, *RECIPES])}"
+        raise ConfigError(f"method {method!r} is unknown: {choice}; or join steps, such as heuristic{JOINED}mask")
     layout = "fused" if method.endswith(FUSED) else "portable"
     return {"importance": "auto", "recipe": ",".join(steps), "layout": layout}
 
