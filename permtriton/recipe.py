@@ -347,7 +347,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
         Values by option name, and ``recipe`` if the file names one.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, sets an option twice, or holds a table that is no step's.
+        ConfigError: the file is missing, is not TOML, sets an option twice or to a bad value, or holds a table that is
+            no step's.
     """
     if not os.path.isfile(path):  # a pipe might never end
         raise ConfigError(f"config file {path} does not exist, or is no plain file: give a TOML file")
@@ -367,4 +368,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
             if option in options:
                 raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
             options[option] = setting
+    known = all_options()
+    for name in options.keys() & known.keys():
+        try:
+            known[name].check(known[name].convert(options[name]))
+        except ConfigError as error:
+            raise ConfigError(f"config file {path}: {error}") from error
     return options

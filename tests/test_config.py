@@ -386,6 +386,7 @@ def test_block_size_is_free_where_nothing_learns():
     [
         (b"epochs = ", ["cannot be read as TOML"]),
         (b"\xff\xfe", ["cannot be read as TOML"]),
+        (b"[tune]\nsteps = 'x'\n", ["`tune_steps=` is 'x'", "expected int"]),
         (b"[learn]\nepochs = 3\n", ["[learn]", "no step", "heuristic, learned, searched", "one per line"]),
         (None, ["does not exist"]),
     ],
