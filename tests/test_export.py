@@ -354,7 +354,7 @@ def test_the_command_prints_sizes(sources, tmp_path, monkeypatch):
     [
         (["{source}", "--format", "zip"], ["'zip'"]),
         (["{source}"], ["exists", "--overwrite"]),
-        (["{source}/nothing", "--output", "new"], ["does not exist"]),
+        (["{source}/nothing", "--output", "new"], ["is not a folder"]),
         (["{folder}/portable-packed", "--output", "new"], ["config.json does not exist"]),
         (["{fused}", "--output", "new", "--format", "plain"], ["--layout portable"]),
     ],
