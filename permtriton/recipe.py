@@ -369,7 +369,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
                 raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
             options[option] = setting
     known = all_options()
-    for name in options.keys() & known.keys():
+    for name in filter(known.__contains__, options):
         try:
             known[name].check(known[name].convert(options[name]))
         except ConfigError as error:
