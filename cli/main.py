@@ -234,6 +234,14 @@ def report(
     comparison: Annotated[
         Path | None, typer.Option(help="JSON report of permtriton compare, whose table is shown, too.")
     ] = None,
+    masks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINEAR",
+            help="Draw the masks of this linear, such as model.layers.3.mlp.down_proj, in place of the last one of the "
+            "first layer.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, output_option(help="HTML file to write; FOLDER-report.html here by default.")
     ] = None,
@@ -242,7 +250,7 @@ def report(
     """Write one HTML page about compiled folders: results, masks, permutations, costs. It needs no network."""
     from permtriton.cli.report import run
 
-    run(folders, output, comparison, overwrite=overwrite)
+    run(folders, output, comparison, masks, overwrite=overwrite)
 
 
 @command()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from permtriton.api import find_plan as find_plan
     from permtriton.api import inspect as inspect
     from permtriton.api import report as report
+    from permtriton.checkpoint.masks import Masks as Masks
+    from permtriton.checkpoint.masks import read_masks as read_masks
     from permtriton.driver.job import DryRun as DryRun
     from permtriton.driver.options import CompileConfig as CompileConfig
     from permtriton.driver.result import CompiledModel as CompiledModel
@@ -47,6 +49,7 @@ _MODULES = {
     "Event": "util.progress",
     "KeepPattern": "methods.train.keep_pattern",
     "KeptPattern": "methods.train.keep_pattern",
+    "Masks": "checkpoint.masks",
     "MergedAdapter": "methods.train.keep_pattern",
     "NMPattern": "util.sparsity",
     "PermTritonError": "errors",
@@ -59,6 +62,7 @@ _MODULES = {
     "find_plan": "api",
     "inspect": "api",
     "keep_pattern": "methods.train.keep_pattern",
+    "read_masks": "checkpoint.masks",
     "recipes": "recipe",
     "report": "api",
 }

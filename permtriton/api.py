@@ -262,6 +262,7 @@ def report(
     output: str | Path | None = None,
     *,
     comparison: str | Path | None = None,
+    masks: str | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes one HTML page about compiled folders, as ``permtriton report`` does.
@@ -270,6 +271,7 @@ def report(
         folders: one folder that permtriton wrote, or several, which are shown side by side.
         output: file to write; None for ``FOLDER-report.html`` in the present folder, by the first folder's name.
         comparison: JSON report of ``permtriton compare``, whose table is shown, too.
+        masks: name of the linear whose masks are drawn side by side; None for the last one of the first layer.
         overwrite: whether an earlier file may be replaced.
 
     Returns:
@@ -286,7 +288,7 @@ def report(
     several: Sequence[Any] = folders if isinstance(folders, list | tuple) else [folders]
     named = [path_of("folders", each) for each in several]
     page, compared = _path("output", output), _path("comparison", comparison)
-    return html_report.report(named, page, comparison=compared, overwrite=overwrite)
+    return html_report.report(named, page, comparison=compared, masks=masks, overwrite=overwrite)
 
 
 def _job(model: Model, asked: Asked, options: Mapping[str, Any]) -> Job:

@@ -11,8 +11,9 @@ from torch import Tensor
 from permtriton.checkpoint.export import check_format, rewrite
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.masks import Masks, Order
 from permtriton.checkpoint.output import claimed, working_folder
-from permtriton.checkpoint.pruned import Pruned
+from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.publishing import make_repository, upload
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.record import read_record
@@ -73,6 +74,39 @@ class CompiledModel(Pruned):
             against = self.source if against and not off else None
         order = self.plan.hidden_order(self.indices)
         return evaluate(self.model, eval_data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
+
+    @property
+    def masks(self) -> Masks:
+        """The masks and the orders of all pruned linears; `permtriton.read_masks` reads those of a folder."""
+        return Masks(self.report, pruned_parameters(self.model, self.plan), self.model.get_parameter)
+
+    def mask(self, linear: str, order: Order = "dense") -> Tensor:
+        """Returns which weights of a pruned linear are kept, bool ``[out_features, in_features]``.
+
+        Args:
+            linear: name of the linear, such as ``model.layers.0.mlp.down_proj``.
+            order: ``dense`` for the dense model's order of rows and columns, ``saved`` for that of the weight, in which
+                the groups of N:M are consecutive.
+
+        Raises:
+            ConfigError: there is no such linear.
+
+        Example:
+            >>> compiled.mask("model.layers.0.mlp.down_proj")[:2, :4]
+            tensor([[...]])
+        """
+        return self.masks.mask(linear, order)
+
+    def permutation(self, linear: str) -> Tensor:
+        """Returns the order of a linear's input channels, int64 ``[in_features]``: channel ``j`` was ``index[j]``.
+
+        Args:
+            linear: name of the linear, or of its site.
+
+        Raises:
+            ConfigError: there is no such linear or site.
+        """
+        return self.masks.permutation(linear)
 
     def save_pretrained(self, folder: str | Path, *, format: str | None = None, overwrite: bool = False) -> Path:
         """Writes a Hugging Face checkpoint with ``permtriton.json``, and verifies it before it is renamed into place.

@@ -15,7 +15,12 @@ from permtriton.util.output_files import check_file, real_path, write_file
 
 
 def report(
-    folders: Sequence[Path], output: Path | None, *, comparison: Path | None = None, overwrite: bool = False
+    folders: Sequence[Path],
+    output: Path | None,
+    *,
+    comparison: Path | None = None,
+    masks: str | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Writes a report about one or several compiled folders as one HTML file.
 
@@ -23,12 +28,13 @@ def report(
         folders: outputs of ``permtriton compile`` or ``export``, shown side by side.
         output: file to write; None for ``FOLDER-report.html`` in the present folder, by the first folder's name.
         comparison: JSON report of ``permtriton compare``, or None.
+        masks: name of the linear whose masks are drawn; None for the last one of the first layer.
 
     Returns:
         The absolute path of the file.
 
     Raises:
-        ConfigError: there is no folder.
+        ConfigError: there is no folder, or one of them does not prune the linear of the masks.
         ModelError: a folder or the comparison is missing or damaged.
         OutputError: the file exists and may not be replaced, or cannot be written.
     """
@@ -38,18 +44,22 @@ def report(
     output = output or Path(f"{real_path(folders[0]).name}-report.html")
     check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
     comparison_report = read_comparison(comparison) if comparison else None
-    page = html(page_of(read_folders(folders), comparison_report))
+    opened = read_folders(folders)
+    page = html(page_of(opened, comparison_report, pictures.mask_corners(opened, masks)))
     check_file(output, overwrite=overwrite)  # again: another may have been written meanwhile
     write_file(output, page.encode("utf-8", "replace"))
     return real_path(output)
 
 
-def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Page:
+def page_of(
+    folders: Sequence[Compiled], comparison: Mapping[str, Any] | None, corners: Sequence[pictures.MaskCorner] = ()
+) -> Page:
     """Returns what a report shows.
 
     Args:
         folders: compiled folders, at least one.
         comparison: content of the JSON report of ``permtriton compare``, or None.
+        corners: the masks to draw.
 
     Raises:
         ModelError: a folder is damaged.
@@ -77,6 +87,7 @@ def page_of(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -
             sections.result(folders, comparison),
             pictures.search(folders),
             pictures.importance(folders),
+            *([pictures.masks(corners)] if corners else []),
             sections.orders(folders),
             sections.details(folders),
             sections.repeat(folders),

@@ -1,13 +1,19 @@
-"""The sections of a report that are pictures: how losses fell, and what masks retain."""
+"""The sections of a report that are pictures: how losses fell, what masks retain, and masks themselves."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
+from permtriton.checkpoint.masks import Masks
+from permtriton.errors import ConfigError
 from permtriton.model.name import layer_number
 from permtriton.reporting.compiled import Compiled, kind_of
 from permtriton.reporting.pages import Picture, Section
-from permtriton.reporting.plots import Series, chart, legend
+from permtriton.reporting.plots import Series, chart, legend, svg
 
 
 def search(folders: Sequence[Compiled]) -> Section:
@@ -111,3 +117,74 @@ def _means(values: Iterable[tuple[int | None, float]]) -> dict[int, float]:
         if place is not None:
             by_place.setdefault(place, []).append(value)
     return {place: fmean(by_place[place]) for place in sorted(by_place)}
+
+
+@dataclass(frozen=True)
+class MaskCorner:
+    """The first rows and columns of a linear's mask, in the dense model's order.
+
+    Attributes:
+        label: the folder that it is of.
+        linear: name of the linear.
+        kept: which weights are kept, bool ``[rows, columns]``.
+    """
+
+    label: str
+    linear: str
+    kept: Tensor
+
+
+def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 128) -> list[MaskCorner]:
+    """Reads the corner of one linear's mask from each folder.
+
+    Args:
+        folders: compiled folders.
+        linear: name of the linear; None for the last one of the first layer that all folders prune, such as its
+            ``down_proj``.
+        size: most rows and columns.
+
+    Raises:
+        ConfigError: a folder does not prune this linear.
+        ModelError: a folder is damaged.
+    """
+    masks = {folder.label: Masks(folder.record, folder.pruned, folder.tensor) for folder in folders}
+    if linear is None:
+        common = [name for name in next(iter(masks.values())).linears if all(name in each.linears for each in masks.values())]
+        numbers = [layer_number(name) for name in common]
+        linear = next((name for name, number in zip(common[::-1], numbers[::-1], strict=True) if number == numbers[0]), "")
+    if not linear:
+        return []
+    for label, each in masks.items():
+        if linear not in each.linears:
+            raise ConfigError(f"{label} prunes no linear {linear!r}; the names are such as {each.linears[-1]}")
+    return [MaskCorner(label, linear, each.mask(linear)[:size, :size]) for label, each in masks.items()]
+
+
+def masks(corners: Sequence[MaskCorner]) -> Section:
+    """Which weights are kept, of all folders side by side, as in the appendix of the paper."""
+    text = (
+        f"The mask of {corners[0].linear}: its first {corners[0].kept.shape[0]} outputs (down) and "
+        f"{corners[0].kept.shape[1]} inputs (across), kept weights dark, in the dense model's order. Without a "
+        "permutation, every group of consecutive inputs keeps the same number; with one, the members of a group lie "
+        "elsewhere, so that a channel that matters may keep nearly all of its weights."
+        if corners
+        else ""
+    )
+    pictures = [
+        Picture(_bitmap(each.kept), f"Kept weights of {each.linear} in {each.label}", each.label) for each in corners
+    ]
+    return Section("masks", "Masks", text, pictures)
+
+
+def _bitmap(kept: Tensor) -> str:
+    """Draws each kept weight as a square of one unit; kept neighbours of a row are one stroke."""
+    strokes = []
+    for y, row in enumerate(kept.tolist()):
+        path = f"M0 {y}.5"
+        for value, run in groupby(row):
+            length = len(list(run))
+            path += f"h{length}" if value else f"m{length} 0"
+        strokes.append(path)
+    rows, columns = kept.shape
+    line = f'<path d="{"".join(strokes)}" stroke="var(--ink)" shape-rendering="crispEdges"/>'
+    return svg([line], f"0 0 {columns} {rows}")

@@ -1,0 +1,111 @@
+"""Which weights of a pruned linear are kept, and in which order its channels are: of a folder, or of a model in memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from permtriton.checkpoint.folder import Folder
+from permtriton.errors import ConfigError
+from permtriton.util.output_files import path_of
+from permtriton.util.permutation import inverse
+from permtriton.util.sparsity import PrunedWeight
+
+Order = Literal["dense", "saved"]
+
+
+@dataclass(frozen=True)
+class Masks:
+    """The masks and orders of all pruned linears; a mask is read when it is asked for.
+
+    Attributes:
+        record: content of ``permtriton.json``.
+        pruned: pruned parameter -> its input dimension and pattern.
+        read: returns a parameter by its name, in the shape that the model has.
+    """
+
+    record: Mapping[str, Any]
+    pruned: Mapping[str, PrunedWeight]
+    read: Callable[[str], Tensor]
+
+    @property
+    def linears(self) -> list[str]:
+        """Names of the pruned linears, in the order in which they run."""
+        return [linear for site in self.record["sites"] for linear in site["linears"]]
+
+    def permutation(self, linear: str) -> Tensor:
+        """Returns the order of the input channels of a linear: channel ``j`` was channel ``index[j]``.
+
+        Args:
+            linear: name of a pruned linear, or of a site, whose linears share it.
+
+        Returns:
+            Index, int64 ``[in_features]``, with ``W_saved[:, j] = W_dense[:, index[j]]`` but for pruning.
+
+        Raises:
+            ConfigError: there is no such linear or site.
+        """
+        sites = {name: site for site in self.record["sites"] for name in (site["name"], *site["linears"])}
+        if linear not in sites:
+            close = get_close_matches(linear, self.linears) or self.linears[-1:]
+            raise ConfigError(f"no pruned linear is called {linear!r}; the names are such as {', '.join(close)}")
+        return torch.tensor(sites[linear]["index"])
+
+    def mask(self, linear: str, order: Order = "dense") -> Tensor:
+        """Returns which weights of a linear are kept, that is, are not 0.
+
+        Args:
+            linear: name of a pruned linear, such as ``model.layers.0.mlp.down_proj``.
+            order: ``dense`` for the dense model's order of rows and columns, which makes masks of different orders
+                comparable; ``saved`` for that of the weight, in which the groups of N:M are consecutive.
+
+        Returns:
+            bool ``[out_features, in_features]``.
+
+        Raises:
+            ConfigError: there is no such linear.
+            ModelError: the folder is damaged.
+        """
+        if order not in ("dense", "saved"):
+            raise ConfigError(f"order is {order!r}: expected dense or saved")
+        columns = self.permutation(linear)
+        kept = self._weight(linear).float() != 0  # torch compares no 8-bit floats
+        if order == "saved":
+            return kept
+        rows = next((each["index"] for each in self.record["rows"] if linear in each["linears"]), range(len(kept)))
+        return kept[inverse(torch.tensor(rows))][:, inverse(columns)]
+
+    def _weight(self, linear: str) -> Tensor:
+        """Returns the weight of a linear, ``[out_features, in_features]``."""
+        name = f"{linear}.weight"
+        if name in self.pruned:
+            weight, dim = self.read(name), self.pruned[name].dim
+        else:  # one expert of a stack: experts.3.down_proj is experts.down_proj[3]
+            experts, _, projection = linear.rpartition(".")
+            owner, _, number = experts.rpartition(".")
+            stack = f"{owner}.{projection}"
+            if stack not in self.pruned:
+                raise ConfigError(f"{linear} is a site: name one of its linears")
+            weight, dim = self.read(stack)[int(number)], self.pruned[stack].dim - 1
+        weight = weight.movedim(dim - weight.ndim, -1)
+        return weight.reshape(-1, weight.shape[-1])
+
+
+def read_masks(folder: str | Path) -> Masks:
+    """Returns the masks of a folder that ``permtriton compile`` or ``export`` wrote, in any format.
+
+    Raises:
+        ModelError: it is no such folder, or it is damaged.
+
+    Example:
+        >>> import permtriton
+        >>> masks = permtriton.read_masks("my-model-2of4")
+        >>> masks.mask("model.layers.0.mlp.down_proj").float().mean()
+        tensor(0.5000)
+    """
+    opened = Folder.open(path_of("folder", folder))
+    return Masks(opened.record, opened.pruned, opened.tensor)
