@@ -114,7 +114,7 @@ def compile(
     help_all: HelpAll = False,
 ) -> None:
     """Prune MODEL to N:M sparsity and write a Hugging Face checkpoint. All options: --help-all."""
-    given = given_by(asked.config, flags, asked.protocol)
+    given = given_by(asked.config, flags, asked.protocol, model)
     chosen = build_config(model, asked.recipe, given, flags)
     if asked.devices is not None and not asked.dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
@@ -126,7 +126,7 @@ def compile(
     from permtriton.driver.job import Job
     from permtriton.model.source import Source
 
-    eval_data, *_ = measured_by(asked.protocol, asked.eval_data, None, None)
+    eval_data, *_ = measured_by(asked.protocol, asked.eval_data, None, None, model)
     source = Source(model, **asked.loading)
     output = asked.output or default_output(source, chosen)
     job = Job(source, chosen, given, replace(asked, eval_data=eval_data, output=output))
@@ -208,7 +208,7 @@ def evaluate(
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""
     from permtriton.cli.evaluate import run
 
-    run(model, asked.settled(), output, overwrite=overwrite, json=json)
+    run(model, asked.settled(model), output, overwrite=overwrite, json=json)
 
 
 @command()

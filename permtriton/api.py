@@ -40,10 +40,10 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
 
     Args:
         model: folder, hub name, .gguf file or ``demo``; or a loaded transformers model, which is changed in place.
-        recipe: ``default``, ``best``, ``fast``, ``values`` or ``published``, or steps: their names separated by commas,
-            or a list of them. `permtriton.recipes` describes them.
-        protocol: ``paper`` for the calibration data of the literature: 128 sequences of 2048 tokens of ``c4``, each
-            drawn from one document; options that are given win over it.
+        recipe: ``default``, ``best``, ``fast``, ``values`` or ``published``, or steps: their names separated by commas
+            (``my_steps.py:Mine`` for one of yours), or a list of them. `permtriton.recipes` describes them.
+        protocol: ``wanda`` or ``permllm`` for their calibration data: 128 sequences of 2048 or 1024 tokens of ``c4``,
+            each drawn from one document; options that are given win over it.
         data: calibration data:
 
             - a name: ``c4`` (the default), ``wikitext2``, ``pile``, ``demo``, or that of a dataset on the hub;
@@ -189,11 +189,12 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
 
     Args:
         model: folder, hub name, .gguf file or ``demo``.
-        protocol: ``paper`` for what the literature does: calibration as `compile` takes it, text, windows and tasks as
-            `permtriton.evaluate` does; what is given beside it wins.
+        protocol: ``wanda`` or ``permllm`` for what these papers do: calibration as `compile` takes it, text, windows
+            and tasks as `permtriton.evaluate` does; what is given beside it wins.
         eval_data, window, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
         seeds: seeds of the calibration draw and of learning.
-        methods: methods, recipes, or steps joined by ``" + "``; None for all methods.
+        methods: methods, recipes, steps joined by ``" + "``, or lists of steps, such as ``["wanda", [Heuristic(),
+            Mine()]]``; None for all methods.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
         ablate: option of which each method is run with several values.
         values: these values.
@@ -319,7 +320,7 @@ def _job(model: Model, asked: Asked, options: Mapping[str, Any]) -> Job:
         output=_path("output", asked.output),
         offload=_path("offload", asked.offload),
     )
-    given = given_by(asked.config, options, asked.protocol)
+    given = given_by(asked.config, options, asked.protocol, _name(model))
     chosen = build_config(_name(model), asked.recipe, given, options)
     return Job(source_of(model, **asked.loading), chosen, given, replace(asked, token=checked_token(asked.token)))
 

@@ -24,6 +24,8 @@ LINEARS = (
     "classes"
 )
 SURPLUS = 4  # tokens of a text that are mixed per token drawn, so that the windows are a sample of the documents
+# Options that are lowered where memory ran out, after which the same run continues: they change how sums are rounded.
+ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
 WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
 

@@ -11,9 +11,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from permtriton.config import CalibrationConfig
+from permtriton.config import CalibrationConfig, ImportanceMethod
 from permtriton.driver.options import CompileConfig, has_effect, why_no_effect
 from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError, near, reading, shown
@@ -124,7 +124,8 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
     """Returns the steps of a recipe.
 
     Args:
-        recipe: a key of `RECIPES`, names of steps separated by commas, or the steps themselves: ours or others.
+        recipe: a key of `RECIPES`, names of steps separated by commas (``file.py:Class`` or ``module:Class`` for one
+            that is not installed), or the steps themselves: ours or others.
 
     Raises:
         ConfigError: there is no such recipe or step.
@@ -143,13 +144,15 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
         return RECIPES[recipe].steps
     known = {kind.name: kind for kind in steps.STEPS}
     names = [name.strip() for name in recipe.split(",")]
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for name in names if name not in known and ":" not in name]:
         kind = "no step" if len(names) > 1 else "no recipe and no step"
+        is_score = unknown[0] in get_args(ImportanceMethod)
+        hint = f", but a score: write `recipe=mask` `importance={unknown[0]}`" * is_score
         raise ConfigError(
-            f"recipe {shown(recipe)}: {shown(unknown[0])} is {kind}; the recipes are "
+            f"recipe {shown(recipe)}: {shown(unknown[0])} is {kind}{hint}; the recipes are "
             f"{', '.join(RECIPES)}, the steps {', '.join(known)}"
         )
-    return tuple(known[name]() for name in names)
+    return tuple((known.get(name) or steps.load(name))() for name in names)
 
 
 def config_from(
@@ -209,13 +212,15 @@ def build_config(
     return config
 
 
-def given_by(config_file: str | Path | None, options: Mapping[str, Any], protocol: str | None = None) -> dict[str, Any]:
+def given_by(
+    config_file: str | Path | None, options: Mapping[str, Any], protocol: str | None = None, model: str = ""
+) -> dict[str, Any]:
     """Returns what a user gave: options over those of the file, and these over those of the protocol.
 
     Raises:
         ConfigError: the file cannot be read, or holds a table that is no step's, or there is no such protocol.
     """
-    set_by = protocol_of(protocol)
+    set_by = protocol_of(protocol, model)
     return {
         **(set_by.options if set_by else {}),
         **(read_config_file(Path(config_file)) if config_file else {}),

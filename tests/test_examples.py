@@ -1,5 +1,6 @@
 """The programs in examples/: each runs as it is, on a tiny model, with a stand-in for the hub."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import permtriton
 from permtriton.checkpoint import publishing
 
 from . import zoo
@@ -57,6 +59,17 @@ def test_publishing(here, capsys):
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), packed.parameters(), strict=True))
     assert "perplexity, this model" in (here / "hub" / "me" / "model-2of4" / "README.md").read_text()
     assert "https://hub/me/model-2of4-packed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_reading_masks(here, capsys):
+    for importance in ("wanda", "magnitude"):
+        permtriton.compile("model", data="text.txt", recipe="mask", importance=importance, samples=4,
+                           sequence_length=16, output=importance)  # fmt: skip
+    run("read_masks.py", "wanda", "magnitude", "--linear", "model.layers.0.mlp.down_proj")
+    printed = capsys.readouterr().out
+    assert "0 of 64 input channels moved" in printed
+    assert re.search(r"^wanda and magnitude share \d+% of the kept weights$", printed, re.M)
 
 
 def test_vllm(here, monkeypatch, capsys):

@@ -84,7 +84,7 @@ def test_no_document_is_long_enough(hub, tokenizer):
 
 
 def test_one_word_sets_all():
-    config = permtriton.config_from({**PROTOCOLS["paper"].options})
+    config = permtriton.config_from({**PROTOCOLS["wanda"].options})
     chosen = config.calibration
     assert (chosen.calibration, chosen.samples, chosen.sequence_length, chosen.one_document) == ("c4", 128, 2048, True)
     text, window, tasks = measured_by("paper", None, None, None)
@@ -92,7 +92,15 @@ def test_one_word_sets_all():
     assert tasks == ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
     assert measured_by("paper", "c4", 4096, "none") == ("c4", 4096, "none")
     assert measured_by(None, None, None, None) == (None, None, None)
-    with pytest.raises(permtriton.PermTritonError, match="protocol 'papers' is unknown: choose paper"):
+    assert measured_by("permllm", None, None, None)[2] == (
+        "hellaswag",
+        "arc_easy",
+        "arc_challenge",
+        "openbookqa",
+        "rte",
+    )
+    assert measured_by("permllm", None, None, None, "demo") == ("demo", None, None), "it has its own text"
+    with pytest.raises(permtriton.PermTritonError, match="protocol 'papers' is unknown: choose wanda or permllm"):
         permtriton.compile("demo", protocol="papers")
 
 
@@ -116,7 +124,7 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
 @pytest.mark.slow
 def test_the_seven_tasks_run(here, hub):
     found = permtriton.evaluate("model", "none", protocol="paper")
-    assert [task.name for task in found.tasks] == list(PROTOCOLS["paper"].tasks)
+    assert [task.name for task in found.tasks] == list(PROTOCOLS["wanda"].tasks)
     assert all(0 <= task.scores["acc"].value <= 1 for task in found.tasks)
     assert {each["path"] for each in hub} == set(DOCUMENTS)
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import permtriton
 from permtriton import methods
+from permtriton.cli import main
 from permtriton.methods import Heuristic, Mask, Refit, Stage, Step, steps
 
 from . import zoo
@@ -118,6 +119,34 @@ def test_its_score_decides(relative):
     permtriton.compile(models[1], recipe=[Mask()], data=ids, importance="magnitude")
     for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(first, second)
+
+
+def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
+    """compile and compare take it where they take the name of a step; a file of options holds its options."""
+    (here / "my_steps.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
+    config = permtriton.config_from({"relative_power": 2.0}, "heuristic,my_steps.py:Relative")
+    assert (config.recipe, config.steps[1].power) == ("heuristic,relative", 2.0)
+    assert permtriton.config_from({}, "my_steps:Relative").steps[0].name == "relative"
+    for name, words in (
+        ("my_steps.py:Mine", "cannot be imported"),
+        ("nowhere.py:Mine", "cannot be imported: No module named 'nowhere'"),
+        ("math:pi", "is no dataclass derived from permtriton.methods.Step"),
+    ):
+        with pytest.raises(permtriton.PermTritonError, match=words):
+            permtriton.config_from({}, name)
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["--eval-data", "text.txt", "--methods", "heuristic + my_steps.py:Relative"]
+    main.app(["compare", "model", *QUICK[:-2], *words], standalone_mode=False)
+    assert "my_steps.py:Relative" in capsys.readouterr().out
+
+
+def test_compare_takes_lists_of_steps(relative, here):
+    text = {"calibration": "text.txt", "samples": 2, "sequence_length": 16, "eval_data": "text.txt"}
+    methods = ["magnitude", [Heuristic(), relative(power=0.5)], [relative()]]
+    report = permtriton.compare("model", methods=methods, **text)
+    assert [row["method"] for row in report["rows"]] == [
+        "dense", "magnitude", "heuristic + relative (power=0.5)", "relative"
+    ]  # fmt: skip
 
 
 def test_what_is_no_step_is_refused():

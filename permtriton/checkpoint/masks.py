@@ -1,4 +1,4 @@
-"""Which weights of a pruned linear are kept, and in which order its channels are: of a folder, or of a model in memory."""
+"""Which weights of a pruned linear are kept, and in which order are its channels, in a folder or in memory?"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

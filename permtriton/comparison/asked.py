@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from permtriton.comparison.methods import FUSED, METHODS
 from permtriton.config import METHOD, RUNNING
 from permtriton.driver.asked import Asked
 from permtriton.evaluation.asked import Loads, Measures
@@ -32,8 +33,10 @@ class AskedComparison(Loads, Measures):
     methods: Words = flag(
         None,
         METHOD,
-        "Methods, recipes, or steps joined by ' + ', such as 'heuristic + refit + distill', separated by commas; by "
-        "default all methods, and the default recipe with --ablate.",
+        f"Methods ({', '.join(name for name in METHODS if not name.endswith(FUSED))}, and those that order channels "
+        f"with{FUSED} after them), recipes, or steps joined by ' + ', such as 'heuristic + refit + distill' or, with a "
+        "step of yours, 'heuristic + my_steps.py:Mine', separated by commas; by default all methods, and the default "
+        "recipe with --ablate.",
     )
     ablate: str | None = flag(
         None,

@@ -1,12 +1,13 @@
 """The rows of a comparison as data: the methods, and the config that each row is compiled with."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from permtriton.driver.identity import ROUNDING_ONLY
+from permtriton.config import ROUNDING_ONLY
 from permtriton.driver.options import CompileConfig, has_effect
+from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
 from permtriton.methods.steps import STEPS
 from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from
@@ -57,6 +58,7 @@ KNOWN = METHODS | {
 }
 DENSE = "dense"
 JOINED = " + "  # steps that make a method of the user's own
+Method = str | Sequence[Step]
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,14 @@ class Row:
         pattern: sparsity pattern, such as ``2:4``.
         setting: option of the ablation with its value, such as ``learn_block_size 32``; empty without an ablation.
         config: every option; the seed is set later.
+        sets: names of the options that the method sets.
     """
 
     method: str
     pattern: str
     setting: str
     config: CompileConfig
+    sets: frozenset[str] = frozenset()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -81,54 +85,72 @@ class Row:
         return {name: value for name, value in self.config.to_dict().items() if name != "seed"}
 
 
-def settings_of(method: str) -> dict[str, Any]:
+def settings_of(method: Method) -> dict[str, Any]:
     """Returns the options that a method sets.
 
     Args:
-        method: key of `KNOWN`; or steps of a recipe, joined by `JOINED`, and `FUSED` after them for that layout.
+        method: key of `KNOWN`; or the steps of a recipe, in a list, or their names (as `permtriton.recipe.steps_of`
+            takes them) joined by `JOINED`, and `FUSED` after them for that layout.
 
     Raises:
         ConfigError: it is neither.
     """
+    if not isinstance(method, str):
+        return {"importance": "auto", "recipe": method, "layout": "portable"}
     if method in KNOWN:
         return KNOWN[method]
     steps = method.removesuffix(FUSED).split(JOINED)
-    if not {kind.name for kind in STEPS}.issuperset(steps):
-        close = get_close_matches(method, list(KNOWN))
-        choice = f"did you mean {', '.join(close)}" if close else f"choose from {', '.join([*METHODS, *RECIPES])}"
-        raise ConfigError(f"method {method!r} is unknown: {choice}; or join steps, such as heuristic{JOINED}mask")
+    known = {kind.name for kind in STEPS}
+    if not all(step in known or ":" in step for step in steps):
+        close = get_close_matches(method, list(KNOWN)) or ["wanda", "sparsegpt", DEFAULT]
+        raise ConfigError(
+            f"method {method!r} is unknown: did you mean {', '.join(close)}; or join steps, such as "
+            f"heuristic{JOINED}mask? `permtriton compare --help` lists all methods"
+        )
     layout = "fused" if method.endswith(FUSED) else "portable"
     return {"importance": "auto", "recipe": ",".join(steps), "layout": layout}
 
 
+def _name(method: Method) -> str:
+    """Returns the name of a method; that of steps has the options in which they differ from their defaults."""
+    return method if isinstance(method, str) else JOINED.join(map(_step_name, method))
+
+
+def _step_name(step: Step) -> str:
+    own = [each for each in fields(step) if getattr(step, each.name) != each.default]  # type: ignore[arg-type]
+    options = ", ".join(f"{each.name}={getattr(step, each.name)}" for each in own)
+    return step.name + f" ({options})" * bool(own)
+
+
 def method_rows(
-    options: Mapping[str, Any], methods: Sequence[str], patterns: Sequence[NMPattern], model: str = ""
+    options: Mapping[str, Any], methods: Sequence[Method], patterns: Sequence[NMPattern], model: str = ""
 ) -> list[Row]:
     """Returns a row per pattern and method.
 
     Args:
         options: values by option name; what the methods set is left out.
-        methods: names of methods, as `settings_of` takes them; none means those of `METHODS`.
+        methods: methods, as `settings_of` takes them; none means those of `METHODS`.
         patterns: sparsity patterns; none means that of the options.
         model: name of the model, as `permtriton.recipe.config_from` takes it.
 
     Raises:
         ConfigError: a method is unknown, or an option or its value is not allowed.
     """
-    methods = methods or tuple(METHODS)
-    rows = []
+    rows = {}
     for pattern in dict.fromkeys(patterns or [config_from({**options, "recipe": DEFAULT}, model=model).sparsity]):
-        for method in dict.fromkeys(methods):
-            config = config_from({**options, "sparsity": pattern, **settings_of(method)}, model=model)
-            rows.append(Row(method, str(pattern), "", config))
-    return rows
+        for method in methods or tuple(METHODS):
+            settings = settings_of(method)
+            config = config_from({**options, "sparsity": pattern, **settings}, model=model)
+            row = Row(_name(method), str(pattern), "", config, frozenset(settings))
+            rows[row.method, row.pattern] = row
+    return list(rows.values())
 
 
 def ablation_rows(
     options: Mapping[str, Any],
     name: str,
     values: Sequence[str],
-    methods: Sequence[str],
+    methods: Sequence[Method],
     patterns: Sequence[NMPattern],
     model: str = "",
 ) -> list[Row]:
@@ -138,7 +160,7 @@ def ablation_rows(
         options: values by option name; what the methods set is left out.
         name: name of the option, which takes these values also where a method sets it.
         values: its values as text.
-        methods: names of methods; none means the default recipe.
+        methods: as `method_rows` takes them; none means the default recipe.
         patterns: sparsity patterns; none means that of the options.
         model: name of the model, as `permtriton.recipe.config_from` takes it.
 
@@ -149,13 +171,14 @@ def ablation_rows(
     if name not in known:
         raise ConfigError(f"--ablate {name}: no option of this name changes results{near(name, known)}")
     option, rows = known[name], []
-    for row in method_rows(options, methods or (DEFAULT,), patterns, model):
-        if not has_effect(option, row.config):
-            raise ConfigError(f"--ablate {name} has no effect on the method {row.method}: choose other --methods")
-        fixed = {**options, "sparsity": row.config.sparsity, **settings_of(row.method)}
-        for value in map(option.parse, values):
-            config = config_from({**fixed, name: value}, model=model)
-            rows.append(Row(row.method, str(config.sparsity), f"{name} {value}", config))
+    for method in methods or (DEFAULT,):
+        for row in method_rows(options, [method], patterns, model):
+            if not has_effect(option, row.config):
+                raise ConfigError(f"--ablate {name} has no effect on the method {row.method}: choose other --methods")
+            fixed = {**options, "sparsity": row.config.sparsity, **settings_of(method)}
+            for value in map(option.parse, values):
+                config = config_from({**fixed, name: value}, model=model)
+                rows.append(Row(row.method, str(config.sparsity), f"{name} {value}", config, row.sets))
     return list(dict.fromkeys(rows))
 
 
@@ -176,7 +199,7 @@ def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | N
             raise ConfigError(f"{flag} has no effect with --ablate {ablation}, which sets it: choose --values")
         if name == "seed":
             raise ConfigError("--seed has no effect on a comparison: choose --seeds")
-        if all(name in settings_of(row.method) for row in rows):
+        if all(name in row.sets for row in rows):
             raise ConfigError(f"{flag} has no effect: each of these methods sets it; leave it out")
         if not any(has_effect(option, row.config) for row in rows):
             methods = ", ".join(dict.fromkeys(row.method for row in rows))

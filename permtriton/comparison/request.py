@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.output import locked
 from permtriton.comparison.asked import AskedComparison, Words
-from permtriton.comparison.methods import Row, ablation_rows, check_effect, method_rows
+from permtriton.comparison.methods import Method, Row, ablation_rows, check_effect, method_rows
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Benchmark, compare
 from permtriton.comparison.summary import columns, report_of
@@ -59,14 +59,14 @@ class Request:
         patterns = _parts(asked.sparsity, "sparsity")
         if len(patterns) == 1:  # an option as any other
             given["sparsity"] = patterns[0]
-        options = given_by(asked.config, given, asked.protocol)
+        options = given_by(asked.config, given, asked.protocol, model)
         if "recipe" in options:
             raise ConfigError(f"config file {asked.config} names a recipe: leave it out, and name it in `methods=`")
         if "seed" in options and "seed" not in given:
             raise ConfigError(f"config file {asked.config} has a seed: leave it out, and give `seeds=`")
         config_from(options, model=model)
         several = patterns if len(patterns) > 1 else []
-        asked = replace(asked, eval_data=selected(asked.eval_data)).settled()
+        asked = replace(asked, eval_data=selected(asked.eval_data)).settled(model)
         return cls(Source(model, **asked.loading), options, given, several, asked)
 
     def rows(self) -> list[Row]:
@@ -79,7 +79,7 @@ class Request:
             raise ConfigError("`ablate=` names an option, and `values=` its values: give both, or neither")
         if self.patterns and "pattern" in self.given:
             raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
-        methods, values = _parts(self.asked.methods, "methods"), _parts(self.asked.values, "values")
+        methods, values = _methods(self.asked.methods), _parts(self.asked.values, "values")
         patterns = [NMPattern.parse(each) for each in self.patterns]
         options, model = dict(self.options), self.source.name
         if self.ablation is None:
@@ -197,6 +197,13 @@ class Request:
             for output in self.asked.outputs or [Path(self._stem)]:
                 stack.enter_context(locked(real_path(output), progress.say))
             yield
+
+
+def _methods(words: Words) -> list[Method]:
+    """Returns the methods: names, as `_parts`, and lists of steps."""
+    if words is None or isinstance(words, str):
+        return list(_parts(words, "methods"))
+    return [part for each in words for part in (_parts(each, "methods") if isinstance(each, str) else [each])]
 
 
 def _parts(words: Words, name: str = "") -> list[str]:

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.comparison.methods import DENSE, Row
 from permtriton.comparison.results import Measured, ResultFile, RowResult
-from permtriton.config import CalibrationConfig
+from permtriton.config import ROUNDING_ONLY, CalibrationConfig
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_samples
-from permtriton.driver.identity import ROUNDING_ONLY, run_identity, text_hash
+from permtriton.driver.identity import run_identity, text_hash
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError

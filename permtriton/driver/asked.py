@@ -29,8 +29,8 @@ class Asked(Loads):
     recipe: "str | Sequence[Step] | None" = flag(
         None,
         METHOD,
-        f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt; permtriton recipes "
-        "describes them.",
+        f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt or, with a step of "
+        "yours, heuristic,my_steps.py:Mine; permtriton recipes describes them.",
     )
     protocol: str | None = same_as(Measures, "protocol")
     data: "Data | None" = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from permtriton.config import ROUNDING_ONLY
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Step
@@ -19,8 +20,6 @@ from permtriton.running import ranks
 from permtriton.running.state import StateFile, layers_beside
 from permtriton.util.machine import device_name, versions
 
-# What is lowered where memory ran out, and then continues the same run.
-ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 WRITING = "generated"  # the state of the text that the dense model writes
 CHOOSING = "dense_share"  # the state of which linears stay dense
 

@@ -59,8 +59,9 @@ class Measures:
     protocol: str | None = flag(
         None,
         CALIBRATION,
-        "paper: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows of "
-        "2048, and, except in compile, run the seven tasks of Wanda's table. Other flags win.",
+        "wanda: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows of "
+        "2048, and, except in compile, run the seven tasks of Wanda's table; permllm: the same on 128 x 1024 tokens, "
+        "with PermLLM's five tasks. Other flags win.",
     )
     eval_data: "Data | None" = field(
         default=None,
@@ -96,8 +97,8 @@ class Measures:
 
         return TaskRequest(self.tasks, self.limit, None if self.tasks_dir is None else Path(self.tasks_dir))
 
-    def settled(self) -> Self:
-        """Returns the same with what its protocol says where nothing was given.
+    def settled(self, model: str = "") -> Self:
+        """Returns the same with what its protocol says of a model where nothing was given.
 
         Raises:
             ConfigError: there is no such protocol, or a number is none.
@@ -105,7 +106,7 @@ class Measures:
         for name in ("window", "limit", "batch_size"):
             if not isinstance(value := getattr(self, name, None), int | None):
                 raise ConfigError(f"`{name}=` is {shown(value)}: expected a whole number")
-        eval_data, window, tasks = measured_by(self.protocol, self.eval_data, self.window, self.tasks)
+        eval_data, window, tasks = measured_by(self.protocol, self.eval_data, self.window, self.tasks, model)
         return replace(self, protocol=None, eval_data=eval_data, window=window, tasks=tasks)
 
 

@@ -38,8 +38,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; of a model of
             images or sound, a folder; or texts, token ids or tensors in memory, as `permtriton.compile` takes them.
             None for ``demo`` with the demo model, else ``wikitext2``.
-        protocol: ``paper`` for what the literature measures: ``wikitext2`` in windows of 2048 tokens, and the seven
-            tasks of Wanda's table; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
+        protocol: ``wanda`` or ``permllm`` for what these papers measure: ``wikitext2`` in windows of 2048 tokens, and
+            Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
         window: tokens per window; None for 2048, or as many as the model can take.
         against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
             this call only, and both models are in memory at once.
@@ -71,7 +71,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         >>> print(measured)
         perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
     """
-    asked, shown = asked.settled(), reporter(asked.progress)
+    named = model if isinstance(model, str) else ""
+    asked, shown = asked.settled(named), reporter(asked.progress)
     chosen = asked.wanted_tasks.load(shown)
     eval_data = selected(asked.eval_data, asked.text_column, asked.split)
     name, tokenizer, against = "", asked.tokenizer, asked.against

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from permtriton.errors import ConfigError, shown
+from permtriton.model.name import DEMO
 
 
 @dataclass(frozen=True)
@@ -20,41 +21,62 @@ class Protocol:
 
     options: Mapping[str, Any]
     eval_data: str
-    window: int
-    tasks: tuple[str, ...]
+    window: int | None
+    tasks: tuple[str, ...] | None
 
 
 PROTOCOLS = {
     # As the code of SparseGPT and Wanda does it; the tasks are those of Wanda's table, which has their `acc`.
-    "paper": Protocol(
+    "wanda": Protocol(
         {"calibration": "c4", "samples": 128, "sequence_length": 2048, "one_document": True},
         "wikitext2",
         2048,
         ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"),
-    )
+    ),
+    # As in PermLLM; its code draws each sequence from one document, as Wanda's does.
+    "permllm": Protocol(
+        {"calibration": "c4", "samples": 128, "sequence_length": 1024, "one_document": True},
+        "wikitext2",
+        2048,
+        ("hellaswag", "arc_easy", "arc_challenge", "openbookqa", "rte"),
+    ),
 }
+ALIASES = {"paper": "wanda"}  # an earlier name
+ON_DEMO = Protocol(
+    {}, DEMO, None, None
+)  # the demo model's own text and sizes: it speaks no English but that of its text
 
 
-def protocol_of(name: str | None) -> Protocol | None:
+def protocol_of(name: str | None, model: str = "") -> Protocol | None:
     """Returns the protocol of a name; None for None.
+
+    Args:
+        model: name of the model. The demo model has small texts of its own, which every protocol takes there.
 
     Raises:
         ConfigError: there is no such protocol.
     """
-    if name is not None and name not in PROTOCOLS:
+    if name is None:
+        return None
+    if (known := ALIASES.get(name, name)) not in PROTOCOLS:
         raise ConfigError(f"protocol {shown(name)} is unknown: choose {' or '.join(PROTOCOLS)}, or leave it out")
-    return None if name is None else PROTOCOLS[name]
+    return ON_DEMO if model == DEMO else PROTOCOLS[known]
 
 
-def measured_by(name: str | None, eval_data: Any, window: int | None, tasks: Any) -> tuple[Any, int | None, Any]:
+def measured_by(
+    name: str | None, eval_data: Any, window: int | None, tasks: Any, model: str = ""
+) -> tuple[Any, int | None, Any]:
     """Returns held-out text, window and tasks: what the user gave, and what the protocol says where it is None.
 
     The window of the protocol is that of its texts: samples in memory have their own.
 
+    Args:
+        model: as for `protocol_of`.
+
     Raises:
         ConfigError: there is no such protocol.
     """
-    if (protocol := protocol_of(name)) is None:
+    if (protocol := protocol_of(name, model)) is None:
         return eval_data, window, tasks
     if window is None and isinstance(eval_data, str | None) and eval_data != "none":
         window = protocol.window

@@ -1,16 +1,21 @@
 """All steps that a recipe may name, in the order in which they run. **Add a method here.**
 
-A package that is not ours adds its own by an entry point of the group `GROUP`, whose value is the class of a step.
+A package that is not ours adds its own by an entry point of the group `GROUP`, whose value is the class of a step. One
+that is not installed is named by where it stands: ``my_steps.py:Mine`` or ``my_package.steps:Mine``.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from permtriton.driver.step import Stage, Step
-from permtriton.errors import first_line, shown
+from permtriton.errors import ConfigError, first_line, shown
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
@@ -53,6 +58,31 @@ def _installed() -> Iterator[type[Step]]:
         else:
             names.add(kind.name)
             yield kind
+
+
+@cache
+def load(name: str) -> type[Step]:
+    """Returns the class of a step that is not installed.
+
+    Args:
+        name: ``module:Class`` or ``file.py:Class``; both are looked for in the present folder, too.
+
+    Raises:
+        ConfigError: it cannot be imported, or is no step.
+    """
+    place, _, attribute = name.rpartition(":")
+    file = Path(place)
+    folder = str(file.parent.resolve()) if file.suffix == ".py" else str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        kind = getattr(import_module(file.stem if file.suffix == ".py" else place), attribute)
+    except Exception as error:  # code of others raises any kind
+        raise ConfigError(f"the step {name} cannot be imported: {first_line(error)}") from error
+    finally:
+        sys.path.remove(folder)
+    if problem := problem_of(kind):
+        raise ConfigError(f"the step {name} cannot be used: it {problem}")
+    return kind
 
 
 STEPS: tuple[type[Step], ...] = (*OURS, *_installed())

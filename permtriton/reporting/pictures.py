@@ -149,9 +149,9 @@ def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 12
     """
     masks = {folder.label: Masks(folder.record, folder.pruned, folder.tensor) for folder in folders}
     if linear is None:
-        common = [name for name in next(iter(masks.values())).linears if all(name in each.linears for each in masks.values())]
-        numbers = [layer_number(name) for name in common]
-        linear = next((name for name, number in zip(common[::-1], numbers[::-1], strict=True) if number == numbers[0]), "")
+        common = set[str].intersection(*(set(each.linears) for each in masks.values()))
+        names = [name for name in next(iter(masks.values())).linears if name in common]
+        linear = next((name for name in reversed(names) if layer_number(name) == layer_number(names[0])), "")
     if not linear:
         return []
     for label, each in masks.items():
