@@ -54,7 +54,7 @@ slow: $(INSTALLED)
 # The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
 NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \
 	tests/test_statistics.py tests/test_sparsegpt.py tests/test_fisher.py tests/test_search.py tests/test_learn.py \
-	tests/test_reconstruct.py tests/test_distill.py
+	tests/test_layer_calls.py tests/test_distill.py
 numeric: export OMP_NUM_THREADS := 1
 numeric: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" $(NUMERIC)

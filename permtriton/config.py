@@ -40,7 +40,7 @@ def minimises(**first: str) -> str:
 @documented
 @dataclass(frozen=True)
 class CalibrationConfig:
-    """The samples that statistics, learning and reconstruction see."""
+    """The samples that statistics and learning see."""
 
     calibration: str = _calibration(
         "c4",
@@ -54,7 +54,7 @@ class CalibrationConfig:
     generated: int = _calibration(
         0,
         "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
-        "reconstruct, tune, distill); only for models that write text.",
+        "tune, distill); only for models that write text.",
     )
     one_document: bool = _calibration(
         False,

@@ -44,7 +44,7 @@ SEARCHED = {**HEURISTIC, "recipe": "heuristic,searched,mask", "search_rounds": 2
 SPARSEGPT = {**HEURISTIC, "recipe": "heuristic,sparsegpt", "importance": "wanda"}
 REFIT = {**HEURISTIC, "recipe": "heuristic,refit"}
 TUNE = {**HEURISTIC, "recipe": "heuristic,mask,tune", "tune_steps": 4, "tune_batch_size": 2, "tune_learning_rate": 0.05}
-RECONSTRUCT = {**HEURISTIC, "recipe": "heuristic,mask,reconstruct", "reconstruct_epochs": 1}
+DISTILL = {**HEURISTIC, "recipe": "heuristic,mask,distill", "distill_epochs": 1}
 Plant = Callable[[pytest.MonkeyPatch], object]
 
 
@@ -413,12 +413,12 @@ FAULTS: dict[str, Fault] = {
         exchanged,
         caught_by="tests/test_refitting.py::test_moments_are_those_of_both_models",
     ),
-    "reconstruct writes outside the mask": Fault(
-        replaced(KeptWeights, "write", outside), "training wrote to weights that were pruned", options=RECONSTRUCT
+    "distill writes outside the mask": Fault(
+        replaced(KeptWeights, "write", outside), "training wrote to weights that were pruned", options=DISTILL
     ),
-    "reconstruct keeps other weights than it measured": Fault(
+    "distill keeps other weights than it measured": Fault(
         replaced(KeptWeights, "snapshot", lambda f, *args: {k: v * 1.5 for k, v in f(*args).items()}),
-        "held out, when its weights were kept", options=RECONSTRUCT,
+        "held out, when its weights were kept", options=DISTILL,
     ),
     "tune folds scales twice": Fault(
         replaced(TunedValues, "fold", folded_twice), "before its scales were folded", options=TUNE

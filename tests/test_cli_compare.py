@@ -206,8 +206,8 @@ def test_without_an_output_nothing_stays_behind(desk, interrupted):
 @pytest.mark.slow
 def test_what_only_saves_memory_does_not_decide_what_is_kept(desk):
     """It is what a command advises where memory ran out in its second row."""
-    compare(desk, "--methods", "wanda + reconstruct", "--output", "t.json")
-    more = ("--methods", "wanda + reconstruct,magnitude", "--micro-batch-size", 2, "--activation-checkpointing")
+    compare(desk, "--methods", "wanda + distill", "--output", "t.json")
+    more = ("--methods", "wanda + distill,magnitude", "--micro-batch-size", 2, "--activation-checkpointing")
     assert "2 of 3 results" in compare(desk, *more, "--output", "t.json").stderr
     assert read_comparison(desk.folder / "t.json")["rows"][2]["config"]["micro_batch_size"] == 2
 

@@ -14,7 +14,7 @@ from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.errors import ConfigError
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.steps import STEPS
-from permtriton.methods.train.reconstruct import Reconstruct
+from permtriton.methods.train.distill import Distill
 from permtriton.recipe import (
     RECIPES,
     SMALL,
@@ -79,14 +79,6 @@ OTHER = {
     "refit_metric_tokens": 512,
     "refit_metric_rounds": 3,
     "refit_generated": False,
-    "reconstruct_epochs": 5,
-    "reconstruct_learning_rate": 0.03,
-    "reconstruct_batch_size": 2,
-    "reconstruct_optimizer": "adafactor",
-    "reconstruct_generated": False,
-    "reconstruct_further": 2,
-    "reconstruct_loss": "squared",
-    "reconstruct_window": "mlp",
     "tune_steps": 5,
     "tune_learning_rate": 0.05,
     "tune_batch_size": 7,
@@ -103,7 +95,7 @@ OTHER = {
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
 # Recipes that have every step between them.
-LEARN, UPDATE = "heuristic,learned,searched,mask,tune,distill", "heuristic,sparsegpt,reconstruct"
+LEARN, UPDATE = "heuristic,learned,searched,mask,tune,distill", "heuristic,sparsegpt"
 REFIT = "heuristic,refit"
 
 
@@ -155,10 +147,10 @@ def test_a_config_holds_the_options_of_its_steps_alone():
 
 
 def test_steps_may_be_given_as_they_are():
-    named = config_from({"reconstruct_epochs": 3}, "sparsegpt,reconstruct")
+    named = config_from({"distill_epochs": 3}, "sparsegpt,distill")
     steps = config_from({}, named.steps)
     assert steps == named
-    assert config_from({"reconstruct_epochs": 4}, named.steps).steps[1] == Reconstruct(epochs=4)
+    assert config_from({"distill_epochs": 4}, named.steps).steps[1] == Distill(epochs=4)
 
 
 def test_every_option_is_a_flag_of_compile():
@@ -336,7 +328,7 @@ def test_bad_values_say_what_and_what_to_do(given, words):
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize("recipe", ["heuristic,mask", "sparsegpt,distill", "mask,reconstruct"])
+@pytest.mark.parametrize("recipe", ["heuristic,mask", "sparsegpt,distill"])
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.step])
 def test_options_of_steps_that_do_not_run_are_refused(name, recipe):
     option, config = OPTIONS[name], config_from({}, recipe)

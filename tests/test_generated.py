@@ -21,7 +21,7 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.driver.step import Speed
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.methods.prune import refitting
-from permtriton.methods.train import distillation, reconstruction
+from permtriton.methods.train import distillation
 from permtriton.recipe import check_given, compile_command
 from permtriton.running.offload import OffloadFolder
 from permtriton.util.progress import NoProgress, Progress
@@ -34,7 +34,7 @@ from .updating import Recording, facts, tiny_model
 
 IDS = zoo.tiny_ids(6, 12)
 OPTIONS = {
-    "generated": 5, "reconstruct_epochs": 1, "distill_epochs": 2, "distill_batch_size": 4, "micro_batch_size": 4,
+    "generated": 5, "distill_epochs": 2, "distill_batch_size": 4, "micro_batch_size": 4,
     "activation_checkpointing": False,
 }  # fmt: skip
 
@@ -215,7 +215,6 @@ def read(monkeypatch):
         monkeypatch.setattr(module, name, watched)
 
     watch(refitting, "refit", 3)
-    watch(reconstruction, "reconstruct", 3)
     watch(distillation, "distill", 2)
     watch(running, "fisher_information", 3)
     return found
@@ -223,8 +222,8 @@ def read(monkeypatch):
 
 @pytest.mark.slow
 def test_the_steps_that_fit_to_the_dense_model_read_it(read):
-    found = compiled("heuristic,refit,reconstruct,distill", heuristic_row_weights="fisher")
-    assert read == {"refit": 11, "reconstruct": 11, "distill": 11, "fisher_information": 6}
+    found = compiled("heuristic,refit,distill", heuristic_row_weights="fisher")
+    assert read == {"refit": 11, "distill": 11, "fisher_information": 6}
     assert found.report["calibration"]["shape"] == [6, 12]
     assert found.report["generated"]["shape"] == [5, 12]
     assert found.report["seconds"]["generate"] > 0
@@ -347,7 +346,7 @@ def test_samples_of_more_than_tokens_are_refused():
 
 def test_an_offload_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"`generated=5`: with an offload folder, each token"):
-        compiled("mask,reconstruct", offload=OffloadFolder(tmp_path))
+        compiled("mask,distill", offload=OffloadFolder(tmp_path))
 
 
 @pytest.mark.parametrize(("length", "first"), [(2, 1), (4, 1), (16, 2)])

@@ -84,17 +84,12 @@ RENAMES = ("os.rename",)
 QUICK = ("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-data", "none", "--overwrite")
 SEARCH = ("--search-rounds", 2)
 LEARN = ("--learn-epochs", 2, "--learn-batch-size", 4, "--learn-block-size", 8)
-RECONSTRUCT = ("--reconstruct-epochs", 2, "--reconstruct-batch-size", 4)
 TUNE = ("--tune-steps", 4, "--tune-batch-size", 2)
 DISTILL = ("--distill-epochs", 2, "--distill-batch-size", 4)
 COMMANDS = {
-    "searched, reconstruct, tune": (
-        *("--recipe", "heuristic,searched,mask,reconstruct,tune", *SEARCH, *RECONSTRUCT, *TUNE),
-    ),
+    "searched, tune": ("--recipe", "heuristic,searched,mask,tune", *SEARCH, *TUNE),
     "learned, distill": ("--recipe", "heuristic,learned,mask,distill", *LEARN, *DISTILL),
-    "sparsegpt, reconstruct, distill": (
-        *("--recipe", "heuristic,sparsegpt,reconstruct,distill", *RECONSTRUCT, *DISTILL),
-    ),
+    "sparsegpt, distill": ("--recipe", "heuristic,sparsegpt,distill", *DISTILL),
     "default": ("--generated", 2),
     "searched, fused, a dense share": ("--recipe", "values", *SEARCH, "--layout", "fused", "--dense-share", 0.3),
 }

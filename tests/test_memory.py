@@ -108,7 +108,6 @@ def test_estimate_grows_with_samples_and_micro_batch_when_learning(model, plan):
         ({"recipe": "heuristic,mask"}, {"recipe": "heuristic,searched,mask"}),
         ({"recipe": "mask"}, {"recipe": "sparsegpt", "importance": "wanda"}),
         ({"recipe": "mask"}, {"recipe": "mask,distill"}),
-        ({"recipe": "mask"}, {"recipe": "mask,reconstruct"}),
         ({"recipe": "mask", "importance": "wanda"}, {"recipe": "mask", "importance": "obs"}),
         (
             {"recipe": "values", "activation_checkpointing": True},

@@ -31,7 +31,7 @@ CHANGES = [
     {"recipe": "published", "importance": "ria"},
     {"recipe": "fast"},
     {"recipe": "heuristic,sparsegpt"},
-    {"recipe": "heuristic,sparsegpt,reconstruct", "reconstruct_epochs": 3},
+    {"recipe": "heuristic,sparsegpt,distill", "distill_epochs": 3},
     {"recipe": "mask,distill", "distill_loss": "cosine"},
     {"sparsity": "4:8", "layout": "fused", "o_proj": "free", "skip_indivisible": True, "seed": 7},
 ]

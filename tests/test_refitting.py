@@ -239,8 +239,6 @@ def test_the_dense_weights_come_and_go():
 
 # -- in a recipe -------------------------------------------------------------------------------------------------------
 
-RECONSTRUCT = {"reconstruct_epochs": 1, "reconstruct_batch_size": 4, "micro_batch_size": 4}
-
 
 def compiled(recipe: str, **options):
     model, keywords = (
@@ -268,12 +266,11 @@ def test_a_recipe_with_refit_is_proved_and_reported(layout):
 
 @pytest.mark.slow
 def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
-    expected = weights_of(compiled("heuristic,refit,reconstruct", **RECONSTRUCT))
+    expected = weights_of(compiled("heuristic,refit"))
     path = tmp_path / "state.safetensors"
-    for stage, call in (("refit", 4), ("reconstruct", 4)):
-        with pytest.raises(KeyboardInterrupt):
-            compiled("heuristic,refit,reconstruct", **RECONSTRUCT, resume_path=path, progress=Interrupting(stage, call))
-    found = weights_of(compiled("heuristic,refit,reconstruct", **RECONSTRUCT, resume_path=path))
+    with pytest.raises(KeyboardInterrupt):
+        compiled("heuristic,refit", resume_path=path, progress=Interrupting("refit", 4))
+    found = weights_of(compiled("heuristic,refit", resume_path=path))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 

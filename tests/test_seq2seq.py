@@ -30,8 +30,6 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
 from permtriton.methods.measure.objective import Head, has_head
-from permtriton.methods.train.reconstruct import Reconstruct
-from permtriton.methods.train.reconstruction import _layers
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.passes.plan import Placement
@@ -152,17 +150,6 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     config = config_from({"layout": "fused"}, "heuristic,mask")
     compiled = compile_model(model, None, config, ids=IDS)
     assert Placement.IN_NORM in {space.placement for space in compiled.plan.spaces}
-
-
-@pytest.mark.parametrize("name", ["t5", "bart"])
-@pytest.mark.slow(but=["bart"])
-def test_a_window_of_mlp_divides_every_layer(name):
-    """T5 holds its attentions and its MLP in a list inside of each layer, BART beside each other."""
-    model = build(name)
-    layers, left = _layers(model, find_plan(model, NMPattern(2, 4)), Reconstruct(window="mlp"))
-    sizes = [[len(part) for part in layer.parts] for layer in layers.values()]
-    assert not left
-    assert sizes == 2 * [[4, 2]] + 2 * [[4, 6]]  # the attention over the encoder is trained with the MLP
 
 
 # -- what each half reads ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from permtriton.driver import memory
 from permtriton.driver.forecast import stage_seconds
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.step import Speed
-from permtriton.errors import CalibrationError, ConfigError, OutputError
+from permtriton.errors import CalibrationError, OutputError
 from permtriton.methods.train.trainer import Trained, schedule
 from permtriton.methods.train.tune import Tune
 from permtriton.methods.train.tuning import TunedValues, tune
@@ -455,13 +455,6 @@ def test_a_loss_that_is_not_finite_is_a_clear_error():
     with pytest.raises(CalibrationError, match=r"tune: the loss .*`dtype=float32`"):
         tuned(pruned)
     assert facts(pruned.model) == before
-
-
-@pytest.mark.parametrize("recipe", ["mask,tune,reconstruct", "refit,tune,reconstruct"])
-def test_layers_of_the_dense_model_cannot_run_with_tuned_norms(recipe):
-    with pytest.raises(ConfigError, match=r"reconstruct after tune is refused.*put tune after reconstruct"):
-        config_from(recipe=recipe)
-    config_from(recipe="mask,reconstruct,tune,distill")
 
 
 def test_each_step_has_a_loss_of_its_own():

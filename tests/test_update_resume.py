@@ -1,7 +1,5 @@
 """Training that was interrupted continues to the same end, bit for bit, and a damaged state is refused."""
 
-import json
-
 import pytest
 import torch
 
@@ -17,16 +15,6 @@ MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "state.safetensors"
-
-
-def entries(result) -> list[dict[str, object]]:
-    """The entries of layers without their times."""
-    found = json.loads(json.dumps(result.parts))
-    for entry in found:
-        entry["seconds"] = 0
-        for epoch in entry["history"]:
-            epoch["seconds"] = 0
-    return found
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
@@ -68,42 +56,22 @@ def test_an_epoch_of_many_steps_keeps_its_state_in_between(path, monkeypatch):
     assert equal(pruned.trained_weights(), expected)
 
 
-@pytest.mark.slow
-def test_reconstruction_continues_to_the_same_end(path):
-    pruned = tiny(layers=3)
-    options = {"epochs": 2, "window": "mlp"}
-    whole = pruned.reconstruct(**options)
-    expected = pruned.trained_weights()
-    at = 1 + 3 * 2 * STEPS + 2  # after three of six parts: between the attention and the MLP of the second layer
-    with pytest.raises(KeyboardInterrupt):
-        pruned.reset().reconstruct(Recording(at, interrupt), StateFile(path, MINE), **options)
-    progress = Recording()
-    continued = pruned.reset().reconstruct(progress, StateFile(path, MINE), **options)
-    assert progress.steps == [3 * 2 * STEPS, *[1] * (3 * 2 * STEPS)]
-    assert "after model.layers.1" in progress.lines[0]
-    assert entries(continued) == entries(whole)
-    assert equal(pruned.trained_weights(), expected)
-    assert pruned.moved() == set(pruned.weights)
-
-
-@pytest.mark.parametrize("stage", ["distill", "reconstruct"])
-def test_a_finished_run_is_not_run_again(path, stage):
+def test_a_finished_run_is_not_run_again(path):
     pruned, state = tiny(), StateFile(path, MINE)
-    getattr(pruned, stage)(state=state, epochs=1)
+    pruned.distill(state=state, epochs=1)
     expected = pruned.trained_weights()
     progress = Recording()
-    getattr(pruned.reset(), stage)(progress, state, epochs=1)
+    pruned.reset().distill(progress, state, epochs=1)
     assert progress.steps == [progress.total]
     assert equal(pruned.trained_weights(), expected)
     assert pruned.moved()
 
 
-@pytest.mark.parametrize("stage", ["distill", "reconstruct"])
-def test_a_state_of_another_run_is_refused(path, stage):
+def test_a_state_of_another_run_is_refused(path):
     pruned = tiny()
-    getattr(pruned, stage)(state=StateFile(path, ANOTHER), epochs=1, seed=9)
+    pruned.distill(state=StateFile(path, ANOTHER), epochs=1, seed=9)
     with pytest.raises(OutputError, match="model is another one"):
-        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), epochs=1)
+        pruned.reset().distill(state=StateFile(path, MINE), epochs=1)
     assert not pruned.moved()
 
 
@@ -115,11 +83,10 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("stage", ["distill", "reconstruct"])
-def test_a_damaged_state_is_refused(path, stage, damage):
+def test_a_damaged_state_is_refused(path, damage):
     pruned = tiny(layers=1)
-    getattr(pruned, stage)(state=StateFile(path, MINE), epochs=1)
+    pruned.distill(state=StateFile(path, MINE), epochs=1)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     with pytest.raises(OutputError, match=r"is damaged.*delete the file"):
-        getattr(pruned.reset(), stage)(state=StateFile(path, MINE), epochs=1)
+        pruned.reset().distill(state=StateFile(path, MINE), epochs=1)
     assert not pruned.moved()

@@ -36,7 +36,6 @@ RANKS = 2
 # Row weights: every rank computes a part of a backward pass.
 SMALL = {"micro_batch_size": 2, "activation_checkpointing": False, "heuristic_row_weights": "fisher"}
 LEARN = {"learn_epochs": 2, "learn_batch_size": 2, "learn_block_size": 8, "learn_learning_rate": 0.5}
-RECONSTRUCT = {"reconstruct_epochs": 2, "reconstruct_batch_size": 3, "reconstruct_learning_rate": 0.01}
 DISTILL = {"distill_epochs": 2, "distill_batch_size": 3, "distill_learning_rate": 0.01}
 TUNE = {"tune_steps": 4, "tune_batch_size": 3, "tune_learning_rate": 0.02}
 
@@ -95,7 +94,7 @@ def _losses(report: object) -> Iterator[float]:
 
 def every_update(_folder: Path) -> dict:
     model = updating.tiny_model().double()
-    options = {"recipe": "heuristic,sparsegpt,reconstruct,tune,distill", **RECONSTRUCT, **TUNE, **DISTILL}
+    options = {"recipe": "heuristic,sparsegpt,tune,distill", **TUNE, **DISTILL}
     return compiled(model, zoo.tiny_ids(5, 12), **options)
 
 

@@ -17,8 +17,6 @@ from permtriton.methods.measure.objective import Objective, dense_objective, has
 from permtriton.methods.prune.weights import mask_weights
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.distillation import distill
-from permtriton.methods.train.reconstruct import Reconstruct
-from permtriton.methods.train.reconstruction import Reconstructed, reconstruct
 from permtriton.methods.train.trainer import Trained
 from permtriton.methods.train.training_step import Training
 from permtriton.model.checks import check_pruned
@@ -47,7 +45,7 @@ def options_of(step: type[Training], changes: dict[str, object]) -> tuple[Traini
 
 
 class Pruned:
-    """A model pruned by magnitude, with every argument that `distill` and `reconstruct` take.
+    """A model pruned by magnitude, with every argument that `distill` takes.
 
     Its experts, if any, must be unstacked.
     """
@@ -70,10 +68,6 @@ class Pruned:
     def distill(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Trained:
         arguments = (self.ids, self.objective, *options_of(Distill, changes), progress or NoProgress(), state)
         return distill(self.model, self.plan, *arguments)
-
-    def reconstruct(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Reconstructed:
-        arguments = (self.dense, self.ids, *options_of(Reconstruct, changes), progress or NoProgress(), state)
-        return reconstruct(self.model, self.plan, *arguments)
 
     @torch.no_grad()
     def reset(self) -> "Pruned":

@@ -36,7 +36,6 @@ _ORDERS: dict[str, dict[str, Any]] = {
     "heuristic + sparsegpt": _method("obs", "heuristic,sparsegpt"),
     "heuristic + sparsegpt with row weights": _method("obs", "heuristic,sparsegpt", **_ROW_WEIGHTS),
     "heuristic + refit": _method("obs", "heuristic,refit"),
-    "heuristic + sparsegpt + reconstruct": _method("obs", "heuristic,sparsegpt,reconstruct"),
     "heuristic + sparsegpt + distill": _method("obs", "heuristic,sparsegpt,distill"),
 }
 # Name of each method -> its recipe, and the options that it sets.
@@ -45,7 +44,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "wanda": _method("wanda", "mask"),
     "ria": _method("ria", "mask"),
     "sparsegpt": _method("obs", "sparsegpt"),
-    "wanda + reconstruct": _method("wanda", "mask,reconstruct"),
     "wanda + distill": _method("wanda", "mask,distill"),
     **_ORDERS,
     **{f"{name}{FUSED}": {**options, "layout": "fused"} for name, options in _ORDERS.items()},

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from permtriton.methods.prune.refit import Refit
     from permtriton.methods.prune.sparsegpt import SparseGPT
     from permtriton.methods.train.distill import Distill
-    from permtriton.methods.train.reconstruct import Reconstruct
     from permtriton.methods.train.tune import Tune
     from permtriton.passes.plan import linear_module, weight_in_out
     from permtriton.util.option import documented, option
@@ -36,7 +35,6 @@ __all__ = [
     "Learned",
     "Mask",
     "Outcome",
-    "Reconstruct",
     "Refit",
     "Run",
     "Searched",

@@ -23,11 +23,10 @@ from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.methods.train.distill import Distill
-from permtriton.methods.train.reconstruct import Reconstruct
 from permtriton.methods.train.tune import Tune
 
 GROUP = "permtriton.steps"
-OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Reconstruct, Tune, Distill)
+OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Tune, Distill)
 
 
 def problem_of(kind: Any) -> str:

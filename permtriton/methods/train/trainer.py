@@ -244,13 +244,15 @@ class Trainer:
         self.best = trained.snapshot()
 
     def run(self, state: StateFile | None, progress: Progress) -> Trained:
-        """Trains all rounds, or those that an interrupted run has left; returns what `fit` makes, and raises as it.
+        """Trains all rounds, or those that an interrupted run has left; returns what it made.
 
         Args:
             state: file that keeps the state between rounds; None keeps no state.
 
         Raises:
+            CalibrationError: a loss or a gradient is not finite.
             OutputError: the state belongs to another run, is damaged, or cannot be written.
+            VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
         """
         result = self.load(state)
         done = max(len(result.history) - 1, 0)
@@ -258,20 +260,11 @@ class Trainer:
             progress.say(f"{self._what}: continuing after round {done} of an interrupted run")
         with progress.stage(self._what, self._course.steps) as advance:
             advance(self._course.steps_until(done))
-            self.fit(result, advance, lambda: self.save(state, result))
+            self._fit(result, advance, state)
         return result
 
-    def fit(self, result: Trained, advance: Advance, save: Callable[[], None] = lambda: None) -> None:
-        """Trains the rounds that are left, and writes the weights of the best one into the model.
-
-        Args:
-            result: the rounds so far, extended in place.
-            save: called after every round.
-
-        Raises:
-            CalibrationError: a loss or a gradient is not finite.
-            VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
-        """
+    def _fit(self, result: Trained, advance: Advance, state: StateFile | None) -> None:
+        """Trains the rounds that are left, and writes the weights of the best one into the model."""
         if not result.history:
             result.history.append(UpdateEpoch(0, None, self.held_out_loss(), 0.0))
         note = f", held-out {result.history[-1].held_out:.4f} before"
@@ -292,7 +285,7 @@ class Trainer:
                 result.kept, self.best = number, self._trained.snapshot()
             note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
-            save()
+            self.save(state, result)
         self._trained.check()
         self._trained.write(self.best)
         self._trained.check()

@@ -107,18 +107,3 @@ class Training(TrainingStep):
 
     def seconds(self, facts: Facts, speed: Speed) -> float:
         return self.over(facts.calibration, facts.sequences).epochs * speed.both
-
-
-@dataclass(frozen=True)
-class LayerTraining(Training):
-    """Options of training kept weights layer by layer."""
-
-    learning_rate: float = option(1e-2, RATE, positive=True)
-    loss: Literal["cosine", "squared"] = option(
-        "cosine",
-        "Distance of a layer's output from the dense layer's, per token: cosine (1 - cosine) or squared (the squared "
-        "error divided by the squared norm of the dense output).",
-    )
-    window: Literal["layer", "mlp"] = option(
-        "layer", "What is trained at a time: a decoder layer, or its attention and its MLP apart (mlp)."
-    )

@@ -1,11 +1,10 @@
 """Step ``tune``: norms, biases and a scale per row, trained on new text, see `permtriton.methods.train.tuning`."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.config import CommonConfig, ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Step
+from permtriton.config import ObjectiveKind, minimises
+from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed
 from permtriton.methods.options import Tuning
 from permtriton.methods.train.training_step import TrainingStep
 from permtriton.util.option import documented, option
@@ -34,15 +33,6 @@ class Tune(Tuning, TrainingStep):
     @property
     def objective(self) -> str:
         return self.loss
-
-    def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
-        after = steps[[step.name for step in steps].index(self.name) + 1 :]
-        if later := [step.name for step in after if step.dense_weights]:
-            return (
-                f"step {later[0]} after {self.name} is refused: it runs layers of the dense model, whose norms and "
-                f"biases {self.name} has changed; put {self.name} after {later[0]}"
-            )
-        return ""
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         targets, state = facts.targets(), {"optimizer": facts.vectors * 6 * FLOAT32}
