@@ -28,8 +28,8 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
         PermTritonError: as `permtriton.dry_run`.
     """
     assert job.output is not None
-    if devices is not None and (job.asked.device == "cpu" or job.asked.offload is not None):
-        raise ConfigError("--devices plans for GPUs, --device cpu and --offload for a CPU: leave out one or the other")
+    if devices is not None and job.asked.device == "cpu":
+        raise ConfigError("--devices plans for GPUs, --device cpu for a CPU: leave out one or the other")
     wanted = None if devices is None else _devices(devices, job.ways)
     progress = reporter(True)
     assert isinstance(job.model, Source)

@@ -75,7 +75,6 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
         private: whether that repository, where it is new, is private; None for the default of its owner.
         overwrite: whether an earlier output may be replaced.
         restart: whether to start from scratch instead of resuming.
-        offload: folder on a fast disk, for a model on a CPU that is larger than memory.
         shard: in processes that ``torchrun`` started, whether to spread the weights of layers over the GPUs; None does
             where one cannot hold them.
         onload: whether the model stays in host memory and its layers come to the GPU one by one; None does where the
@@ -318,7 +317,6 @@ def _job(model: Model, asked: Asked, options: Mapping[str, Any]) -> Job:
         eval_data=eval_data,
         config=_path("config", asked.config),
         output=_path("output", asked.output),
-        offload=_path("offload", asked.offload),
     )
     given = given_by(asked.config, options, asked.protocol, _name(model))
     chosen = build_config(_name(model), asked.recipe, given, options)

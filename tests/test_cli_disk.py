@@ -151,7 +151,6 @@ def test_a_mount_that_is_read_only(desk, read_only):
     result = "cannot be written: Read-only file system"
     for arguments in (
         desk.compile(output=read_only / "out"),
-        desk.compile("--offload", read_only),
         ["compare", str(desk.model), "--output", str(read_only / "t.md")],
         ["evaluate", str(desk.model), "--output", str(read_only / "t.md")],
         ["report", str(desk.out), "--output", str(read_only / "r.html")],

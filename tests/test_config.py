@@ -162,7 +162,7 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
     running = {
         "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json", "revision",
         "token", "save_format", "push_to_hub", "trust_remote_code", "seeds", "methods", "patterns", "ablate",
-        "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "onload", "offload",
+        "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "onload",
         "help_all", "gguf_file", "private", "protocol", "window",
     }  # fmt: skip
     for command in (compile, compare):

@@ -249,7 +249,6 @@ def test_a_dry_run_of_a_model_that_does_not_fit_measures_no_time(desk, never_run
         (("3x80", "--shard", "--importance", "obs"), ["3 processes", "a multiple of 3"]),
         (("8x80",), ["8 processes cannot share 4 calibration sequences"]),
         (("1x80", "--onload", *LEARN), ["the step learned needs all weights at once"]),
-        (("1x80", "--offload", "."), ["--devices plans for GPUs", "leave out one"]),
         (("1x80", "--device", "cpu"), ["--devices plans for GPUs", "leave out one"]),
     ],
 )

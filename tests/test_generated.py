@@ -23,7 +23,6 @@ from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.methods.prune import refitting
 from permtriton.methods.train import distillation
 from permtriton.recipe import check_given, compile_command
-from permtriton.running.offload import OffloadFolder
 from permtriton.util.progress import NoProgress, Progress
 
 from . import test_seq2seq, zoo
@@ -195,7 +194,7 @@ def test_the_first_token_of_a_processor_is_its_tokenizers():
 
 
 def compiled(recipe: str, model: PreTrainedModel | None = None, ids: Tensor | None = IDS, **more) -> object:
-    running = {name: more.pop(name) for name in ("progress", "resume_path", "offload") if name in more}
+    running = {name: more.pop(name) for name in ("progress", "resume_path") if name in more}
     config = config_from({**OPTIONS, **more, "recipe": recipe})
     return compile_model(model or tiny_model(), None, config, ids=ids, **running)
 
@@ -342,11 +341,6 @@ def test_samples_of_more_than_tokens_are_refused():
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     with pytest.raises(ConfigError, match=r"`generated=5`: .* reads input_ids\+attention_mask"):
         compiled("mask,distill", ids=inputs)
-
-
-def test_an_offload_folder_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"`generated=5`: with an offload folder, each token"):
-        compiled("mask,distill", offload=OffloadFolder(tmp_path))
 
 
 @pytest.mark.parametrize(("length", "first"), [(2, 1), (4, 1), (16, 2)])

@@ -445,11 +445,6 @@ def test_a_pipe_is_no_file_of_tensors(desk):
     check_refusal(done.exit_code, done.stderr, ("ids.safetensors is no plain file",))
 
 
-def test_an_offload_folder_that_leads_in_a_circle_is_refused(desk):
-    (desk.folder / "around").symlink_to("around")
-    desk.refuses(desk.compile("--offload", desk.folder / "around"), "offload folder", "around is not there")
-
-
 def test_complex_weights_in_a_file_are_refused(tmp_path):
     """transformers would drop their imaginary parts."""
     folder = set_trap(tmp_path / "trap").pristine

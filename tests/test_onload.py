@@ -10,20 +10,29 @@ from transformers import FunnelConfig, FunnelModel, LlamaConfig, LlamaForCausalL
 from typer.testing import CliRunner
 
 import permtriton
-from permtriton import config_from
+from permtriton import CompileConfig, config_from
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
 from permtriton.driver.memory import GENERATION, RELOADING, Devices, estimate
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.errors import ConfigError
+from permtriton.evaluation.held_out import Evaluation
+from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.statistics import site_statistics
+from permtriton.passes.plan import named_layers
+from permtriton.running.layer_stream import LayerStream
 from permtriton.running.placement import Way
+from permtriton.running.store import HostMemory
+from permtriton.util.progress import NoProgress
 
 from . import zoo
+from .expert_stacks import unstacked
 from .pretend_gpu import GPU, PretendGpu
 from .updating import Recording
 
 IDS = zoo.token_ids(6, 12)
+SAMPLES = Samples.of(IDS)
 SMALL = {"samples": 6, "sequence_length": 12, "micro_batch_size": 2, "activation_checkpointing": False}
 REFIT = {"refit_iterations": 2, "refit_exchanges": 1, "refit_metric_rounds": 1}
 ONLOADED, WHOLE = (Way.ONLOADED,), (Way.WHOLE,)
@@ -49,6 +58,28 @@ def compiled(model, recipe: str, **where):
 def run(model, steps: str, options: dict, **where):
     config = config_from({**SMALL, **options}, steps)
     return compile_model(model, config=config, ids=IDS, evaluation_windows=IDS, **where)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "opt", "bert", "mixtral"])
+def test_measures_of_layers_one_after_another_have_the_same_bits(name):
+    """Also where some sequences are left over, and for linears outside of layers."""
+    model, plan = unstacked(name) if name == "mixtral" else zoo.planned(name)
+    config, host = CompileConfig(micro_batch_size=4), HostMemory()
+    kind = "kl" if model.can_generate() else "cosine"
+    stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), host)
+    assert len(stream.layers) > 1, "otherwise the model runs as a whole, and nothing is tested"
+    for method in ("wanda", "obs"):
+        expected = site_statistics(model, plan, method, SAMPLES, 4, NoProgress())
+        found = site_statistics(model, plan, method, SAMPLES, 4, NoProgress(), host)
+        assert all(torch.equal(found[site], expected[site]) for site in expected), method
+    expected = fisher_information(model, plan, kind, SAMPLES, config, NoProgress())
+    found = fisher_information(model, plan, kind, SAMPLES, config, NoProgress(), host)
+    for linear, information in expected.items():
+        assert torch.equal(found[linear].row, information.row), linear
+        assert torch.equal(found[linear].column, information.column), linear
+        assert found[linear].tokens == information.tokens
+    dense = Evaluation(model, SAMPLES, NoProgress()).dense
+    assert Evaluation(model, SAMPLES, NoProgress(), named_layers(model, plan), host).dense == dense
 
 
 @pytest.mark.parametrize(

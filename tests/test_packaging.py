@@ -27,7 +27,7 @@ UNSAFE = {("torch", "load"), ("torch", "save"), ("np", "load")}  # they read or 
 LEVELS: tuple[tuple[str, ...], ...] = (
     (
         *("permtriton.errors", "permtriton.util", "permtriton.demo", "permtriton.config"),
-        *(f"permtriton.running.{name}" for name in ("ranks", "micro_batch", "store", "offload")),
+        *(f"permtriton.running.{name}" for name in ("ranks", "micro_batch", "store")),
     ),
     ("permtriton.kernels",),
     ("permtriton.model", "permtriton.data", "permtriton.passes.plan"),

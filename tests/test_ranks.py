@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
-from permtriton import CompileConfig, config_from
+from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver import identity
-from permtriton.driver.prepare import check_offload, check_spread
+from permtriton.driver.prepare import check_spread
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, ModelError
 from permtriton.running import ranks
@@ -141,12 +141,6 @@ def test_layers_that_are_spread_run_for_obs_only_with_equal_shares(samples):
     config = config_from({"importance": "obs", "micro_batch_size": 2}, "heuristic,mask")
     with nullcontext() if samples == 6 else pytest.raises(ConfigError, match="a multiple of 2"):
         check_spread(config, samples, count=2)
-
-
-def test_an_offload_folder_is_refused_before_each_rank_loads_the_model_into_it(monkeypatch):
-    monkeypatch.setattr(ranks, "count", lambda: 2)
-    with pytest.raises(ConfigError, match="without torchrun"):
-        check_offload(CompileConfig())
 
 
 def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path):

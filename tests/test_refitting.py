@@ -16,7 +16,6 @@ from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstack_experts
 from permtriton.passes.plan import Site, sequential_groups
 from permtriton.running.layer_inputs import from_model
-from permtriton.running.offload import OffloadFolder
 from permtriton.util.sparsity import NMPattern
 
 from . import test_seq2seq, zoo
@@ -243,7 +242,7 @@ def test_the_dense_weights_come_and_go():
 def compiled(recipe: str, **options):
     model, keywords = (
         tiny_model(),
-        {name: options.pop(name) for name in ("progress", "resume_path", "offload") if name in options},
+        {name: options.pop(name) for name in ("progress", "resume_path") if name in options},
     )
     config = config_from({**options}, recipe)
     return compile_model(model, None, config, ids=zoo.tiny_ids(8, 16), **keywords)
@@ -271,13 +270,6 @@ def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         compiled("heuristic,refit", resume_path=path, progress=Interrupting("refit", 4))
     found = weights_of(compiled("heuristic,refit", resume_path=path))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
-@pytest.mark.slow
-def test_weights_in_files_give_the_same_bytes(tmp_path):
-    expected = weights_of(compiled("heuristic,refit"))
-    found = weights_of(compiled("heuristic,refit", offload=OffloadFolder(tmp_path)))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 

@@ -14,7 +14,6 @@ from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import stacked_name
 from permtriton.model.source import Source
 from permtriton.passes.plan import Plan
-from permtriton.running.offload import OffloadFolder
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
@@ -30,7 +29,6 @@ class Pruned:
         report: content of ``permtriton.json``, as `permtriton.driver.make_record.compilation_record` builds it, and
             once it is saved, with what was checked.
         reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
-        offload: where the model's large parameters are; None for memory.
         source: where the dense model can be read again; None for a model that was given in memory.
         device: device that it was compiled on, where its layers may have come one by one; None where the model is.
     """
@@ -41,7 +39,6 @@ class Pruned:
     plan: Plan
     report: Report | Record
     reference: Samples
-    offload: OffloadFolder | None
     source: Source | None = field(default=None, kw_only=True)
     device: torch.device | None = field(default=None, kw_only=True)
 

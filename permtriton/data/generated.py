@@ -20,7 +20,6 @@ from permtriton.model.core import takes_decoder_ids
 from permtriton.model.tokenizer import tokenizer_of
 from permtriton.running import ranks
 from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
-from permtriton.running.store import Store
 from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 8  # a text's length, divided by that of the calibration text which it continues
@@ -28,11 +27,9 @@ KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 AT_ONCE = 4 * 2**30  # bytes of what is kept of the texts that are written together, at most, unless it is one text
 
 
-def why_not_generated(model: PreTrainedModel, store: Store, samples: Samples | None = None) -> str:
+def why_not_generated(model: PreTrainedModel, samples: Samples | None = None) -> str:
     """Returns why a model cannot write further samples, or the first ones where there are none; empty if it can."""
     name = type(model).__name__
-    if store.one_layer:
-        return "with an offload folder, each token of a text would take reading all weights from the disk"
     if takes_decoder_ids(model):
         return f"{name} is an encoder-decoder, which writes only what belongs to the text that its encoder reads"
     if not model.can_generate():

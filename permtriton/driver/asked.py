@@ -89,15 +89,6 @@ class Asked(Loads):
         no=True,
         hidden=True,
     )
-    offload: str | Path | None = flag(
-        None,
-        RUNNING,
-        "For a model larger than memory, on a CPU: a folder on a fast disk, where weights and layers' inputs are kept "
-        "while it runs. The result is the same. Not for steps that need all weights or their gradients in memory.",
-        kind=Path,
-        metavar="DIR",
-        hidden=True,
-    )
     config: str | Path | None = flag(
         None, RUNNING, "TOML file of options, with a table per step; flags win.", kind=Path, metavar="FILE"
     )

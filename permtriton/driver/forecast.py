@@ -93,8 +93,8 @@ class Forecast:
             yield "time", f"roughly {least} to {most}{assumed} ({stages})"
         free = f" in {folder}; {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
         yield "disk", f"{format_bytes(sum(self.disk.values()))}{free}"
-        if needs.offloaded:
-            yield needs.beside, ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.offloaded.items())
+        if needs.on_host:
+            yield "host memory", ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.on_host.items())
 
     def describe(self, folder: Path | None) -> str:
         """Returns `rows` as one line."""
@@ -109,7 +109,7 @@ class Forecast:
             "assumed": self.assumed,
             "disk": dict(self.disk),
             "refused": self.refused,
-            "offloaded": dict(self.needs.offloaded),
+            "on_host": dict(self.needs.on_host),
         }
 
 

@@ -28,7 +28,7 @@ from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_given, forecast_model
-from permtriton.driver.prepare import Given, check_offload
+from permtriton.driver.prepare import Given
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.model import load, outline
@@ -39,7 +39,6 @@ from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
 from permtriton.running import ranks
-from permtriton.running.offload import OffloadFolder
 from permtriton.running.placement import Way, ways_of
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
@@ -241,7 +240,7 @@ class Job:
         fetched = source is None or outline.is_here(source)
         model, given, _ = self._loaded(progress, device, fetched)
         if not fetched and devices is None:
-            devices = Devices.of(device or torch.device("cpu"), ways=given.ways, offloaded=given.offload is not None)
+            devices = Devices.of(device or torch.device("cpu"), ways=given.ways)
         if self.asked.restart or not fetched:
             given = replace(given, resume_path=None)
         start, forecast = forecast_model(model, given, devices)
@@ -266,16 +265,13 @@ class Job:
         Args:
             fetched: whether the weights are on this machine.
         """
-        source, offload = self._source, None
-        if self.asked.offload is not None:
-            check_offload(self.config)
-            offload = OffloadFolder(Path(self.asked.offload))
+        source = self._source
         model: Any = self.model
         tokenizer = self.asked.tokenizer
         if source is not None:
             progress.say(f"loading {source.described}")
             if fetched:
-                model, beside = load.load_original(source, offload=offload, saved=True, progress=progress)
+                model, beside = load.load_original(source, saved=True, progress=progress)
             else:
                 model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
@@ -302,7 +298,6 @@ class Job:
             resume_path=self.output and resume_path(self.output),
             device=device,
             ways=self.ways,
-            offload=offload,
             save_format=self.asked.save_format,
         )
         return model, given, text

@@ -30,13 +30,11 @@ SPREAD = ("dense weights", "gradients")  # uses that each device holds its share
 GENERATION = "generation"  # the stage in which the dense model writes text, for which all of it is on the device
 RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
-# What stands in files of an offload folder, where there is one.
-IN_FILES = (
-    "inputs of layers", "inputs of sites", "targets", "targets of later steps", "dense weights", "finished weights",
-    "weights before", "moments", "collected gradients", "a second model",
-)  # fmt: skip
 # What stands in host memory, where layers come to a GPU one by one.
-ON_HOST = (*IN_FILES, "output gradients")
+ON_HOST = (
+    "inputs of layers", "inputs of sites", "targets", "targets of later steps", "dense weights", "finished weights",
+    "weights before", "moments", "collected gradients", "a second model", "output gradients",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Devices:
         count: number of processes, each with a device of its own; on one CPU they share its memory.
         free: bytes that are free for each.
         ways: how the model may be placed; of several, memory decides.
-        offloaded: whether the model and the largest tensors beside it are in files, of which few pages are in memory.
         host: bytes of host memory that are free for each process beside its GPU; None where that is not known.
     """
 
@@ -56,7 +53,6 @@ class Devices:
     count: int
     free: int
     ways: tuple[Way, ...] = tuple(Way)
-    offloaded: bool = False
     host: int | None = None
 
     @classmethod
@@ -65,12 +61,10 @@ class Devices:
         device: torch.device,
         count: int = 1,
         ways: tuple[Way, ...] = tuple(Way),
-        *,
-        offloaded: bool = False,
     ) -> "Devices":
         """Returns the devices of this process and of the others like it."""
         free, host = available_memory(device), available_memory(torch.device("cpu")) // ranks.count_here()
-        return cls(device.type, count, host if device.type == "cpu" else free, ways, offloaded, host)
+        return cls(device.type, count, host if device.type == "cpu" else free, ways, host)
 
 
 @dataclass(frozen=True)
@@ -79,14 +73,13 @@ class Needs:
 
     Attributes:
         program: what the process holds beside the model before the work begins; 0 on a GPU.
-        model: parameters; with an offload folder, those of one layer and of what stands outside of layers.
+        model: parameters.
         held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
         stages: stage -> use -> bytes beside program and model.
         low_memory: whether steps save memory, because what they could keep does not fit.
         recomputes: whether backward passes recompute activations, because keeping them would take too much.
         way: how the model is placed.
-        offloaded: what stands in files of the offload folder, or in host memory where layers come one by one -> bytes;
-            else empty.
+        on_host: what stands in host memory, where layers come to the GPU one by one -> bytes; else empty.
     """
 
     program: int
@@ -96,12 +89,7 @@ class Needs:
     low_memory: bool = False
     recomputes: bool = False
     way: Way = Way.WHOLE
-    offloaded: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def beside(self) -> str:
-        """What `offloaded` stands in."""
-        return "host memory" if self.way is Way.ONLOADED else "offload folder"
+    on_host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def largest(self) -> str:
@@ -145,10 +133,8 @@ def estimate(start: Planned, devices: Devices) -> Needs:
 
     It also decides how the model is placed on the devices, and whether steps save memory.
     """
-    size, facts = start.facts.model, replace(start.facts, one_layer=devices.offloaded)
+    size, facts = start.facts.model, start.facts
     stages = _stages(start, facts)
-    if devices.offloaded:
-        return _offloaded(start, stages)
     program, held = 0, size if start.model.device.type == devices.kind else 0
     if devices.kind == "cpu":
         resident, mapped = resident_memory()
@@ -168,7 +154,7 @@ def spared(start: Planned, devices: Devices) -> tuple[Planned, Needs]:
     """
     needs = estimate(start, devices)
     fits_twice = fits(needs, replace(devices, free=devices.free // 2))
-    roomy = needs.way is Way.WHOLE and not devices.offloaded and fits_twice and not _keeps_more(start)
+    roomy = needs.way is Way.WHOLE and fits_twice and not _keeps_more(start)
     if all(ranks.gather(roomy)) or not start.config.gradients or start.config.activation_checkpointing:
         return start, needs
     start = replace(start, recomputes=True)
@@ -205,7 +191,7 @@ def _placed(whole: Needs, start: Planned, devices: Devices) -> Needs:
         and not start.config.writes
         and all(step.shards for step in steps)
         and start.layers,
-        Way.ONLOADED: all(step.offloads for step in steps) and not why_not_onloaded(start.model, start.plan),
+        Way.ONLOADED: all(step.onloads for step in steps) and not why_not_onloaded(start.model, start.plan),
     }
     choices = [needs[way]() for way, can_be in possible.items() if can_be and way in devices.ways]
     return next((each for each in choices if fits(each, devices)), choices[0] if choices else needs[devices.ways[0]]())
@@ -241,16 +227,7 @@ def _onloaded(whole: Needs, start: Planned) -> Needs:
             stages[stage]["the other layers"] = whole.model - resident
     host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
     onloaded = replace(whole, model=resident, held=0, stages=stages, low_memory=False)
-    return replace(onloaded, way=Way.ONLOADED, offloaded=host)
-
-
-def _offloaded(start: Planned, stages: dict[str, dict[str, int]]) -> Needs:
-    filed = {stage: sum(uses[name] for name in IN_FILES if name in uses) for stage, uses in stages.items()}
-    stages = {stage: {use: size for use, size in uses.items() if use not in IN_FILES} for stage, uses in stages.items()}
-    program, facts = resident_memory()[0], start.facts
-    one_layer = facts.model - (facts.pruned - facts.layer) * facts.element
-    offloaded = {IN_PLACE: facts.model, "copies of weights and inputs of layers": max(filed.values())}
-    return Needs(program, one_layer, program, stages, recomputes=start.recomputes, offloaded=offloaded)
+    return replace(onloaded, way=Way.ONLOADED, on_host=host)
 
 
 def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
@@ -296,8 +273,8 @@ def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = (), element:
     stage = needs.largest_needed
     if needs.way is Way.ONLOADED and devices.host is not None:
         # Pages of the model that are mapped from its files become the process's own as soon as they change.
-        mapped = min(resident_memory()[1], needs.offloaded[IN_PLACE])
-        host = mapped + sum(size for name, size in needs.offloaded.items() if name != IN_PLACE)
+        mapped = min(resident_memory()[1], needs.on_host[IN_PLACE])
+        host = mapped + sum(size for name, size in needs.on_host.items() if name != IN_PLACE)
         if host > devices.host:
             choices = [f"`{step.saves_memory}`" for step in steps if step.saves_memory]
             return (

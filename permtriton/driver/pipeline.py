@@ -1,6 +1,5 @@
 """The pipeline: prepare -> the steps of the recipe -> prove -> record."""
 
-import torch
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
@@ -36,7 +35,7 @@ def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
     Raises:
         PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
-    with given.store.working(model.eval(), given.device), unstacked_experts(model), shared_linears(model):
+    with unstacked_experts(model.eval()), shared_linears(model):
         run = prepare(model, given)
         run_steps(run)
         comparison, evaluation = prove(run), measured(run)
@@ -50,7 +49,6 @@ def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
         run.plan,
         report,
         run.reference.samples,
-        given.offload,
         run.indices,
         run.workspace.states,
         device=run.placement.device,
@@ -71,8 +69,8 @@ def forecast_model(model: PreTrainedModel, given: Given, devices: Devices | None
     Raises:
         PermTritonError: as `compile_given`.
     """
-    workspace, where = given.workspace(), given.device if devices is None else torch.device(devices.kind)
-    with workspace.store.working(model.eval(), where), unstacked_experts(model), shared_linears(model):
+    workspace = given.workspace()
+    with unstacked_experts(model.eval()), shared_linears(model):
         start = planned(model, given, workspace)
         if devices is None:
             start, needs, _, devices = placed(start, workspace, given.device or model.device, given.ways)

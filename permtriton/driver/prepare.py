@@ -20,7 +20,7 @@ from permtriton.data.text import calibration_samples, check_inputs, check_sample
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import CHOOSING, WRITING, identify
 from permtriton.driver.make_record import Origin
-from permtriton.driver.memory import GENERATION, IN_PLACE, Devices, Needs, describe_low_memory, estimate, fits, spared
+from permtriton.driver.memory import GENERATION, Devices, Needs, describe_low_memory, estimate, fits, spared
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.driver.run import Run
@@ -41,11 +41,10 @@ from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from, suggested
 from permtriton.running import ranks
 from permtriton.running.mixed_precision import mixed_precision
-from permtriton.running.offload import OffloadFolder
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
-from permtriton.running.store import MEMORY, HostMemory, Store
+from permtriton.running.store import HostMemory
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.progress import NoProgress, Progress
 
@@ -68,13 +67,11 @@ class Given:
         say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
         device: device that the model, which is on the CPU, shall run on; None where it is.
         ways: how the model may be placed on ``device``; of several, its memory decides.
-        offload: folder whose disk takes the place of memory, for a model on the CPU that does not fit there; its
-            parameters stay in files of that folder as long as they are used.
         save_format: format in which it will be saved, for the estimate of the disk; None for dense.
         origin: what the record shall say beside what is known here; None for nothing more.
 
     Raises:
-        ConfigError: the config is none, prunes nothing or twice, or cannot be done with an offload folder.
+        ConfigError: the config is none, or prunes nothing or twice.
     """
 
     tokenizer: Processor | None = None
@@ -87,7 +84,6 @@ class Given:
     say_needs: bool = False
     device: torch.device | None = None
     ways: tuple[Way, ...] = tuple(Way)
-    offload: OffloadFolder | None = None
     save_format: str | None = None
     origin: Origin | None = None
 
@@ -95,17 +91,10 @@ class Given:
         if not isinstance(self.config, CompileConfig):
             raise ConfigError(f"config is a {type(self.config).__name__}: make one with permtriton.config_from")
         check_recipe(self.config)
-        if self.offload is not None:
-            check_offload(self.config)
-
-    @property
-    def store(self) -> Store:
-        """Where large tensors are."""
-        return self.offload or MEMORY
 
     def workspace(self) -> Workspace:
         """Returns what the compilation works with."""
-        return Workspace(self.progress or NoProgress(), self.resume_path, self.store)
+        return Workspace(self.progress or NoProgress(), self.resume_path)
 
 
 def prepare(model: PreTrainedModel, given: Given) -> Run:
@@ -130,7 +119,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         )
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
         raise ConfigError(refused)
-    folder = _check_disks(workspace, forecast)
+    folder = _check_disk(workspace, forecast)
     if given.say_needs:
         progress.say(forecast.describe(folder))
         if saved := describe_low_memory(needs, config):
@@ -191,7 +180,7 @@ def placed(
         ConfigError: the recipe cannot be done that way.
     """
     model = start.model
-    devices = Devices.of(device, ranks.count(), ways, offloaded=workspace.store.one_layer)
+    devices = Devices.of(device, ranks.count(), ways)
     start, needs = with_needs(start, devices, workspace.progress)
     chosen = max(ranks.gather(needs.way))  # where one rank cannot hold the model, none does
     if chosen is not Way.WHOLE:
@@ -213,10 +202,8 @@ def with_needs(start: Planned, devices: Devices, progress: Progress) -> tuple[Pl
     """Returns the start and its needs; it writes no text where only the recipe asks for it, and it could not.
 
     Raises:
-        ConfigError: the user asks for text, or for an offload folder and for layers on GPUs.
+        ConfigError: the user asks for text.
     """
-    if devices.offloaded and Way.WHOLE not in devices.ways:
-        raise ConfigError("`offload=` is for a model on the CPU: leave it out, or leave `onload=` and `shard=` out")
     start, needs = spared(start, devices)
     cannot = needs.way is Way.ONLOADED and bool(start.config.writes) and not fits(needs, devices, GENERATION)
     if not any(ranks.gather(cannot)):
@@ -241,7 +228,7 @@ def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Plann
             samples = ranks.on_first(lambda: calibration_samples(config, given.tokenizer, model))
         ranks.check_shares(len(samples), ranks.count())
         samples = with_tokens(model, samples.to("cpu"))
-        if config.generated and (reason := why_not_generated(model, workspace.store, samples)):
+        if config.generated and (reason := why_not_generated(model, samples)):
             config = _without_text(config, reason, workspace.progress)
     if config.layout == "fused" and not any(step.stage is Stage.ORDER for step in config.steps):
         workspace.progress.say(f"layout fused has no effect: no step of {config.recipe} orders channels")
@@ -347,7 +334,7 @@ def _no_text(
         ConfigError: the model cannot write text.
         CalibrationError: the samples are longer than the model can take.
     """
-    if reason := why_not_generated(model, workspace.store):
+    if reason := why_not_generated(model):
         raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text, or what else the model reads")
     if not config.generated:
         raise ConfigError(f"`calibration={WRITTEN}`: the model writes all text; say how many sequences by `generated=`")
@@ -370,22 +357,6 @@ def _without_text(config: CompileConfig, reason: str, progress: Progress) -> Com
     return replace(config, calibration=replace(config.calibration, generated=0))
 
 
-def check_offload(config: CompileConfig) -> None:
-    """Refuses several processes, and methods that need all weights, or their gradients, in memory.
-
-    Raises:
-        ConfigError: there are several, or the config asks for such a method; the message says what to choose.
-    """
-    if ranks.count() > 1:
-        raise ConfigError("`offload=` is for one process: start permtriton without torchrun, or leave `offload=` out")
-    for step in config.steps:
-        if not step.offloads:
-            raise ConfigError(
-                f"the step {step.name} with `offload=` is refused: {step.not_offloaded}; leave {step.name} out of "
-                "`recipe=`, or leave `offload=` out"
-            )
-
-
 def check_way(way: Way, start: Planned, devices: Devices) -> None:
     """Checks, before any work, that a compilation can run a model that is placed this way.
 
@@ -404,12 +375,12 @@ def check_way(way: Way, start: Planned, devices: Devices) -> None:
         check_spread(config, len(start.samples), devices.count)
         return
     if devices.kind == "cpu":
-        raise ConfigError("`onload=True` is for a GPU, but the device is cpu: leave it out (`offload=` is for a CPU)")
+        raise ConfigError("`onload=True` is for a GPU, but the device is cpu: leave it out")
     if reason := why_not_onloaded(start.model, start.plan):
         raise ConfigError(
             f"the layers of this {type(start.model).__name__} cannot come to the GPU one by one: {reason}"
         )
-    if refused := [step.name for step in config.steps if not step.offloads]:
+    if refused := [step.name for step in config.steps if not step.onloads]:
         raise ConfigError(
             f"the step {refused[0]} needs all weights at once, which is not done while {way.words}: leave "
             f"{refused[0]} out of `recipe=`, or use GPUs that hold the whole model (`onload=False`)"
@@ -441,16 +412,9 @@ def check_spread(config: CompileConfig, samples: int, count: int) -> None:
         ranks.check_in_step(rows, config.micro_batch_size, count)
 
 
-def _check_disks(workspace: Workspace, forecast: Forecast) -> Path | None:
-    """Refuses disks that are too small, and returns the folder that the states are written to, if there is one."""
+def _check_disk(workspace: Workspace, forecast: Forecast) -> Path | None:
+    """Refuses a disk that is too small, and returns the folder that the states are written to, if there is one."""
     folder = workspace.resume_path and workspace.resume_path.resolve().parent
-    store, written = workspace.store, dict(forecast.disk)
-    if isinstance(store, OffloadFolder):
-        filed = {name: size for name, size in forecast.needs.offloaded.items() if name != IN_PLACE}
-        if folder is not None and folder.stat().st_dev == store.folder.stat().st_dev:  # one disk holds both
-            written |= filed
-        else:
-            check_disk(filed, store.folder)
     if folder is not None:
-        ranks.on_first(lambda: check_disk(written, folder))
+        ranks.on_first(lambda: check_disk(forecast.disk, folder))
     return folder

@@ -64,7 +64,7 @@ class Facts:
         micro_batch_size: as the option.
         at_once: most sequences of a step's backward pass, if they are fewer than ``micro_batch_size``; 0 if not.
         checkpointing: whether activations are recomputed.
-        one_layer: whether gradients are of one layer at a time, as with an offload folder.
+        one_layer: whether gradients are of one layer at a time, because layers come to a GPU one by one.
         low_memory: whether steps shall save memory, because what they could keep does not fit.
         ranks: number of processes that share the samples.
     """
@@ -205,8 +205,7 @@ class Step(Protocol):
         keeps_values: whether the weights that are kept keep their values.
         dense_weights: whether it needs the dense weights after the model is pruned.
         shards: whether it can run while the weights of layers are spread over several GPUs.
-        offloads: whether it can run on a model in files, or whose layers come to a GPU one by one.
-        not_offloaded: why it cannot, where it cannot.
+        onloads: whether it can run on a model whose layers come to a GPU one by one.
         low_memory_words: what it does where memory is short, in words; empty if it has no choice.
     """
 
@@ -218,8 +217,7 @@ class Step(Protocol):
     keeps_values: ClassVar[bool] = True
     dense_weights: ClassVar[bool] = False
     shards: ClassVar[bool] = True
-    offloads: ClassVar[bool] = True
-    not_offloaded: ClassVar[str] = "it needs the gradients of all weights in memory"
+    onloads: ClassVar[bool] = True
     low_memory_words: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

@@ -29,16 +29,17 @@ class Workspace:
         progress: what is told of the work.
         resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
             keeps no state.
-        store: where large tensors beside the weights are.
 
     Attributes:
+        store: where large tensors beside the weights are.
         seconds: time per step and stage, filled by `timed`.
         states: the files that keep a state.
         inputs: what decides the result, as JSON values, filled by `note`: a state of another run is refused.
     """
 
-    def __init__(self, progress: Progress, resume_path: Path | None = None, store: Store = MEMORY) -> None:
-        self.progress, self.resume_path, self.store = progress, resume_path, store
+    def __init__(self, progress: Progress, resume_path: Path | None = None) -> None:
+        self.progress, self.resume_path = progress, resume_path
+        self.store: Store = MEMORY
         self.seconds: dict[str, float] = {}
         self.states: list[State] = []
         self.inputs: dict[str, Any] = {}
@@ -49,7 +50,6 @@ class Workspace:
         started = time.perf_counter()
         yield
         release_memory()
-        self.store.release()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def note(self, **inputs: Any) -> None:

@@ -68,7 +68,7 @@ class Evaluation:
         return 1 - mean_cosine_loss(model, self._windows, self._hidden, self._batch, hidden_order)
 
     def _perplexity(self, model: PreTrainedModel) -> float:
-        if self._store.one_layer:
+        if self._store.onloads:
             batches = list(self._windows.split(self._batch))
             arguments = [Samples(arguments_of(model, rows.inputs)) for rows in batches]
             stream = LayerStream(model, self._layers, arguments, self._store)

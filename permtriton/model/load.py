@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.sizes import build_empty, check_counts
 from permtriton.model.source import BESIDE, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
-from permtriton.running.offload import NO_GPU, OffloadFolder
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
@@ -44,7 +43,7 @@ ADAPTER = "adapter_config.json"
 
 
 def load_original(
-    source: Source, *, saved: bool = False, offload: OffloadFolder | None = None, progress: Progress | None = None
+    source: Source, *, saved: bool = False, progress: Progress | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
@@ -57,10 +56,9 @@ def load_original(
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
             `load_model` and `load_processor`.
-        OutputError: as `load_model`.
         ConfigError: as `load_model`.
     """
-    model = load_model(source, allow_compiled=False, offload=offload, progress=progress)
+    model = load_model(source, allow_compiled=False, progress=progress)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
         vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model, progress)
@@ -75,7 +73,6 @@ def load_original(
 def load_model(
     source: Source,
     allow_compiled: bool = True,
-    offload: OffloadFolder | None = None,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
@@ -90,12 +87,9 @@ def load_model(
             missing weights, weights that are integers, not finite or without their scales, a quantization that
             transformers does not know, biases that the class does not use, any such tensor of a GGUF file, or a
             compiled model that is not accepted.
-        ConfigError: an unknown dtype, a device that is unknown or missing, or a GPU with ``offload``.
-        OutputError: the disk of ``offload`` is full.
+        ConfigError: an unknown dtype, or a device that is unknown or missing.
     """
     dtype, device = dtype_of(source), resolve_device(source.device)
-    if offload is not None and device.type != "cpu":
-        raise ConfigError(NO_GPU.format(device=device))
     _refuse_pickles(source)
     stored = _stored(source)
     config = config_of(source)
@@ -108,7 +102,6 @@ def load_model(
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
         unchanged_weights(source, also_replaced=True),
-        nullcontext() if offload is None else offload.loading(),
     ):
         model, info = model_class.from_pretrained(
             source.location,

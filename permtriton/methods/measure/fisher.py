@@ -29,6 +29,7 @@ from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
+from permtriton.util.machine import available_memory
 from permtriton.util.progress import Advance, Progress
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
@@ -228,11 +229,12 @@ def _together(
     model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], store: Store
 ) -> Iterator[tuple[Sequence[Samples], LayerStream | None]]:
     """Yields as many batches at a time as half the free space holds the inputs of all layers for, and their stream."""
-    if not store.one_layer or not batches:  # a rank may have no share
+    if not store.onloads or not batches:  # a rank may have no share
         yield batches, None
         return
     hidden = batches[0].positions * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
-    count = max(store.free() // 2 // (hidden * len(named_layers(model, plan))), 1)
+    free = available_memory(torch.device("cpu")) // ranks.count_here()
+    count = max(free // 2 // (hidden * len(named_layers(model, plan))), 1)
     for start in range(0, len(batches), count):
         part = batches[start : start + count]
         yield part, LayerStream(model, named_layers(model, plan), part, store)

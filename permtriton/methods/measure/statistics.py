@@ -50,7 +50,7 @@ def site_statistics(
     if not reads_activations(method):
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
     if not inverts_hessians(method):
-        layers = once_each(model, plan, samples, batch, store) if store.one_layer else None
+        layers = once_each(model, plan, samples, batch, store) if store.onloads else None
         return channel_norms(model, plan.sites, samples, batch, progress, layers)
     diagonals = of_hessians(
         model, plan, samples, batch, progress, store, lambda site, each: inverse_diagonal(each, site.name).cpu()

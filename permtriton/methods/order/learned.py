@@ -22,7 +22,7 @@ class Learned(Learning, Step):
     prefix: ClassVar[str] = "learn"
     summary: ClassVar[str] = "block permutations learned by gradient (PermLLM): minutes to hours"
     stage: ClassVar[Stage] = Stage.ORDER
-    offloads: ClassVar[bool] = False
+    onloads: ClassVar[bool] = False
     low_memory_words: ClassVar[str] = (
         "masks are computed for each micro-batch, which takes longer: masked weights and their gradients do not fit in "
         "memory"

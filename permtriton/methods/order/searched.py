@@ -24,7 +24,7 @@ class Searched(Searching, Step):
     prefix: ClassVar[str] = "search"
     summary: ClassVar[str] = "swaps of channels chosen by their exact gains, round by round: minutes to hours"
     stage: ClassVar[Stage] = Stage.ORDER
-    offloads: ClassVar[bool] = False
+    onloads: ClassVar[bool] = False
 
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 

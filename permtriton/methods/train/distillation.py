@@ -53,7 +53,7 @@ def distill(  # noqa: PLR0913
     alone = len(weights) == len(names) and all(site.calls == 1 for site in plan.sites)
     kept = KeptWeights(weights, options.optimizer, store, changes_at_once=alone)
     samples = samples.to(model.device, model.dtype)
-    layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
+    layers = layer_modules(model, plan) if config.activation_checkpointing or store.onloads else []
     course = Course.of(len(samples), samples.tokens, options, config.seed)
     course = (course.first(options.ends_after) if options.ends_after else course).in_rounds(ROUND, options.batch_size)
     with kept.trainable(model), checkpointed(layers):

@@ -66,7 +66,7 @@ def tune(  # noqa: PLR0913
     """
     tuned = TunedValues(model, plan)
     samples = samples.to(model.device, model.dtype)
-    layers = layer_modules(model, plan) if config.activation_checkpointing or store.one_layer else []
+    layers = layer_modules(model, plan) if config.activation_checkpointing or store.onloads else []
     course = _course(len(samples), samples.tokens, options)
     with tuned.trainable(model), checkpointed(layers):
         trainer = Trainer(tuned, model, partial(objective.of, model, samples), course, config, "tune")
