@@ -47,7 +47,7 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
         data: calibration data:
 
             - a name: ``c4`` (the default), ``wikitext2``, ``pile``, ``demo``, or that of a dataset on the hub;
-            - a .txt, .jsonl or .parquet file; for a model of images or sound, a folder of files;
+            - a .txt, .jsonl or .parquet file of text, or a .safetensors file with the tensors that the model reads;
             - a list of texts or of lists of token ids, or a ``datasets.Dataset``; they are joined, and cut into
               ``samples`` sequences of ``sequence_length`` tokens;
             - token ids in a tensor ``[samples, tokens]``, a dict of tensors by the names of arguments of the model's

@@ -27,7 +27,6 @@ SURPLUS = 4  # tokens of a text that are mixed per token drawn, so that the wind
 # Options that are lowered where memory ran out, after which the same run continues: they change how sums are rounded.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
-WRITTEN = "none"  # the calibration source of a compilation that reads nothing but what the dense model writes
 
 
 def minimises(**first: str) -> str:
@@ -44,12 +43,11 @@ class CalibrationConfig:
 
     calibration: str = _calibration(
         "c4",
-        "Calibration data: text, or images or sound for models that read those; the demo model takes demo.",
+        "Calibration data: text, or what else the model reads; the demo model takes demo.",
         values="demo, c4, wikitext2, pile, a dataset on the hub (OWNER/NAME), or a .txt, .jsonl (text or input_ids) or "
-        ".parquet file; none for the text that the model writes alone (--generated); for a model of images or sound a "
-        "folder of images or .wav files; for any model a .safetensors file with its inputs",
+        ".parquet file; a .safetensors file with the inputs of any model, such as one of images or sound",
     )
-    samples: int = _calibration(128, "Number of calibration sequences, images or sounds.", minimum=1)
+    samples: int = _calibration(128, "Number of calibration sequences, or of other samples.", minimum=1)
     sequence_length: int = _calibration(1024, "Tokens per calibration sequence.", minimum=2)
     generated: int = _calibration(
         0,
@@ -163,8 +161,3 @@ class CommonConfig:
     def surplus(self) -> int:
         """Sequences that are drawn of a text where it has them, per calibration sample."""
         return SURPLUS
-
-    @property
-    def alone(self) -> bool:
-        """Whether the text that the dense model writes is all there is."""
-        return self.calibration.calibration == WRITTEN

@@ -1,11 +1,6 @@
-"""Tiny models of images and sound, and files for them."""
+"""Tiny models of images and sound."""
 
-from pathlib import Path
-
-import numpy as np
 import torch
-from PIL import Image
-from scipy.io import wavfile
 from torch import Tensor
 from transformers import (
     Blip2Config,
@@ -63,25 +58,6 @@ def inputs(name: str) -> dict[str, Tensor]:
     """Random samples of a model, by the name of its main input."""
     values = torch.randn(SHAPES.get(name, (6, 3, 16, 16)), generator=torch.Generator().manual_seed(0))
     return {build(name).main_input_name: values}
-
-
-def image_folder(folder: Path, count: int = 6) -> Path:
-    """Writes noise images of different sizes and kinds, and a file that is none."""
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for number in range(count):
-        pixels = generator.integers(0, 255, (18 + number, 24, 3), dtype=np.uint8)
-        image = Image.fromarray(pixels if number else pixels[:, :, 0])  # the first one is grey
-        image.save(folder / f"{number}.{'jpg' if number % 2 else 'PNG'}")
-    (folder / "labels.txt").write_text("noise")
-    return folder
-
-
-def write_sound(path: Path, rate: int, kind: str = "int16", seconds: float = 0.5) -> None:
-    """Writes a sine of 440 Hz, half as loud as possible, in two channels."""
-    wave = 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate * seconds)) / rate)
-    scaled = {"int16": wave * 32768, "int32": wave * 2**31, "uint8": wave * 128 + 128, "float32": wave}[kind]
-    wavfile.write(path, rate, np.stack([scaled, scaled], 1).astype(kind))
 
 
 BLIP2 = {

@@ -164,14 +164,6 @@ def test_options_that_change_no_row_are_refused():
 
 
 @pytest.mark.slow
-def test_rows_without_a_text_are_compiled_on_what_the_model_writes(model, compiled):
-    rows = method_rows(given(calibration="none", generated=3), ("wanda",), ())
-    (_, result) = compare(Benchmark(model, None, WINDOWS), rows, seeds=(0, 1))
-    assert [(config.seed, ids) for config, ids in compiled] == [(0, None), (1, None)]
-    assert len({each.perplexity for each in result.measured}) == 2, "the seed decides the text"
-
-
-@pytest.mark.slow
 def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatch):
     draws = []
     draw = comparison.calibration_samples

@@ -65,7 +65,7 @@ def core_only(code: str, folder: Path) -> str:
 
 def test_every_extra_installs_what_it_is_for():
     extras = PROJECT["optional-dependencies"]
-    names = {"PIL": "pillow", "lm_eval": "lm-eval", "compressed_tensors": "compressed-tensors"}
+    names = {"lm_eval": "lm-eval", "compressed_tensors": "compressed-tensors"}
     for extra, modules in EXTRAS.items():
         installed = {re.match(r"[\w-]+", each)[0] for each in extras[extra]}
         assert {names.get(module, module) for module in modules} <= installed

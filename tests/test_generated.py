@@ -13,7 +13,7 @@ import permtriton
 from benchmarks.architectures import tiny
 from permtriton import config_from
 from permtriton.data import generated
-from permtriton.data.generated import beginnings, first_token, generated_text, kept_of_text, written
+from permtriton.data.generated import beginnings, generated_text, kept_of_text, written
 from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory
 from permtriton.driver import run as running
@@ -27,7 +27,6 @@ from permtriton.util.progress import NoProgress, Progress
 
 from . import test_seq2seq, zoo
 from .desk import RUNNER, app
-from .sentences import image_and_text_processor
 from .two_ranks import Interrupting
 from .updating import Recording, facts, tiny_model
 
@@ -168,28 +167,6 @@ def test_models_write(name):
     assert found.shape == (4, 10)
 
 
-@pytest.mark.parametrize(
-    ("ids", "expected"),
-    [((7, 3), 7), ((None, 3), 3), ((None, [4, 5]), 4), ((10**6, None), 0), ((None, None), 0)],
-)
-def test_the_first_token(ids, expected):
-    model = tiny_model()
-    model.config.bos_token_id, model.config.eos_token_id = ids
-    assert first_token(model, None) == expected
-
-    class Tokenizer:
-        bos_token_id, eos_token_id, all_special_ids = None, None, (0, 1)
-
-    if ids == (None, None):
-        assert first_token(model, Tokenizer()) == 2
-
-
-def test_the_first_token_of_a_processor_is_its_tokenizers():
-    model, processor = tiny_model(), image_and_text_processor()
-    model.config.bos_token_id, processor.tokenizer.bos_token = None, "!"
-    assert first_token(model, processor) == processor.tokenizer.bos_token_id
-
-
 # -- in a compilation --------------------------------------------------------------------------------------------------
 
 
@@ -285,35 +262,6 @@ def test_damaged_text_is_refused(tmp_path):
         compiled("mask,distill", resume_path=path, distill_epochs=1)
 
 
-# -- without a text ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_without_a_text_the_model_writes_all(read):
-    model = tiny_model()
-    model.config.bos_token_id = 7
-    found = compiled(
-        "heuristic,refit,distill", model, None, calibration="none", generated=8, sequence_length=10, samples=128
-    )
-    assert read == {"refit": 8, "distill": 8}
-    assert found.report["calibration"]["shape"] == [8, 10]
-    assert found.report["generated"] is None
-    first = generated_text(tiny_model(), torch.full((9, 1), 7), 8, 10, 0, NoProgress())
-    assert found.report["calibration"]["sha256"] == Samples.of(first).sha256
-
-
-def test_without_a_text_masks_alone_are_possible():
-    found = compiled("heuristic,mask", None, None, calibration="none", generated=8, sequence_length=10)
-    assert found.report["calibration"]["shape"] == [8, 10]
-
-
-def test_no_text_at_all_is_refused():
-    with pytest.raises(ConfigError, match="say how many sequences by `generated=`"):
-        compiled("mask,distill", ids=None, calibration="none", generated=0)
-    with pytest.raises(ConfigError, match="but samples were given"):
-        compiled("mask,distill", calibration="none")
-
-
 # -- what cannot write -------------------------------------------------------------------------------------------------
 
 
@@ -333,8 +281,6 @@ def t5() -> PreTrainedModel:
 def test_models_that_cannot_write_are_refused(make, words):
     with pytest.raises(ConfigError, match=f"`generated=5`: {words}.*`generated=0`"):
         compiled("mask,distill", make())
-    with pytest.raises(ConfigError, match=f"`calibration=none`: {words}.*Give a text"):
-        compiled("mask,distill", make(), None, calibration="none", sequence_length=10)
 
 
 def test_samples_of_more_than_tokens_are_refused():
@@ -410,8 +356,9 @@ def test_memory_of_latents_that_keys_and_values_follow_from():
 
 def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
     arguments = [
-        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
-        "--sequence-length", "16", "--dry-run", "--json", "--eval-data", "none", "--output", str(tmp_path / "out"),
+        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "demo", "--generated", "4",
+        "--sequence-length", "16", "--samples", "4", "--dry-run", "--json", "--eval-data", "none",
+        "--output", str(tmp_path / "out"),
     ]  # fmt: skip
     result = RUNNER.invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
@@ -422,26 +369,20 @@ def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
 
 def test_the_command_line_repeats_itself(model_folder, tmp_path):
     arguments = [
-        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "none", "--generated", "4",
-        "--distill-epochs", "1", "--sequence-length", "16", "--eval-data", "none",
+        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "demo", "--generated", "4",
+        "--distill-epochs", "1", "--sequence-length", "16", "--samples", "4", "--eval-data", "none",
     ]  # fmt: skip
     result = RUNNER.invoke(app, [*arguments, "--output", str(tmp_path / "out")])
     assert result.exit_code == 0, result.stderr
     record = json.loads((tmp_path / "out" / "permtriton.json").read_text())
-    assert "--calibration none --sequence-length 16 --generated 4" in record["command"]
+    assert "--generated 4" in record["command"]
     assert not list(tmp_path.glob("*generated*"))
-    result = RUNNER.invoke(app, [*arguments, "--samples", "3", "--output", str(tmp_path / "other")])
-    assert (result.exit_code, "--samples has no effect" in result.stderr) == (2, True)
 
 
 def test_options_without_an_effect():
     fast = config_from({"recipe": "heuristic,sparsegpt", "generated": 3})
     with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=heuristic,sparsegpt`, none of"):
         check_given(["generated"], fast)
-    assert (fast.generated, fast.writes) == (0, 0)
-    for without in ({"calibration": "none", "generated": 3}, {"one_document": True}):  # further samples: see `over`
-        check_given(["distill_further"], config_from({"recipe": "mask,distill", "distill_further": 2, **without}))
-    alone = config_from({"recipe": "heuristic,sparsegpt", "calibration": "none", "generated": 3, "samples": 5})
-    with pytest.raises(ConfigError, match=r"`samples=` has no effect with `calibration=none`"):
-        check_given(["generated", "samples"], alone)
-    assert (alone.generated, alone.writes) == (0, 3)
+    assert fast.generated == 0
+    one_document = {"recipe": "mask,distill", "distill_further": 2, "one_document": True}
+    check_given(["distill_further"], config_from(one_document))  # further samples: see `over`

@@ -1,7 +1,6 @@
-"""Models of images and sound: calibrated on folders, compiled in both layouts, saved with their processors."""
+"""Models of images and sound: calibrated on tensors, compiled in both layouts, saved with their processors."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -11,32 +10,23 @@ from transformers import (
     AutoProcessor,
     PvtConfig,
     PvtModel,
-    Wav2Vec2FeatureExtractor,
-    WhisperFeatureExtractor,
 )
-from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 import permtriton
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.held_out import held_out_windows
-from permtriton.data.media import media_samples
+from permtriton.data.media import stored_samples
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, ModelError
+from permtriton.errors import CalibrationError, ConfigError, ModelError
 from permtriton.evaluation.measure import measure_model
 from permtriton.model.forward import last_hidden_state
-from permtriton.model.source import Source
 from permtriton.passes.trace import trace
 
 from . import media, zoo
 
 PREPROCESSOR = {"image_processor_type": "ViTImageProcessor", "size": {"height": 16, "width": 16}}
 OPTIONS = {"importance": "wanda"}
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory):
-    return media.image_folder(tmp_path_factory.mktemp("data") / "images")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +91,14 @@ def test_the_trace_ends_at_the_last_hidden_state(name):
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_of_images_from_end_to_end(vit, images, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "images.safetensors"
+    save_file(media.inputs("vit"), file)
+    return file
+
+
+def test_a_file_of_images_from_end_to_end(vit, images, tmp_path):
     from permtriton.cli import main
 
     output = tmp_path / "out"
@@ -111,13 +108,9 @@ def test_a_folder_of_images_from_end_to_end(vit, images, tmp_path, monkeypatch):
     report = json.loads((output / "permtriton.json").read_text())
     assert report["evaluation"]["text"] == str(images)
     assert report["calibration"]["shape"] == [4, 5]
-    processor = AutoProcessor.from_pretrained(output)
-    model = AutoModelForImageClassification.from_pretrained(output)
-    samples = media_samples(str(images), model, processor, 2)
-    weight = model.get_parameter("vit.layers.0.mlp.fc2.weight")
+    assert AutoProcessor.from_pretrained(output).size == {"height": 16, "width": 16}
+    weight = AutoModelForImageClassification.from_pretrained(output).get_parameter("vit.layers.0.mlp.fc2.weight")
     assert ((weight.unflatten(1, (-1, 4)) != 0).sum(-1) == 2).all()
-    dense = media_samples(str(images), model, AutoImageProcessor.from_pretrained(vit), 2)
-    assert torch.equal(samples.inputs["pixel_values"], dense.inputs["pixel_values"])
     assert "AutoModelForImageClassification" in (output / "README.md").read_text()
 
 
@@ -149,46 +142,10 @@ def test_inspect_reads_only_the_config(vit, capsys, tmp_path):
 # -- sources -------------------------------------------------------------------------------------------------------
 
 
-def processor_of(folder):
-    return AutoImageProcessor.from_pretrained(folder)
-
-
-def test_the_draw_follows_the_seed(vit, images):
-    model, processor = media.build("vit"), processor_of(vit)
-
-    def draw(seed):
-        return media_samples(str(images), model, processor, 4, torch.Generator().manual_seed(seed))
-
-    assert draw(0).sha256 == draw(0).sha256 != draw(1).sha256
-    assert len(media_samples(str(images), model, processor, None)) == 6, "text files do not count"
-
-
-@pytest.mark.parametrize("rate", [16000, 8000, 22050])
-@pytest.mark.parametrize("kind", ["int16", "int32", "uint8", "float32"])
-def test_sounds_of_any_kind_are_the_same_sound(tmp_path, rate, kind):
-    media.write_sound(tmp_path / "a.wav", rate, kind)
-    extractor = Wav2Vec2FeatureExtractor(do_normalize=False)
-    found = media_samples(str(tmp_path), media.build("wav2vec2"), extractor, 1).inputs["input_values"][0]
-    assert found.shape == (8000,)
-    time = torch.arange(8000) / 16000
-    assert (found - 0.5 * torch.sin(2 * torch.pi * 440 * time))[500:-500].abs().max() < 0.02
-
-
-def test_sounds_are_cut_to_the_shortest_unless_the_extractor_pads(tmp_path):
-    for number, seconds in enumerate((0.5, 0.25, 0.3)):
-        media.write_sound(tmp_path / f"{number}.wav", 16000, seconds=seconds)
-    found = media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
-    assert {name: tuple(tensor.shape) for name, tensor in found.inputs.items()} == {"input_values": (3, 4000)}
-    padded = media_samples(
-        str(tmp_path), media.build("whisper"), WhisperFeatureExtractor(feature_size=8, chunk_length=1), None
-    )
-    assert {name: tuple(tensor.shape) for name, tensor in padded.inputs.items()} == {"input_features": (3, 8, 100)}
-
-
 def test_stored_tensors(tmp_path):
     file = tmp_path / "inputs.safetensors"
     save_file(media.inputs("vit"), file)
-    found = media_samples(str(file), media.build("vit"), None, None)
+    found = stored_samples(str(file), media.build("vit"), None)
     assert torch.equal(found.inputs["pixel_values"], media.inputs("vit")["pixel_values"])
     ids = zoo.token_ids(6, 8)
     save_file({"input_ids": ids}, file)
@@ -197,47 +154,23 @@ def test_stored_tensors(tmp_path):
     assert compiled.report["calibration"]["shape"] == [4, 8]
 
 
-def broken(folder):
-    (folder / "b.png").write_text("no image")
-
-
-def sounds(folder):
-    media.write_sound(folder / "a.wav", 16000)
-
-
-SOURCES = {
-    "empty": (lambda folder: None, {}, ["holds no images", ".png"]),
-    "only sound": (sounds, {}, ["holds no images", "end in .wav", "Convert"]),
-    "not readable": (broken, {}, ["b.png", "cannot be read"]),
-    "too few": (lambda folder: media.image_folder(folder / "more", 3), {"count": 4}, ["holds 3 samples", "`samples=`"]),
-    "no processor": (lambda folder: media.image_folder(folder / "more", 3), {"processor": None}, ["no processor"]),
-    "mixed sizes": (lambda folder: media.image_folder(folder / "more", 3), {"resize": False}, ["shape", "one size"]),
-}
-
-
-@pytest.mark.parametrize("case", SOURCES)
-def test_folders_that_cannot_be_used(case, vit, tmp_path):
-    prepare, options, words = SOURCES[case]
-    prepare(tmp_path)
-    processor = options.get("processor", processor_of(vit))
-    if processor is not None:
-        processor.do_resize = options.get("resize", True)
-    with pytest.raises(CalibrationError) as caught:
-        media_samples(str(tmp_path), media.build("vit"), processor, options.get("count"))
-    assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_other_sources_and_files_that_cannot_be_used(vit, images, tmp_path, monkeypatch):
+def test_the_draw_follows_the_seed(images):
     model = media.build("vit")
-    for source, word in (("c4", "c4 is no folder"), (str(tmp_path / "no.safetensors"), "cannot be read")):
-        with pytest.raises(CalibrationError, match=word):
-            media_samples(source, model, processor_of(vit), None)
-    (tmp_path / "a.wav").write_text("no sound")
-    with pytest.raises(CalibrationError, match=r"a\.wav cannot be read"):
-        media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(MissingExtraError, match=r"an image, needs PIL, which is not installed: pip install .*\[data\]"):
-        media_samples(str(images), model, processor_of(vit), None)
+
+    def draw(seed):
+        return stored_samples(str(images), model, 4, torch.Generator().manual_seed(seed))
+
+    assert draw(0).sha256 == draw(0).sha256 != draw(1).sha256
+    with pytest.raises(CalibrationError, match=r"holds 6 samples, but 7 are needed: lower `samples=`"):
+        stored_samples(str(images), model, 7)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"), [("c4", "give a .safetensors file with pixel_values"), ("no.safetensors", "cannot be read")]
+)
+def test_sources_that_cannot_be_used(source, words):
+    with pytest.raises(CalibrationError, match=words):
+        stored_samples(source, media.build("vit"), None)
 
 
 WRONG_INPUTS = {
@@ -253,12 +186,6 @@ def test_inputs_that_the_model_cannot_read(case):
     inputs, message = WRONG_INPUTS[case]
     with pytest.raises(CalibrationError, match=message):
         compile_model(media.build("vit"), None, config_from({"samples": 4}), ids=inputs)
-
-
-def test_a_sampling_rate_that_no_filter_can_change_is_refused(tmp_path):
-    media.write_sound(tmp_path / "a.wav", 100_000_007, seconds=0.00001)
-    with pytest.raises(CalibrationError, match="its sampling rate is 100000007"):
-        media_samples(str(tmp_path), media.build("wav2vec2"), Wav2Vec2FeatureExtractor(), None)
 
 
 @pytest.mark.parametrize("name", ["opt", "kosmos2"])
@@ -288,7 +215,7 @@ def test_a_model_with_two_towers_is_refused():
     inputs = {"input_ids": zoo.token_ids(4, 4) % 20, "pixel_values": torch.zeros(4, 3, 8, 8)}
     config = config_from({}, "mask")
     for refused in (
-        lambda: held_out_windows(Source("clip"), "images", None, model),
+        lambda: held_out_windows("clip", "images", None, model),
         lambda: find_plan(model, NMPattern(2, 4)),
         lambda: compile_model(model, None, config, ids=inputs),
     ):

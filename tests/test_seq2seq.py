@@ -1,15 +1,10 @@
 """Encoder-decoders: what each half reads, and the whole pipeline on T5, BART and Whisper."""
 
-import json
-
 import pytest
 import torch
 from transformers import (
     BartConfig,
-    BartForCausalLM,
     BartForConditionalGeneration,
-    DynamicCache,
-    EncoderDecoderCache,
     MarianConfig,
     MarianMTModel,
     PreTrainedModel,
@@ -24,8 +19,7 @@ from transformers import (
 )
 
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.config import CalibrationConfig
-from permtriton.data.text import calibration_ids, check_samples, evaluation_ids
+from permtriton.data.text import check_samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.perplexity import perplexity
@@ -35,7 +29,7 @@ from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.passes.plan import Placement
 from permtriton.running.layer_calls import find_chains
 
-from .zoo import VOCABULARY, fold, random_indices, randomize, token_ids
+from .zoo import VOCABULARY, randomize, token_ids
 
 T5 = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
@@ -222,62 +216,3 @@ def test_both_halves_are_chains_of_layers():
     assert [len(chain) for chain in chains] == [2, 2]
     assert not problems
     assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
-
-
-# -- pairs -------------------------------------------------------------------------------------------------------------
-
-
-def _written(path, rows):
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return str(path)
-
-
-def test_pairs_fill_both_halves(tmp_path):
-    rows = [{"input_ids": [10 + n] * 3, "labels": [50 + n] * 2} for n in range(20)]
-    source = _written(tmp_path / "pairs.jsonl", rows)
-    windows = evaluation_ids(source, None, VOCABULARY, 9)
-    assert windows[0].tolist() == [10, 10, 10, 11, 50, 50, 51, 51, 52]  # the third pair fills the labels
-    assert windows.shape == (6, 9)
-    drawn = calibration_ids(CalibrationConfig(calibration=source, samples=4, sequence_length=9), None, VOCABULARY, 0)
-    assert drawn.shape == (4, 9)
-    assert (drawn[:, 0] + 40 == drawn[:, 4]).all()
-    with pytest.raises(CalibrationError, match="20 pairs, which fill 6 sequences"):
-        calibration_ids(CalibrationConfig(calibration=source, samples=7, sequence_length=9), None, VOCABULARY, 0)
-
-
-@pytest.mark.parametrize(
-    ("rows", "problem"),
-    [
-        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "document 2 is None"),
-        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], "document 1 is None"),
-        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1], "labels": 3}], "document 2 is 3"),
-        ([{"input_ids": [1], "labels": [VOCABULARY]}], "vocabulary"),
-        ([{"input_ids": [1], "labels": [2, -100]}], "labels are -100, .* leave these labels out"),
-    ],
-)
-def test_damaged_pairs_are_refused(tmp_path, rows, problem):
-    with pytest.raises(CalibrationError, match=problem):
-        evaluation_ids(_written(tmp_path / "pairs.jsonl", rows), None, VOCABULARY, 2)
-
-
-def test_a_decoder_alone_needs_a_cache_for_each_attention():
-    """transformers gives BartForCausalLM one cache for both, with which the dense model, too, writes other tokens."""
-    torch.manual_seed(0)
-    sizes = {**BART, "max_position_embeddings": 64}
-    model = BartForCausalLM(BartConfig(**sizes, is_decoder=True, add_cross_attention=True)).eval()
-    randomize(model)
-    states = torch.randn(2, 5, 32)
-
-    def written(**options: object) -> list[list[int]]:
-        limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-        return model.generate(token_ids(2, 6), encoder_hidden_states=states, **limits, **options).tolist()
-
-    def caches() -> EncoderDecoderCache:
-        return EncoderDecoderCache(DynamicCache(), DynamicCache())
-
-    plain = written(use_cache=False)
-    assert written() != plain, "the limit in docs/architectures.md is gone"
-    assert written(past_key_values=caches()) == plain
-    plan = find_plan(model, NMPattern(2, 4))
-    fold(model, plan, random_indices(plan))
-    assert written(use_cache=False) == written(past_key_values=caches()) == plain

@@ -1,11 +1,7 @@
 """Encoder-decoders are measured on what their decoder predicts, whatever the samples are."""
 
-import json
-
-import datasets
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import save_file
 
 import permtriton
@@ -70,30 +66,6 @@ def test_the_labels_are_what_is_predicted(name):
     compiling = Evaluation(dense, held_out_samples(dense, windows), NoProgress())
     assert compiling.measure == "perplexity"
     assert [compiling.compiled(model, None), compiling.dense] == pytest.approx(perplexities, rel=1e-4)
-
-
-def test_labels_are_read_from_every_kind_of_data(tmp_path, monkeypatch):
-    """A causal model leaves them out, and so do all where labels are classes."""
-    model, rows = (
-        build("t5"),
-        [{"input_ids": a, "labels": b} for a, b in zip(IDS.tolist(), LABELS.tolist(), strict=True)],
-    )
-    dataset = Dataset.from_list(rows)
-    dataset.to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(datasets, "load_dataset", lambda **_: dataset)
-    files = [str(tmp_path / "rows.jsonl"), str(tmp_path / "rows.parquet"), "someone/pairs"]
-    data = [*files, dataset, dataset.with_format("torch")]
-    found = [permtriton.evaluate(model, each, window=14) for each in data]
-    assert len({(each.perplexity, each.windows) for each in found}) == 1
-    alone = permtriton.evaluate(model, dataset.remove_columns("labels"), window=14)
-    assert alone.perplexity != found[0].perplexity
-    classes = dataset.remove_columns("labels").add_column("labels", [1] * len(rows))
-    assert permtriton.evaluate(model, classes, window=14).perplexity == alone.perplexity
-    causal = tiny_llama(vocab_size=model.config.vocab_size)
-    assert permtriton.evaluate(causal, dataset, window=14).perplexity == (
-        permtriton.evaluate(causal, classes, window=14).perplexity
-    )
 
 
 def test_stored_tensors_are_read_as_those_in_memory(tmp_path):

@@ -170,14 +170,13 @@ def _draws(benchmark: Benchmark, rows: Sequence[Row], seeds: Sequence[int], ids:
     """
     model = benchmark.dense
     given = None if ids is None else check_samples(model, ids)
-    draws: dict[tuple[CalibrationConfig, int, int], Samples | None] = {}
+    draws: dict[tuple[CalibrationConfig, int, int], Samples] = {}
     for row in rows:
         for seed in seeds:
             key = _drawn_by(row.config, seed)
             if key not in draws:
                 config = dataclasses.replace(row.config, seed=seed)
-                alone = config.alone and given is None
-                draws[key] = None if alone else given or calibration_samples(config, benchmark.tokenizer, model)
+                draws[key] = given or calibration_samples(config, benchmark.tokenizer, model)
     return draws
 
 
@@ -187,7 +186,7 @@ def _drawn_by(config: CompileConfig, seed: int) -> tuple[CalibrationConfig, int,
 
 
 def _compiled(benchmark: Benchmark, config: CompileConfig, samples: Samples | None, progress: Progress) -> Measured:
-    """Compiles a copy of the dense model on calibration samples, or on what it writes, and measures it."""
+    """Compiles a copy of the dense model on calibration samples, and measures it."""
     device = benchmark.dense.device
     started, counted = time.perf_counter(), machine.reset_peak_memory(device)
     model = copy.deepcopy(benchmark.dense)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from permtriton.data.pairs import with_labels
 from permtriton.errors import CalibrationError, reading, shown
 
 
@@ -40,7 +39,7 @@ class Unpadded(Sequence[list[int]]):
 def documents_in(
     names: Sequence[str], column_of: Callable[[str], Sequence[Any]], source: str, wanted: str = ""
 ) -> Sequence[Any]:
-    """Returns the documents of a table: texts, or token ids without their padding; pairs where there are labels.
+    """Returns the documents of a table: texts, or token ids without their padding.
 
     Args:
         names: names of all columns.
@@ -62,4 +61,4 @@ def documents_in(
         raise CalibrationError(f"{source}: document 1 is {shown(documents[0])}: expected input_ids as integers")
     if column == "input_ids" and "attention_mask" in names:
         documents = Unpadded(documents, column_of("attention_mask"), source)
-    return with_labels(documents, column_of("labels") if "labels" in names else None)
+    return documents

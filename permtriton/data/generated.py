@@ -3,7 +3,6 @@
 They need no labels but the dense model's own outputs, so its own text is as good as any, and there is no end of it.
 """
 
-from itertools import chain
 from math import ceil, exp
 from typing import Any
 from unittest import mock
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
 from permtriton.data.text import vocabulary_of
 from permtriton.errors import CalibrationError, first_line
 from permtriton.model.core import takes_decoder_ids
-from permtriton.model.tokenizer import tokenizer_of
 from permtriton.running import ranks
 from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.util.progress import Advance, Progress
@@ -27,15 +24,15 @@ KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 AT_ONCE = 4 * 2**30  # bytes of what is kept of the texts that are written together, at most, unless it is one text
 
 
-def why_not_generated(model: PreTrainedModel, samples: Samples | None = None) -> str:
-    """Returns why a model cannot write further samples, or the first ones where there are none; empty if it can."""
+def why_not_generated(model: PreTrainedModel, samples: Samples) -> str:
+    """Returns why a model cannot write further samples; empty if it can."""
     name = type(model).__name__
     if takes_decoder_ids(model):
         return f"{name} is an encoder-decoder, which writes only what belongs to the text that its encoder reads"
     if not model.can_generate():
         return f"{name} does not write text, token by token"
-    if model.main_input_name != "input_ids" or (samples is not None and samples.ids is None):
-        return f"{name} writes token ids alone, but reads {samples.name if samples else model.main_input_name}"
+    if model.main_input_name != "input_ids" or samples.ids is None:
+        return f"{name} writes token ids alone, but reads {samples.name}"
     return ""
 
 
@@ -61,20 +58,6 @@ def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
 def texts_at_once(model: PreTrainedModel, tokens: int, count: int) -> int:
     """Returns how many of ``count`` texts of so many tokens are written together."""
     return min(max(AT_ONCE // sum(kept_of_text(model, tokens).values()), 1), count)
-
-
-def first_token(model: PreTrainedModel, tokenizer: Processor | None) -> int:
-    """Returns the token that a text begins with.
-
-    Where there is none, it is the one that a text ends with, which stands before the next one in training; else the
-    first one that is not special.
-    """
-    vocabulary, config, tokenizer = vocabulary_of(model), model.config.get_text_config(), tokenizer_of(tokenizer)
-    candidates = (getattr(of, name, None) for name in ("bos_token_id", "eos_token_id") for of in (tokenizer, config))
-    named = (each[0] if isinstance(each, list) and each else each for each in candidates)
-    special = set(getattr(tokenizer, "all_special_ids", ()))
-    plain = (each for each in range(vocabulary) if each not in special)
-    return next((each for each in chain(named, plain) if isinstance(each, int) and 0 <= each < vocabulary), 0)
 
 
 def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:

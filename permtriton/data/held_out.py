@@ -3,11 +3,11 @@
 from typing import Any
 
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
-from permtriton.data.media import is_media, media_samples
+from permtriton.data.media import is_media, stored_samples
 from permtriton.data.samples import Inputs
 from permtriton.data.text import evaluation_ids, vocabulary_of
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError
-from permtriton.model.core import check_towers, takes_decoder_ids
+from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
 from permtriton.model.name import DEMO
 
@@ -21,7 +21,7 @@ def held_out_windows(
 
     Args:
         model_name: name of the model; the demo model is evaluated on the demo text by default.
-        data: demo, wikitext2, c4, a file, or none; of a model that reads images or sound, a folder; or what
+        data: demo, wikitext2, c4, a file, or none; or what
             `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
         window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
 
@@ -49,11 +49,10 @@ def held_out_windows(
             return tensors_of(data, model, None, None), name
     elif data is not None and is_media(model, name):
         _refuse_window(window, f"on {name}, which is no text")
-        return media_samples(name, model, tokenizer, None), name
+        return stored_samples(name, model, None), name
     length = _window_of(model, window)
     try:
-        paired = takes_decoder_ids(model)
-        return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents, paired=paired), name
+        return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents), name
     except (CalibrationError, MissingExtraError) as error:
         if data is not None:
             raise

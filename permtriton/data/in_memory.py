@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig
 from permtriton.data.columns import documents_in
 from permtriton.data.media import Processor, read_by
-from permtriton.data.pairs import Pair
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
@@ -47,7 +46,7 @@ def name_of(data: object) -> str:
 def selected(data: Any, column: str | None = None, split: str | None = None) -> Any:
     """Returns the documents of a dataset, or of one of a dictionary of datasets; any other data as they are.
 
-    Documents with labels, as encoder-decoders read them, are pairs. Token ids are without their padding.
+    Token ids are without their padding.
 
     Args:
         data: what a caller gave.
@@ -94,7 +93,7 @@ def documents_of(data: Any) -> Documents | None:
     if isinstance(data, Sequence) and len(data):
         if isinstance(data[0], int):
             return [data]
-        if isinstance(data[0], str | Sequence | Tensor | np.ndarray | Pair):
+        if isinstance(data[0], str | Sequence | Tensor | np.ndarray):
             return data
     raise CalibrationError(f"data is {shown(data)}, a {type(data).__name__}: expected {KINDS}")
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton import demo
 from permtriton.config import OF_TEXT, SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.columns import documents_in
-from permtriton.data.media import KINDS, Processor, is_media, media_samples
-from permtriton.data.pairs import are_pairs, paired_windows, sources_of
+from permtriton.data.media import MEDIA_INPUTS, Processor, is_media, stored_samples
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
@@ -52,7 +51,7 @@ EVALUATION_WINDOWS = {"c4": 256}  # at most
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
-Documents = Sequence[Any]  # each a text, token ids, or a `Pair` of them
+Documents = Sequence[Any]  # each a text or token ids
 OF_IDS = ("input_ids", DECODER_IDS, "labels")  # the arguments that hold token ids
 INTEGERS = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
@@ -77,8 +76,6 @@ def all_windows(
     seed: int,
     documents: Documents | None = None,
     surplus: int = SURPLUS,
-    *,
-    paired: bool = True,
 ) -> Tensor:
     """Draws all sequences of the text that is encoded, of many documents about ``surplus`` times the wanted ones.
 
@@ -87,7 +84,6 @@ def all_windows(
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         documents: What is drawn from, where it is in memory; the source then only names it.
         surplus: At least `SURPLUS`. It does not change which sequences come first.
-        paired: Whether documents with labels are pairs; else their labels are left out.
 
     Returns:
         int64 ``[at least samples, sequence_length]``: windows that do not overlap, in random order. Where each is drawn
@@ -100,13 +96,7 @@ def all_windows(
     wanted, source = config.samples * config.sequence_length, config.calibration
     if documents is None:
         documents = _documents(source, HUB_DATASETS, JOINED, "calibration.txt", config.text_column, config.split)
-    documents, encoder = documents if paired else sources_of(documents), Encoder(source, tokenizer, vocabulary)
-    if are_pairs(documents):
-        if config.one_document:
-            raise ConfigError("`one_document=true` has no effect on pairs of a source and its labels: leave it out")
-        return paired_windows(
-            documents, encoder.pair, config.sequence_length, config.samples, generator, source, surplus
-        )
+    encoder = Encoder(source, tokenizer, vocabulary)
     if config.one_document:
         return encoder.checked(_one_document_each(config, documents, encoder, seed))
     cut_off = config.sequence_length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
@@ -159,25 +149,20 @@ def evaluation_ids(
     vocabulary: int,
     sequence_length: int,
     documents: Documents | None = None,
-    *,
-    paired: bool = True,
 ) -> Tensor:
     """Returns held-out text as consecutive windows, int64 ``[windows, sequence_length]``.
 
     Args:
         source: ``demo``, ``wikitext2``, ``c4`` or a local file.
         sequence_length: Tokens per window; a shorter text gives one shorter window.
-        tokenizer, vocabulary, documents, paired: As for `all_windows`.
+        tokenizer, vocabulary, documents: As for `all_windows`.
 
     Raises:
         CalibrationError: As for `all_windows`.
     """
     if documents is None:
         documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
-    documents, encoder = documents if paired else sources_of(documents), Encoder(source, tokenizer, vocabulary)
-    if are_pairs(documents):
-        return paired_windows(documents, encoder.pair, sequence_length, None, None, source)
-    stream, _ = encoder.stream(documents)
+    stream, _ = Encoder(source, tokenizer, vocabulary).stream(documents)
     length = min(sequence_length, stream.numel())
     if length < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
@@ -190,11 +175,11 @@ def calibration_samples(
     """Draws the calibration samples of a compilation, with what is left of a text as spare ones.
 
     Args:
-        tokenizer: As for `all_windows`; of a model that reads images or sound, its processor.
+        tokenizer: As for `all_windows`.
         documents: As for `all_windows`.
 
     Raises:
-        CalibrationError: As for `all_windows` or `permtriton.data.media.media_samples`, or the sequences are longer
+        CalibrationError: As for `all_windows` or `permtriton.data.media.stored_samples`, or the sequences are longer
             than the model can take.
     """
     source, count = config.calibration.calibration, config.calibration.samples
@@ -206,12 +191,9 @@ def calibration_samples(
                     "sets it"
                 )
         generator = torch.Generator().manual_seed(config.seed)
-        return check_samples(model, media_samples(source, model, tokenizer, count, generator))
+        return check_samples(model, stored_samples(source, model, count, generator))
     check_length(model, config.calibration.sequence_length)
-    ids = all_windows(
-        config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus,
-        paired=takes_decoder_ids(model),
-    )  # fmt: skip
+    ids = all_windows(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus)
     spare = samples_of(model, ids[count:]) if len(ids) > count else None
     return replace(samples_of(model, ids[:count]), spare=spare)
 
@@ -227,7 +209,7 @@ def fitted(
     Raises:
         ConfigError: a length was asked for, and the model reads no text.
     """
-    if "sequence_length" in given and model.main_input_name in KINDS:
+    if "sequence_length" in given and model.main_input_name in MEDIA_INPUTS:
         raise ConfigError(
             f"`sequence_length={config.sequence_length}` has no effect on a {type(model).__name__}, which reads no "
             "text: leave it out, or the protocol that sets it"

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from permtriton.data.pairs import Pair
 from permtriton.errors import CalibrationError, reading, shown, without_panics
 from permtriton.model.tokenizer import tokenizer_of
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
-IGNORED = -100  # the label of transformers for a token that does not count
 
 
 @dataclass(frozen=True)
@@ -58,30 +56,18 @@ class Encoder:
             raise CalibrationError(f"{self.source} is empty: no text to use")
         return self.checked(torch.cat(found)), ends
 
-    def pair(self, pair: Pair, number: int) -> tuple[Tensor, Tensor]:
-        """Returns the ids of the source and of the labels of a document, int64 ``[...]`` each."""
-        ids, labels = self.one(pair.source, number), self.one(pair.labels, number, target=True)
-        if labels.numel() and int(labels.min()) == IGNORED:
-            raise CalibrationError(
-                f"{self.source}: some labels are {IGNORED}, which marks tokens that must not count, but all are "
-                "counted: leave these labels out"
-            )
-        self.checked(torch.cat([ids, labels]))
-        return ids, labels
-
-    def one(self, document: Any, number: int, *, target: bool = False, ended: bool = True) -> Tensor:
-        """Returns the ids of a document, not yet checked; ``target`` and ``ended`` are as for `token_ids`."""
+    def one(self, document: Any, number: int, *, ended: bool = True) -> Tensor:
+        """Returns the ids of a document, not yet checked; ``ended`` is as for `token_ids`."""
         place = f"{self.source}: document {number + 1}"
         if isinstance(document, str):
             if "\0" in document:  # nobody writes NULs, but other encodings and binary files are full of them
                 raise CalibrationError(f"{place} is no text, or not UTF-8: character {document.index(chr(0))} is a NUL")
-            return token_ids(document, self.tokenizer, self.source, target=target, ended=ended)
+            return token_ids(document, self.tokenizer, self.source, ended=ended)
         document = document.tolist() if hasattr(document, "tolist") else document
         if isinstance(document, list | tuple) and all(type(i) is int and -(2**63) <= i < 2**63 for i in document):
             return torch.tensor(document, dtype=torch.int64)
         raise CalibrationError(
-            f"{place} is {shown(document)}: text must be a string, input_ids and labels a list of integers from the "
-            "vocabulary"
+            f"{place} is {shown(document)}: text must be a string, input_ids a list of integers from the vocabulary"
         )
 
     def checked(self, ids: Tensor) -> Tensor:
@@ -95,9 +81,7 @@ class Encoder:
         return ids
 
 
-def token_ids(
-    text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, *, target: bool = False, ended: bool = True
-) -> Tensor:
+def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, *, ended: bool = True) -> Tensor:
     """Returns the ids of a text and the end token, int64 ``[tokens]``.
 
     A text is tokenized as a whole unless `pieces` cuts it. The pieces are then joined, and the special tokens that the
@@ -105,7 +89,6 @@ def token_ids(
 
     Args:
         source: where the text comes from, for errors.
-        target: whether the text is what a decoder writes; translation models tokenize it as the target language.
         ended: whether the end token is added where the tokenizer adds none.
 
     Raises:
@@ -121,8 +104,7 @@ def token_ids(
             inner = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in parts]
             ids = torch.cat([torch.tensor(each, dtype=torch.int64) for each in [before, *inner, after]])
         else:
-            given = {"text_target" if target else "text": text}
-            ids = torch.tensor(tokenizer(**given, verbose=False)["input_ids"], dtype=torch.int64)
+            ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
         last = ids[-2:].tolist()
         behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # the end token, such as a language

@@ -201,7 +201,7 @@ def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: i
     times = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
     if held_out:
         times["evaluate"] = 2 * held_out * speed.forward / facts.positions
-    if config.writes:
+    if config.generated:
         times["generate"] = facts.longest * speed.token
     if config.dense_share:
         times[DENSE_SHARE] = speed.both
@@ -221,7 +221,7 @@ def measure(start: Planned) -> Speed:
         masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
     both = forward * (BOTH + start.facts.checkpointing) if config.gradients else 0.0
     share = samples.positions / rows.positions / ranks.count()
-    token = _token_seconds(start) if config.writes else 0.0
+    token = _token_seconds(start) if config.generated else 0.0
     return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
 
 
@@ -237,7 +237,7 @@ def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
     forward += copy
     both = (BOTH + facts.checkpointing) * forward if start.config.gradients else 0.0
     masks = facts.pruned * FLOAT32 / HOST
-    token = _batches(start, devices.count) * facts.model / MEMORY if start.config.writes else 0.0
+    token = _batches(start, devices.count) * facts.model / MEMORY if start.config.generated else 0.0
     distances = 0.0
     for space in (space for space in start.plan.spaces if not space.frozen):
         pairs = sum(size**2 for size in space.segments) / start.plan.pattern_of(space).group
@@ -261,7 +261,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 def _token_seconds(start: Planned) -> float:
     """Returns the time of one token of each text, without what was written before it."""
     model, samples = start.model, start.samples
-    texts = texts_at_once(model, samples.longest, written(start.config.writes))
+    texts = texts_at_once(model, samples.longest, written(start.config.generated))
     ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
     with mixed_precision(model, start.config.mixed_precision, fixed=True):
         seconds = _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
@@ -270,7 +270,7 @@ def _token_seconds(start: Planned) -> float:
 
 def _batches(start: Planned, ranks: int) -> int:
     """Returns how many times each rank writes as many texts together as it can."""
-    texts = ceil(written(start.config.writes) / ranks)
+    texts = ceil(written(start.config.generated) / ranks)
     return ceil(texts / texts_at_once(start.model, start.samples.longest, texts))
 
 

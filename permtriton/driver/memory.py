@@ -188,7 +188,7 @@ def _placed(whole: Needs, start: Planned, devices: Devices) -> Needs:
     steps = start.config.steps
     possible = {
         Way.SPREAD: devices.count > 1
-        and not start.config.writes
+        and not start.config.generated
         and all(step.shards for step in steps)
         and start.layers,
         Way.ONLOADED: all(step.onloads for step in steps) and not why_not_onloaded(start.model, start.plan),
@@ -243,8 +243,8 @@ def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
         at_once = min(windows_at_once(held_out.longest), len(held_out)) * held_out.tokens
         logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
-    if config.writes:
-        texts = texts_at_once(model, facts.longest, written(config.writes))
+    if config.generated:
+        texts = texts_at_once(model, facts.longest, written(config.generated))
         kept = {name: texts * size for name, size in kept_of_text(model, facts.longest).items()}
         if config.mixed_precision and facts.element == FLOAT32 and not facts.one_layer:
             kept["rounded weights"] = facts.model // 2

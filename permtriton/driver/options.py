@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field
 from math import ceil
 from typing import Any
 
-from permtriton.config import OF_TEXT, SURPLUS, WRITTEN, CommonConfig
+from permtriton.config import SURPLUS, CommonConfig
 from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError
 from permtriton.util.option import Option, documented, options_of
@@ -67,12 +67,7 @@ class CompileConfig(CommonConfig):
     @property
     def generated(self) -> int:
         """Number of sequences that it writes beside the calibration samples: 0 where no step reads them."""
-        return 0 if self.alone or not any(step.reads_generated for step in self.steps) else self.calibration.generated
-
-    @property
-    def writes(self) -> int:
-        """Number of all sequences that it writes."""
-        return self.calibration.generated if self.alone else self.generated
+        return self.calibration.generated if any(step.reads_generated for step in self.steps) else 0
 
     def has(self, name: str) -> bool:
         """Whether the recipe has a step of this name."""
@@ -102,12 +97,8 @@ def why_no_effect(option: Option, config: CompileConfig) -> str:
         return f"{recipe}, which computes no gradients: leave it out"
     if option.name == "importance" and not config.uses_importance:
         return f"{recipe}, which chooses its own mask: leave it out"
-    if option.name == "generated" and not config.alone and not any(step.reads_generated for step in config.steps):
+    if option.name == "generated" and not any(step.reads_generated for step in config.steps):
         return f"{recipe}, none of whose steps reads such text: leave it out"
-    if option.name in OF_TEXT and config.alone:
-        return f"`calibration={WRITTEN}`, where no text is read: leave it out"
-    if option.name == "samples" and config.alone:
-        return f"`calibration={WRITTEN}`, where all sequences are written: leave it out, and set `generated=`"
     values = config.to_dict()
     for other, allowed in option.needs.items():
         if values[other] not in allowed:

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.pruned import pruned_parameters
-from permtriton.config import WRITTEN, CalibrationConfig
-from permtriton.data.generated import BEGINNING, beginnings, first_token, generated_text, why_not_generated
+from permtriton.data.generated import BEGINNING, beginnings, generated_text, why_not_generated
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import calibration_samples, check_inputs, check_samples
@@ -34,7 +33,7 @@ from permtriton.methods.measure.statistics import describe_few, site_statistics,
 from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest, statistics_and_shares_left
 from permtriton.model.checks import check_same_outputs, model_outputs
 from permtriton.model.experts import measure_all_experts
-from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, check_length, with_tokens
+from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
 from permtriton.model.prunable import check_original
 from permtriton.model.reference import TOKENS, Reference
 from permtriton.passes.plan import named_layers
@@ -127,7 +126,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
 
     with workspace.timed("trace"):
         _check_traced(start)
-    samples, generated = _with_text(start, workspace, placement)
+    samples, generated = start.samples, _generated(start, workspace, placement)
     reference = Reference(model, samples)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
@@ -205,7 +204,7 @@ def with_needs(start: Planned, devices: Devices, progress: Progress) -> tuple[Pl
         ConfigError: the user asks for text.
     """
     start, needs = spared(start, devices)
-    cannot = needs.way is Way.ONLOADED and bool(start.config.writes) and not fits(needs, devices, GENERATION)
+    cannot = needs.way is Way.ONLOADED and bool(start.config.generated) and not fits(needs, devices, GENERATION)
     if not any(ranks.gather(cannot)):
         return start, needs
     reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.facts.model)}"
@@ -218,12 +217,8 @@ def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Plann
     held_out, config, ids = held_out_samples(model, given.evaluation_windows), given.config, given.ids
     check_original(model)
     with workspace.timed("calibration text"):
-        if ids is not None and config.alone:
-            raise ConfigError(f"calibration is {WRITTEN}, but samples were given: leave one of them out")
         if ids is not None:
             samples = check_samples(model, ids)
-        elif config.alone:
-            samples = _no_text(model, config.calibration, workspace, given.tokenizer)
         else:
             samples = ranks.on_first(lambda: calibration_samples(config, given.tokenizer, model))
         ranks.check_shares(len(samples), ranks.count())
@@ -298,49 +293,31 @@ def without_dense_share(run: Run, choice: DenseShare, left: Mapping[str, float] 
     return replace(run, plan=plan, graph=graph, statistics=statistics, rows=rows)
 
 
-def _with_text(start: Planned, workspace: Workspace, placement: Placement) -> tuple[Samples, Tensor | None]:
-    """Lets the dense model write its text, if it shall; returns the calibration samples, and the text beside them.
+def _generated(start: Planned, workspace: Workspace, placement: Placement) -> Tensor | None:
+    """Lets the dense model write text beside the calibration samples, if it shall; int64 ``[texts, tokens]``.
 
     Raises:
         CalibrationError: it cannot write, or what it writes is not finite.
         OutputError: the text of an interrupted run is damaged, or cannot be written.
     """
     config, samples = start.config, start.samples
-    if not config.writes:
-        return samples, None
-    shape = config.writes, samples.tokens
+    if not config.generated:
+        return None
+    shape = config.generated, samples.tokens
     with workspace.timed("generate"):
         state = workspace.state(StateFile, WRITING)
         stored = None if state is None else state.read()
         if stored is not None:
             ids = stored[0]["text"]
         else:
-            starts = beginnings(samples, config.writes, 1 if config.alone else max(samples.tokens // BEGINNING, 1))
+            starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
             rounds = config.mixed_precision and placement.way is not Way.ONLOADED  # that GPU may hold no further copy
             with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
                 ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             if state is not None:
                 state.write({"text": ids}, {})
         workspace.note(generated=Samples.of(ids).sha256)
-    return (Samples.of(ids), None) if config.alone else (samples, ids)
-
-
-def _no_text(
-    model: PreTrainedModel, config: CalibrationConfig, workspace: Workspace, tokenizer: Processor | None
-) -> Samples:
-    """Returns what stands for calibration samples until the dense model has written them all: their first token.
-
-    Raises:
-        ConfigError: the model cannot write text.
-        CalibrationError: the samples are longer than the model can take.
-    """
-    if reason := why_not_generated(model):
-        raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text, or what else the model reads")
-    if not config.generated:
-        raise ConfigError(f"`calibration={WRITTEN}`: the model writes all text; say how many sequences by `generated=`")
-    check_length(model, config.sequence_length)
-    token = first_token(model, tokenizer)
-    return Samples.of(torch.full((config.generated, config.sequence_length), token))
+    return ids
 
 
 def _without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:
@@ -349,8 +326,6 @@ def _without_text(config: CompileConfig, reason: str, progress: Progress) -> Com
     Raises:
         ConfigError: the user asks for it.
     """
-    if config.alone:
-        raise ConfigError(f"`calibration={WRITTEN}`: {reason}. Give a text")
     if config.generated != suggested(config).get("generated", 0):
         raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")
     progress.say(f"no text is generated: {reason}")
@@ -367,10 +342,10 @@ def check_way(way: Way, start: Planned, devices: Devices) -> None:
     if way is Way.WHOLE:
         return
     if way is Way.SPREAD:
-        if config.writes:
+        if config.generated:
             raise ConfigError(
-                f"the dense model does not write text while {way.words}: give `calibration=` a text and "
-                "`generated=0`, or use GPUs that hold the whole model"
+                f"the dense model does not write text while {way.words}: give `generated=0`, or use GPUs that hold "
+                "the whole model"
             )
         check_spread(config, len(start.samples), devices.count)
         return

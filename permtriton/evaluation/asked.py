@@ -69,7 +69,7 @@ class Measures:
         metadata=facts(
             CALIBRATION,
             "Held-out data, to measure on: demo, wikitext2, c4, a file, or none. By default demo for the demo model, "
-            "else wikitext2. For a model of images or sound: a folder of files or a .safetensors file, on which hidden "
+            "else wikitext2. For a model of images or sound: a .safetensors file with its inputs, on which hidden "
             "states are compared.",
         ),
     )

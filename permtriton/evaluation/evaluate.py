@@ -35,9 +35,9 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
 
     Args:
         model: folder, hub name or ``demo``, or a loaded model, which is measured as it is.
-        eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; of a model of
-            images or sound, a folder; or texts, token ids or tensors in memory, as `permtriton.compile` takes them.
-            None for ``demo`` with the demo model, else ``wikitext2``.
+        eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; or
+            texts, token ids or tensors in memory, as `permtriton.compile` takes them. None for ``demo`` with the demo
+            model, else ``wikitext2``.
         protocol: ``wanda`` or ``permllm`` for what these papers measure: ``wikitext2`` in windows of 2048 tokens, and
             Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
         window: tokens per window; None for 2048, or as many as the model can take.

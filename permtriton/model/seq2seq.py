@@ -1,8 +1,7 @@
 """What an encoder-decoder reads: how token ids are divided between its encoder and its decoder.
 
-A text without a pairing is cut in the middle: the encoder reads the first half and the decoder continues it. Both then
-read natural text of equal length, and the decoder cannot copy what the encoder read, as it could if both had the same
-ids. Of pairs (source and labels), a row holds the source in its first half and the labels in the second.
+A text is cut in the middle: the encoder reads the first half and the decoder continues it. Both then read natural text
+of equal length, and the decoder cannot copy what the encoder read, as it could if both had the same ids.
 """
 
 from collections.abc import Mapping

@@ -11,7 +11,7 @@ HOME = ""  # where permtriton is to be found
 
 # Extra of pyproject.toml -> the modules that it is for.
 EXTRAS = {
-    "data": ("datasets", "pyarrow", "PIL"),
+    "data": ("datasets", "pyarrow"),
     "fp8": ("compressed_tensors",),
     "eval": ("lm_eval", "accelerate"),
     "gguf": ("gguf", "accelerate"),
