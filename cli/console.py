@@ -150,14 +150,6 @@ def fail(message: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def end_process(message: str, code: int) -> None:
-    """Prints an error message and ends the process at once, from any thread and whatever the others wait for."""
-    err.show_cursor()  # a progress bar hides it
-    err.print(Text.assemble(("error:", "bold red"), f" {message}"), soft_wrap=True, highlight=False)
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def print_json(value: Any) -> None:
     """Prints JSON, and nothing else, on standard output."""
     echo(to_json(value))

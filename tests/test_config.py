@@ -355,7 +355,6 @@ def test_options_of_steps_that_do_not_run_are_refused(name, recipe):
         ("o_proj", {}, "`layout=portable`: leave it out, or choose `layout=fused`"),
         ("o_proj", {"layout": "fused"}, None),
         ("seed", {"recipe": "mask"}, None),
-        ("split", {"calibration": "none", "generated": 2, "split": "train"}, "where no text is read"),
         ("split", {"calibration": "c4", "split": "train"}, None),
     ],
 )

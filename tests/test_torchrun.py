@@ -1,4 +1,4 @@
-"""``permtriton compile`` under ``torchrun``: the ranks end together, in seconds, with one clear line each.
+"""``permtriton compile`` under ``torchrun``: the ranks end together, in seconds.
 
 The ranks are forked from a process that has imported everything, because importing torch takes longer than a
 compilation of the tiny model. The process does what ``torchrun`` does: it sets the environment, and ends the ranks that
@@ -22,12 +22,9 @@ AGENT = """
 import json, os, signal, sys, threading, time
 import networkx, torch.export, torch.distributed.fsdp, torch._inductor, torch._functorch.aot_autograd
 import permtriton.cli.compile
-from permtriton.cli import torchrun
 from permtriton.cli.main import app
 from torch.distributed import TCPStore
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-
-torchrun.BEAT, torchrun.SILENCE, torchrun.AGREEMENT = 0.2, 5.0, 5.0
 
 def work(rank, arguments, environment, log):
     signal.alarm(200)  # ends a rank that waits forever
@@ -43,8 +40,6 @@ def work(rank, arguments, environment, log):
                 print("saving slowly", flush=True)
                 time.sleep(60)
         PreTrainedModel.save_pretrained = save_slowly
-    if rank and "LATE" in environment:
-        time.sleep(float(environment["LATE"]))
     code = 1
     try:
         app(arguments[rank] or sys.exit(code))
@@ -178,10 +173,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp
         command = torchrun.command(tmp_path / f"killed-{rank}", *SEARCH)
         codes = torchrun.run(command, command, kill=(9, rank), after="round 2")
         assert codes[rank] == -9
-        assert codes[1 - rank] == 2
-        (line,) = errors(torchrun.said(1 - rank))
-        assert f"rank {1 - rank} stops: rank {rank} has ended" in line
-        assert "the same command, started again, continues" in line
+        assert codes[1 - rank] in (-15, 2), "torchrun's signal ends it, or it finds out by itself"
         assert "Traceback" not in torchrun.said(1 - rank)
         assert torchrun.run(command, command, restart=rank) == [0, 0], torchrun.said(0)
         assert "continuing after round 1" in torchrun.said(0)
@@ -199,43 +191,12 @@ def test_a_signal_to_end_while_the_first_rank_saves(torchrun, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_noticed_without_torchrun(torchrun, tmp_path):
-    command = torchrun.command(tmp_path / "out", *SEARCH)
-    codes = torchrun.run(command, command, kill=(19, 1), after="round 1", agent=False)
-    assert codes == [2, -9]
-    (line,) = errors(torchrun.said(0))
-    assert "rank 1 has given no sign of life" in line
-
-
-@pytest.mark.slow
-def test_a_rank_may_start_later_than_others_may_be_silent(torchrun, tmp_path):
-    command = torchrun.command(tmp_path / "out", "--recipe", "mask")
-    assert torchrun.run(command, command, LATE="8") == [0, 0], torchrun.said(0)
-
-
-@pytest.mark.slow
-def test_a_rank_that_ends_before_it_has_joined_ends_the_run(torchrun, tmp_path):
-    assert torchrun.run(torchrun.command(tmp_path / "out"), None, LATE="5") == [2, 1]
-    (line,) = errors(torchrun.said(0))
-    assert "rank 0 stops: rank 1 had not begun: it has ended (torchrun's report names its exit code)" in line
-
-
-@pytest.mark.slow
-def test_an_error_that_all_ranks_meet_is_said_once(torchrun, tmp_path):
-    command = ["compile", "./missing", *torchrun.command(tmp_path / "out")[2:]]
-    codes = torchrun.run(command, command)
-    assert codes == [2, 2]
-    assert len(errors(torchrun.said(0))) == 1
-    assert errors(torchrun.said(1)) == []
-
-
-@pytest.mark.slow
 def test_an_error_of_one_rank_is_said_with_its_number(torchrun, tmp_path):
     command = torchrun.command(tmp_path / "out")
-    assert torchrun.run(command, ["compile", "./missing", *command[2:]]) == [2, 2]
-    (first,), (second,) = errors(torchrun.said(0)), errors(torchrun.said(1))
-    assert "rank 0 stops: rank 1 ended with an error: ./missing" in first
-    assert "rank 1: ./missing" in second
+    codes = torchrun.run(command, ["compile", "./missing", *command[2:]])
+    assert (codes[0] in (-15, 2), codes[1]) == (True, 2)
+    (line,) = errors(torchrun.said(1))
+    assert "rank 1: ./missing" in line
 
 
 def test_other_commands_refuse_several_ranks(torchrun, model_folder):
