@@ -10,8 +10,8 @@ from typing import Any
 
 from permtriton.cli.console import out, print_json, show
 from permtriton.cli.processor import suit_processor
+from permtriton.comparison.report_file import check_report_file, write_report_file
 from permtriton.comparison.summary import Cell, cell
-from permtriton.comparison.tables import Result, check_table, write_table
 from permtriton.errors import OutputError
 from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.evaluate import evaluate_as
@@ -22,7 +22,7 @@ from permtriton.util.bars import BarProgress
 
 TOKEN = "--token"
 HEADERS = ("measure", "value", "standard error", "dense")
-RESULT = Result(HEADERS, ("model", "against", "protocol", "tokens_per_second"))
+REPORT_KEYS = ("model", "against", "protocol", "tokens_per_second")
 
 
 def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: bool, json: bool) -> None:
@@ -38,7 +38,7 @@ def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: b
     tasks = asked.wanted_tasks
     if output is not None:
         reads: list[Any] = [each for each in (model, asked.against, asked.eval_data, tasks.folder) if each]
-        check_table(output, overwrite=overwrite, like=RESULT, reads=reads)
+        check_report_file(output, REPORT_KEYS, overwrite=overwrite, reads=reads)
     progress = BarProgress()
     suit_processor(Source(model, **asked.loading), progress)
     measured = evaluate_as(model, replace(asked, progress=progress))
@@ -55,7 +55,7 @@ def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: b
     rows = list(_rows(measured))
     if output is not None:
         try:
-            write_table(output, HEADERS, rows, report)
+            write_report_file(output, report)
         except OutputError as error:
             _print(report, rows, json=json)
             raise OutputError(f"{error}; the result is printed above") from error

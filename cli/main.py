@@ -200,9 +200,7 @@ def evaluate(
     ],
     asked: AskedEvaluation,
     json: Json = False,
-    output: Annotated[
-        Path | None, output_option(help="File to write the results to as well: .json, .csv or .md.")
-    ] = None,
+    output: Annotated[Path | None, output_option(help="JSON file to write the results to as well.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model."""

@@ -198,7 +198,7 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         ablate: option of which each method is run with several values.
         values: these values.
         config, device, dtype, trust_remote_code, gguf_file, revision, token, progress: as `compile` takes them.
-        output: file to write the report to, or several: .json, .csv or .md. Finished results are kept beside the first,
+        output: JSON file to write the report to. Finished results are kept beside it,
             so that the same call, also with more methods, continues.
         overwrite: whether everything is measured again, and earlier files are replaced.
         options: as `compile` takes them, but for the recipe, which each row has.

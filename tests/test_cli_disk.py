@@ -151,8 +151,8 @@ def test_a_mount_that_is_read_only(desk, read_only):
     result = "cannot be written: Read-only file system"
     for arguments in (
         desk.compile(output=read_only / "out"),
-        ["compare", str(desk.model), "--output", str(read_only / "t.md")],
-        ["evaluate", str(desk.model), "--output", str(read_only / "t.md")],
+        ["compare", str(desk.model), "--output", str(read_only / "t.json")],
+        ["evaluate", str(desk.model), "--output", str(read_only / "t.json")],
         ["report", str(desk.out), "--output", str(read_only / "r.html")],
     ):
         desk.refuses(arguments, str(read_only), result)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from permtriton.comparison.report_file import write_report_file
 from permtriton.comparison.results import Measured, ResultFile
-from permtriton.comparison.tables import write_table
 from permtriton.kernels.autotune import write_entries
 from permtriton.running.state import StateFile
 from permtriton.util.durable import RANDOM_END, replace_file
@@ -21,7 +21,7 @@ MEASURED = Measured(
 RANDOM = re.compile(rf"{RANDOM_END}$")
 WRITERS = {
     "results": lambda path: ResultFile(path, {}).put("dense", MEASURED),
-    "table.csv": lambda path: write_table(path, ["a"], [[1]], {}),
+    "report.json": lambda path: write_report_file(path, {}),
     "page.html": lambda path: write_file(path, b"a page"),
     "state.safetensors": lambda path: StateFile(path, {}).write({"a": torch.ones(1)}, {}),
     "autotune.json": lambda path: write_entries(path, "a GPU", {}),

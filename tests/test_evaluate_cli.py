@@ -1,6 +1,5 @@
 """`permtriton evaluate`: folders in every format, the same numbers in every output, and refusals in one line."""
 
-import csv
 import errno
 import json
 import os
@@ -160,10 +159,10 @@ def test_a_damaged_order_is_refused(desk, compiled, stored, words):
 # -- outputs -------------------------------------------------------------------------------------------------------
 
 
-def test_every_output_has_the_same_numbers(desk, compiled, options, tmp_path):
-    names = {kind: tmp_path / f"result.{kind}" for kind in ("json", "csv", "md")}
-    printed = json.loads(run(compiled["portable"], *options, "--output", names["json"]))
-    stored = json.loads(names["json"].read_text())
+def test_the_file_has_what_is_printed(compiled, options, tmp_path):
+    file = tmp_path / "result.json"
+    printed = json.loads(run(compiled["portable"], *options, "--output", file))
+    stored = json.loads(file.read_text())
     assert stored == printed
     assert {"model", "against", "text", "protocol", "command", "versions", "device", "dtype"} <= set(stored)
     assert stored["protocol"].endswith(
@@ -171,19 +170,8 @@ def test_every_output_has_the_same_numbers(desk, compiled, options, tmp_path):
     )
     assert stored["tokens"] == stored["windows"] * 32
     assert {"torch", "transformers", "permtriton", "lm_eval"} <= set(stored["versions"])
-    run(compiled["portable"], *options, "--output", names["csv"])
-    rows = {row["measure"]: row for row in csv.DictReader(names["csv"].open(newline=""))}
-    assert float(rows["perplexity"]["value"]) == stored["perplexity"]
-    assert float(rows["perplexity"]["dense"]) == stored["dense_perplexity"]
-    assert float(rows["KL to dense, nats per token"]["value"]) == stored["kl"]
-    acc = stored["tasks"][0]["scores"]["acc"]
-    assert float(rows["foxes, acc (4 samples)"]["standard error"]) == acc["stderr"]
-    table = run(compiled["portable"], *options[:-1], "--output", names["md"])
-    for row in names["md"].read_text().splitlines()[2:]:
-        for part in filter(None, (part.strip() for part in row.split("|"))):
-            assert part in table
-    assert "tokens per second" in table
-    assert sorted(path.name for path in tmp_path.glob("*result*")) == ["result.csv", "result.json", "result.md"]
+    assert "tokens per second" in run(compiled["portable"], *options[:-1])
+    assert [path.name for path in tmp_path.glob("*result*")] == ["result.json"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,19 +12,18 @@ from permtriton.cli import evaluate
 from permtriton.cli.main import app
 from permtriton.comparison import request
 from permtriton.comparison.asked import AskedComparison
-from permtriton.comparison.tables import check_table, write_table
+from permtriton.comparison.report_file import check_report_file, write_report_file
 from permtriton.errors import OutputError
 from permtriton.util.output_files import check_file, to_json
 
 from .desk import RUNNER, Desk
 from .world import nothing_loads
 
-COMPARED = ["method", "perplexity", "cosine", "seconds", "peak MiB"]
 COMMANDS = ("evaluate", "compare", "report", "compile", "dry run", "export")
-SUFFIXES = {"report": ".html", "evaluate": ".md", "compare": ".csv"}
+SUFFIXES = {"report": ".html", "evaluate": ".json", "compare": ".json"}
 KINDS = {
-    "evaluate": (evaluate.RESULT, evaluate.HEADERS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
-    "compare": (request.RESULT, COMPARED, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
+    "evaluate": (evaluate.REPORT_KEYS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
+    "compare": (request.REPORT_KEYS, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
 }
 
 
@@ -48,15 +48,12 @@ def commands(desk: Desk, output: object) -> dict[str, list[str]]:
     [
         ("evaluate", "tokenizer.json"),
         ("evaluate", "permtriton.json"),
-        ("evaluate", "notes.md"),
         ("compare", "tokenizer.json"),
-        ("compare", "data.csv"),
         ("report", "page.html"),
     ],
 )
 def test_a_file_of_someone_else_is_not_replaced(desk, no_work, command, name):
-    contents = {".csv": "method,score\n", ".md": "| measure |\n", ".json": '{"version": "1.0", "versions": {}}'}
-    file = desk.write(name, contents.get(Path(name).suffix, "mine"))
+    file = desk.write(name, '{"version": "1.0", "versions": {}}' if name.endswith(".json") else "mine")
     desk.refuses(commands(desk, file)[command], f"{name} exists", "--overwrite")
 
 
@@ -65,12 +62,12 @@ def test_a_file_of_someone_else_is_not_replaced(desk, no_work, command, name):
     ("command", "file", "more_read"),
     [
         ("evaluate", "model/tokenizer.json", ()),
-        ("evaluate", "model/inner/notes.md", ()),
+        ("evaluate", "model/inner/notes.json", ()),
         ("evaluate", "link/tokenizer.json", ()),
         ("evaluate", "tasks/questions.json", ("--tasks-dir", "tasks")),
         ("evaluate", "other/config.json", ("--against", "other")),
         ("compare", "model/tokenizer.json", ()),
-        ("compare", "text.md", ("--calibration", "text.md")),
+        ("compare", "text.json", ("--calibration", "text.json")),
         ("report", "model/permtriton.json", ()),
         ("report", "compared.json", ("--comparison", "compared.json")),
     ],
@@ -125,27 +122,44 @@ def test_a_link_that_leads_in_a_circle_is_no_model(desk, command):
     desk.refuses([str(word) for word in given], "circle")
 
 
-@pytest.mark.parametrize("suffix", [".json", ".csv", ".md"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result_is_replaced_by_one_of_its_kind_only(tmp_path, kind, suffix):
-    path = tmp_path / f"t{suffix}"
-    for other, (_, headers, report) in KINDS.items():
-        write_table(path, headers, [list(headers)], report)
-        if other == kind:
-            check_table(path, overwrite=False, like=KINDS[kind][0])
-        else:
-            with pytest.raises(OutputError, match="exists: choose another file"):
-                check_table(path, overwrite=False, like=KINDS[kind][0])
-        check_table(path, overwrite=True, like=KINDS[kind][0])
+def test_a_result_is_replaced_by_one_of_its_kind_only(tmp_path, kind):
+    path, keys = tmp_path / "t.json", KINDS[kind][0]
+    for other, (_, report) in KINDS.items():
+        write_report_file(path, report)
+        with nullcontext() if other == kind else pytest.raises(OutputError, match="exists: choose another file"):
+            check_report_file(path, keys, overwrite=False)
+        check_report_file(path, keys, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("t.md", r"is \.md; expected \.json"), ("table", "extension is missing"), ("no/t.json", "does not exist")],
+)
+def test_what_cannot_be_written_is_refused_before(tmp_path, name, words):
+    with pytest.raises(OutputError, match=words):
+        check_report_file(tmp_path / name, (), overwrite=False)
+
+
+@pytest.mark.parametrize("failing", ["write_bytes", "replace"])
+def test_an_earlier_file_survives_a_full_disk(tmp_path, monkeypatch, failing):
+    def full(path: Path, *_arguments: object, **_named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "t.json").write_text("earlier")
+    monkeypatch.setattr(Path, failing, full)
+    with pytest.raises(OutputError, match=r"t\.json cannot be written: No space left on device"):
+        write_report_file(tmp_path / "t.json", {})
+    monkeypatch.undo()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("t.json", "earlier")]
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"[" * 100_000, b"\xff\xfe", b'"\0', b"\0", b"null"])
-@pytest.mark.parametrize("suffix", [".json", ".csv", ".md"])
-def test_what_cannot_be_read_is_no_result(tmp_path, suffix, content):
-    path = tmp_path / f"t{suffix}"
+def test_what_cannot_be_read_is_no_result(tmp_path, content):
+    path = tmp_path / "t.json"
     path.write_bytes(content)
     with pytest.raises(OutputError, match="exists: choose another file"):
-        check_table(path, overwrite=False, like=evaluate.RESULT)
+        check_report_file(path, evaluate.REPORT_KEYS, overwrite=False)
 
 
 def test_what_is_no_file_is_never_replaced(tmp_path):
@@ -160,7 +174,7 @@ def test_a_link_stays_one(desk):
     (desk.folder / "data").mkdir()
     link = desk.folder / "t.json"
     link.symlink_to("data/t.json")
-    write_table(link, COMPARED, [COMPARED], {"new": 1})
+    write_report_file(link, {"new": 1})
     assert link.is_symlink()
     assert json.loads((desk.folder / "data" / "t.json").read_text()) == {"new": 1}
     asked = AskedComparison(output=link)

@@ -51,14 +51,13 @@ class AskedComparison(Loads, Measures):
     )
     config: str | Path | None = same_as(Asked, "config")
     json: bool = flag(False, RUNNING, "Print the report as JSON on standard output.", kind=bool, command=True)
-    output: str | Path | Sequence[str | Path] = flag(
-        (),
+    output: str | Path | None = flag(
+        None,
         RUNNING,
-        "File to write the report to, by its suffix: .json, .csv or .md; repeat for several. Finished results are kept "
-        "beside the first: the same command, also with more methods, continues from them.",
-        kind=list[Path],
+        "JSON file to write the report to. Finished results are kept beside it: the same command, also with more "
+        "methods, continues from them.",
+        kind=Path,
         metavar="PATH",
-        unset=None,
     )
     overwrite: bool = flag(
         False,
@@ -66,8 +65,3 @@ class AskedComparison(Loads, Measures):
         "Measure everything again, whatever is kept, and replace any earlier file.",
         kind=bool,
     )
-
-    @property
-    def outputs(self) -> list[Path]:
-        """Files to write the report to."""
-        return [Path(each) for each in ([self.output] if isinstance(self.output, str | Path) else self.output or ())]

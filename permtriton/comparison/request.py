@@ -1,7 +1,7 @@
 """What was asked of a comparison, by a command or a call, and how is it run?"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.output import locked
 from permtriton.comparison.asked import AskedComparison, Words
 from permtriton.comparison.methods import Method, Row, ablation_rows, check_effect, method_rows
+from permtriton.comparison.report_file import check_report_file, write_report_file
 from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Benchmark, compare
-from permtriton.comparison.summary import columns, report_of
-from permtriton.comparison.tables import Result, check_table, write_table
+from permtriton.comparison.summary import report_of
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import is_named, selected
@@ -28,7 +28,7 @@ from permtriton.util.output_files import problem_of, real_path
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
-RESULT = Result(("method", "cosine", "seconds", "peak MiB"), ("measure", "patterns", "rows", "versions"))
+REPORT_KEYS = ("measure", "patterns", "rows", "versions")
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Request:
 
     @property
     def place(self) -> Path:
-        """File that keeps finished results: beside the first output, else in the present folder."""
-        first = real_path(self.asked.outputs[0]) if self.asked.outputs else Path(self._stem)
+        """File that keeps finished results: beside the output, else in the present folder."""
+        first = real_path(Path(self.asked.output)) if self.asked.output else Path(self._stem)
         return first.with_name(f".{first.name}.rows.json")
 
     @property
@@ -127,7 +127,7 @@ class Request:
         finished: Callable[[RowResult], None] = lambda result: None,
         show: Callable[[dict[str, Any]], None] = lambda report: None,
     ) -> dict[str, Any]:
-        """Compares the rows, and writes the outputs.
+        """Compares the rows, and writes the output.
 
         Args:
             finished: function called with each row's result as soon as it is known.
@@ -144,8 +144,9 @@ class Request:
         self.rows()  # a wrong name is found before the model is loaded
         named = [self.source.name, self.options.get("calibration"), tasks.folder, asked.eval_data]
         reads = [each for each in named if is_named(each) and each]
-        for output in asked.outputs:
-            check_table(output, overwrite=asked.overwrite, like=RESULT, reads=reads)
+        output = None if asked.output is None else Path(asked.output)
+        if output is not None:
+            check_report_file(output, REPORT_KEYS, overwrite=asked.overwrite, reads=reads)
         with self._claimed(progress):
             loaded = tasks.load(progress)
             progress.say(f"loading {self.source.described}")
@@ -155,7 +156,7 @@ class Request:
                 raise CalibrationError(f"nothing to compare on: {text}")
             benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
             request = self._fitted(model, progress)
-            kept = ResultFile(self.place, benchmark.identity(tasks.identity(asked.outputs)))
+            kept = ResultFile(self.place, benchmark.identity(tasks.identity(output)))
             if not asked.overwrite:
                 kept.read()
             report = report_of(
@@ -167,10 +168,10 @@ class Request:
                 ablation=self.ablation,
                 versions=tasks.versions(),
             )
-            for output in asked.outputs:
-                write_table(output, *columns(report), report)
+            if output is not None:
+                write_report_file(output, report)
             show(report)
-            if not asked.outputs:
+            if output is None:
                 self.place.unlink(missing_ok=True)
         return report
 
@@ -182,10 +183,10 @@ class Request:
 
     @contextmanager
     def _claimed(self, progress: Progress) -> Iterator[None]:
-        """Keeps other comparisons from the same outputs inside the ``with`` block.
+        """Keeps other comparisons from the same output inside the ``with`` block.
 
         Raises:
-            OutputError: another process writes one of them, or the folder cannot be written.
+            OutputError: another process writes it, or the folder cannot be written.
         """
         folder = real_path(self.place).parent
         if problem := problem_of(folder):
@@ -193,9 +194,7 @@ class Request:
                 f"the folder {folder}, where finished results are kept, cannot be written: {problem}; run in another "
                 "folder, or give `output=` a file in another one"
             )
-        with ExitStack() as stack:
-            for output in self.asked.outputs or [Path(self._stem)]:
-                stack.enter_context(locked(real_path(output), progress.say))
+        with locked(real_path(Path(self.asked.output or self._stem)), progress.say):
             yield
 
 

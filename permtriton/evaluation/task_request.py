@@ -50,17 +50,17 @@ class TaskRequest:
         """Returns the versions that a report names: with tasks, that of lm_eval, too."""
         return {**machine.versions(), **({} if self.names is None else {"lm_eval": metadata.version("lm_eval")})}
 
-    def identity(self, outputs: Sequence[Path] = ()) -> dict[str, Any]:
+    def identity(self, output: Path | None = None) -> dict[str, Any]:
         """Returns what decides the scores; empty without tasks.
 
         Args:
-            outputs: files that the command writes, which count for nothing if they are in the folder.
+            output: file that the command writes, which counts for nothing if it is in the folder.
         """
         if self.names is None:
             return {}
         digest = sha256()
         for path in _files(self.folder) if self.folder else ():
-            if real_path(path) not in map(real_path, outputs):
+            if output is None or real_path(path) != real_path(output):
                 with path.open("rb") as file:
                     digest.update(file_digest(file, "sha256").digest())
         return {
