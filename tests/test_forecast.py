@@ -3,8 +3,7 @@
 import copy
 import json
 import shutil
-from collections import Counter, namedtuple
-from dataclasses import replace
+from collections import namedtuple
 
 import pytest
 import torch
@@ -16,16 +15,14 @@ from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory
 from permtriton.driver.forecast import (
-    assumed_speed,
+    assumed_pass,
     check_disk,
     disk_needs,
     duration,
-    make_forecast,
-    measure,
-    stage_seconds,
+    measured_pass,
+    stage_passes,
 )
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.step import Speed
 from permtriton.errors import OutputError
 from permtriton.model.experts import unstacked_experts
 from permtriton.util.sparsity import NMPattern
@@ -49,67 +46,26 @@ def plan(model):
     return find_plan(model, NMPattern(2, 4))
 
 
-@pytest.fixture(scope="module")
-def seconds(model, plan):
-    def found(speed: Speed, held_out: int = 0, low_memory: bool = False, **options) -> dict[str, float]:
-        config = config_from(options)
-        facts = replace(zoo.start(model, config, SAMPLES, plan).facts, low_memory=low_memory)
-        return stage_seconds(config, facts, speed, held_out)
-
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"recipe": "mask,distill", "distill_epochs": 5},
-        {"recipe": "mask,tune", "tune_steps": 8},
-        {"recipe": "searched,mask", "search_rounds": 3},
-        {"recipe": "learned,mask", "learn_epochs": 4},
-    ],
-    ids=lambda options: options["recipe"],
-)
-def test_time_is_that_of_the_passes_of_a_run(options):
-    """Counted in forward passes, with those that gradients need at the length that `measure` takes for them."""
-    model, ids, counts = zoo.tiny_llama(), zoo.tiny_ids(12, 16), Counter[bool]()
-    config = config_from({**options, "activation_checkpointing": False})
-    facts = zoo.start(model, config, Samples.of(ids)).facts
-    model.model.layers[0].register_forward_pre_hook(
-        lambda _layer, inputs: counts.update({torch.is_grad_enabled(): len(inputs[0])})
-    )
-    compile_model(model, None, config, ids=ids)
-    expected = sum(stage_seconds(config, facts, Speed(1.0, forecast.BOTH, 0.0, 0.0), 0).values())
-    assert (counts[False] + forecast.BOTH * counts[True]) / len(ids) == pytest.approx(expected, rel=0.25)
-
-
-def test_time_grows_with_the_held_out_text_and_where_masks_are_computed_anew(seconds):
-    assert seconds(Speed(1.0, 0.0, 0.0, 0.0), 20)["evaluate"] == 2 * seconds(Speed(1.0, 0.0, 0.0, 0.0), 10)["evaluate"]
-    options = {"recipe": "learned,mask", "learn_batch_size": 2, "micro_batch_size": 1}
-    few, many = (seconds(Speed(0.0, 0.0, 1.0, 0.0), low_memory=each, **options)["learned"] for each in (False, True))
-    assert 0 < few < many
-
-
 def test_measuring_leaves_the_model_as_it_was(model, plan):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    speed = measure(zoo.start(model, config_from({"recipe": "heuristic,searched,mask"}), SAMPLES, plan))
-    assert speed.both > speed.forward > 0
-    assert speed.masks > 0
-    assert speed.assignments > 0
+    assert measured_pass(zoo.start(model, config_from({"recipe": "heuristic,searched,mask"}), SAMPLES, plan)) > 0
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None and p.requires_grad and not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-def test_no_backward_pass_where_nothing_needs_it(model, plan):
-    config = config_from({"recipe": "heuristic,mask"})
-    assert measure(zoo.start(model, config, SAMPLES, plan)).both == 0
-
-
-def test_the_range_holds_the_sum_of_the_stages(model, plan):
-    start = zoo.start(model, config_from(), SAMPLES, plan)
-    found = make_forecast(start, memory.estimate(start, HERE), None, HERE, timed=True)
-    assert found.time_range[0] < sum(found.seconds.values()) < found.time_range[1]
-    assert json.loads(json.dumps(found.report()))["seconds"]["most"] == found.time_range[1]
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"recipe": "heuristic,sparsegpt"}, {"heuristic": 1, "sparsegpt": 3}),
+        ({"recipe": "mask,distill", "distill_epochs": 5}, {"distill": 15}),
+        ({"recipe": "mask,distill", "distill_epochs": 5, "generated": 4}, {"distill": 30, "generate": 5}),
+    ],
+)
+def test_passes_grow_with_what_a_step_reads(model, plan, options, expected):
+    config = config_from(options)
+    found = stage_passes(config, zoo.start(model, config, SAMPLES, plan).facts, 32)
+    assert found["evaluate"] == 2 * 32 / SAMPLES.positions
+    assert {name: found[name] for name in expected} == expected
 
 
 @pytest.mark.slow
@@ -281,14 +237,14 @@ def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
     every = sum(p.numel() for p in model.parameters())
     with unstacked_experts(model):
         own, all_of_them = (
-            assumed_speed(zoo.start(model, config_from({"calibrate_all_experts": wanted}), SAMPLES), needs, gpu).forward
+            assumed_pass(zoo.start(model, config_from({"calibrate_all_experts": wanted}), SAMPLES), needs, gpu)
             for wanted in (False, True)
         )
     assert own / all_of_them == pytest.approx(1 - experts * 3 / 5 / every)
 
 
 def test_the_library_measures_only_where_it_is_to_say_so(model, monkeypatch):
-    monkeypatch.setattr(forecast, "measure", lambda *_args: pytest.fail("measured"))
+    monkeypatch.setattr(forecast, "measured_pass", lambda *_args: pytest.fail("measured"))
     config = config_from({"recipe": "mask"})
     compile_model(copy.deepcopy(model), None, config, ids=SAMPLES.inputs)
 

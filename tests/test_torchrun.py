@@ -56,8 +56,7 @@ def reached(log, text):
 
 for line in sys.stdin:
     job = json.loads(line)
-    if job["environment"]["TORCHELASTIC_RESTART_COUNT"] == "0":
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job["environment"]["MASTER_PORT"] = str(store.port)
     ranks, children, codes = len(job["arguments"]), {}, {}
     for rank in range(ranks):
@@ -110,18 +109,15 @@ class Torchrun:
         kill=None,
         after: str = "",
         agent: bool = True,
-        restart: int = 0,
         **environment: str,
     ) -> list[int]:
         """Runs one command per rank, and returns their exit codes; ``kill`` is a signal and the rank that gets it.
 
-        A rank without a command ends at once, with 1. ``restart`` is the number of the start by ``--max-restarts``,
-        which keeps the store of the run before.
+        A rank without a command ends at once, with 1.
         """
         for old in self._folder.glob("log.*"):
             old.unlink()
         environment |= {
-            "TORCHELASTIC_RESTART_COUNT": str(restart),
             **{"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"},
             **{"WORLD_SIZE": str(len(commands)), "LOCAL_WORLD_SIZE": str(len(commands))},
         }
@@ -175,7 +171,7 @@ def test_a_killed_rank_ends_the_run_and_the_same_command_continues(torchrun, tmp
         assert codes[rank] == -9
         assert codes[1 - rank] in (-15, 2), "torchrun's signal ends it, or it finds out by itself"
         assert "Traceback" not in torchrun.said(1 - rank)
-        assert torchrun.run(command, command, restart=rank) == [0, 0], torchrun.said(0)
+        assert torchrun.run(command, command) == [0, 0], torchrun.said(0)
         assert "continuing after round 1" in torchrun.said(0)
         found = weights(tmp_path / f"killed-{rank}")
         assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,54 +1,42 @@
 """How long a compilation will take and how much memory and disk it needs, before the work starts.
 
-Memory and disk follow from the sizes of model and text. The time is measured on the model: that of one short forward
-pass, of the masks of one weight and of one assignment of channels, times how often each stage does them.
-What depends on the text or on chance (when a search ends, a busy machine) makes it a rough range.
+Memory and disk follow from the sizes of model and text. The time is that of one forward pass over the samples, of which
+a short one is measured, times the number of passes that each step amounts to (`permtriton.driver.step.Step.passes`): it
+tells minutes from hours.
 """
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from math import ceil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from permtriton.checkpoint.format import Format
-from permtriton.data.generated import texts_at_once, written
+from permtriton.data.generated import written
 from permtriton.driver.identity import states_beside
 from permtriton.driver.memory import Devices, Needs, describe_weights, refusal
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
-from permtriton.driver.step import FLOAT32, Facts, Speed, Stage
+from permtriton.driver.step import Facts
 from permtriton.errors import OutputError
-from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.packing import position_bits
 from permtriton.methods.measure.importance import reads_activations
-from permtriton.methods.order.heuristic_order import MAX_ROWS, reassigned
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.model.expert_linears import UnstackedExperts
 from permtriton.model.experts import share_sent
 from permtriton.model.forward import last_hidden_state
-from permtriton.passes.plan import ChannelSpace, Plan, linear_module, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import Way
 from permtriton.util.machine import format_bytes
 
-PROBE_TOKENS = 512  # of the passes that are timed, at most
-PROBES, PROBE_SECONDS = 5, 1.0  # most runs of what is timed, and the time after which no more are made
-PROBE_CHANNELS = 256  # of the assignment that is timed; its time grows with their square
-BOTH = 3  # forward passes that a forward and a backward pass take as long as; one more where activations are recomputed
-SWEEPS = 5  # of assignments, typically
-PROOF_MASKS = 10  # times that all masks are computed to prove the passes and check the result
-FASTER, SLOWER = 0.6, 2.0  # ends of the range
-# What is assumed of a GPU that is not here: products in float32 without tensor cores, two thirds of what an H100 can;
-# copies from host memory, work that stays there, and reads of its own memory.
-PRODUCTS, LINK, HOST, MEMORY = 40e12, 20e9, 10e9, 2e12  # operations per second; the others are bytes per second
+PROBE_TOKENS = 512  # of the pass that is timed, at most
+CALIBRATING, SHARING, WRITING = 1, 3, 4  # passes over the samples, or per text that is written; as measured on SmolLM2
+# What is assumed of a GPU that is not here: products in float32 without tensor cores, two thirds of what an H100 can,
+# and copies from host memory.
+PRODUCTS, LINK = 40e12, 20e9  # operations and bytes per second
 ASSUMED = "if a GPU does 40 TFLOP/s and reads 20 GB/s from host memory: assumed, not measured"
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
 
@@ -73,12 +61,6 @@ class Forecast:
     devices: Devices
     assumed: str = ""
 
-    @property
-    def time_range(self) -> tuple[float, float]:
-        """The rough range of the time of all stages, in seconds; 0 where it was not measured."""
-        total = sum(self.seconds.values())
-        return FASTER * total, SLOWER * total
-
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
         """Yields the name and value of each need; ``folder`` is where the output goes, None if that is not known."""
         needs, devices = self.needs, self.devices
@@ -87,10 +69,9 @@ class Forecast:
         if devices.count > 1 or needs.way:
             yield "weights", describe_weights(needs)
         if self.seconds:
-            least, most = map(duration, self.time_range)
             stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.seconds.items())
             assumed = f", {self.assumed}" if self.assumed else ""
-            yield "time", f"roughly {least} to {most}{assumed} ({stages})"
+            yield "time", f"roughly {duration(sum(self.seconds.values()))}{assumed} ({stages})"
         free = f" in {folder}; {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
         yield "disk", f"{format_bytes(sum(self.disk.values()))}{free}"
         if needs.on_host:
@@ -101,11 +82,10 @@ class Forecast:
         return "; ".join(f"{name}: {value}" for name, value in self.rows(folder))
 
     def report(self) -> dict[str, Any]:
-        """Returns everything, as JSON can hold it; ``seconds`` is None where it was not measured."""
-        least, most = self.time_range
+        """Returns everything, as JSON can hold it; ``seconds`` of each stage is None where it was not measured."""
         return {
             "memory": self.needs.report(),
-            "seconds": {"least": least, "most": most, "stages": dict(self.seconds)} if self.seconds else None,
+            "seconds": dict(self.seconds) or None,
             "assumed": self.assumed,
             "disk": dict(self.disk),
             "refused": self.refused,
@@ -134,13 +114,14 @@ def make_forecast(
     facts, seconds, assumed = start.facts, {}, ""
     refused = refusal(needs, devices, start.config.steps, facts.element)
     if timed and not refused:
-        speed = measure(start) if needs.way is Way.WHOLE and start.model.device.type == devices.kind else None
-        if speed is None and devices.kind == "cuda":
-            speed, assumed = assumed_speed(start, needs, devices), ASSUMED
-        if speed is not None:
+        forward = None
+        if needs.way is Way.WHOLE and start.model.device.type == devices.kind:
+            forward = measured_pass(start)
+        elif devices.kind == "cuda":
+            forward, assumed = assumed_pass(start, needs, devices), ASSUMED
+        if forward is not None:
             held_out = 0 if start.held_out is None else start.held_out.positions
-            ranked = replace(facts, low_memory=needs.low_memory, ranks=devices.count)
-            seconds = stage_seconds(start.config, ranked, speed, held_out)
+            seconds = {stage: passes * forward for stage, passes in stage_passes(start.config, facts, held_out).items()}
     disk = disk_needs(start.config, facts, resume_path, save_format)
     return Forecast(needs, disk, seconds, refused, devices, assumed)
 
@@ -191,123 +172,51 @@ def _bytes_per_weight(config: CompileConfig, facts: Facts, save_format: str | No
     return 1 if save_format == Format.FP8 else facts.element
 
 
-def stage_seconds(config: CompileConfig, facts: Facts, speed: Speed, held_out: int) -> dict[str, float]:
-    """Returns step or stage -> expected time, where the ranks share sequences, channel spaces and linears evenly.
+def stage_passes(config: CompileConfig, facts: Facts, held_out: int) -> dict[str, float]:
+    """Returns step or stage -> the forward passes over the calibration samples that it amounts to.
 
     Args:
         held_out: number of held-out tokens.
     """
-    calibrates = config.dense_share or (config.uses_importance and reads_activations(config.importance))
-    times = {"calibrate": speed.forward if calibrates else 0, "prove": PROOF_MASKS * speed.masks}
+    passes: dict[str, float] = {}
+    if config.dense_share or (config.uses_importance and reads_activations(config.importance)):
+        passes["calibrate"] = CALIBRATING
     if held_out:
-        times["evaluate"] = 2 * held_out * speed.forward / facts.positions
+        passes["evaluate"] = 2 * held_out / facts.positions
     if config.generated:
-        times["generate"] = facts.longest * speed.token
+        passes["generate"] = WRITING * written(config.generated) / facts.sequences
     if config.dense_share:
-        times[DENSE_SHARE] = speed.both
+        passes[DENSE_SHARE] = SHARING
     for step in config.steps:
         read = facts.read_by(step)
-        if seconds := step.seconds(read, speed.times(read.sequences / facts.sequences)):
-            times[step.name] = seconds
-    return times
+        passes[step.name] = step.passes(read) * read.sequences / facts.sequences
+    return passes
 
 
-def measure(start: Planned) -> Speed:
-    """Measures the model on a short sequence."""
-    model, plan, config, samples = start.model, start.plan, start.config, start.samples
+@torch.no_grad()
+def measured_pass(start: Planned) -> float:
+    """Returns the seconds of a forward pass over the calibration samples, of which the ranks share the sequences."""
+    model, samples = start.model, start.samples
     rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
-    with torch.no_grad():
-        forward = _seconds(model.device, lambda: last_hidden_state(model, rows))
-        masks, assignments = _mask_seconds(model, plan), _assignment_seconds(model, plan, config)
-    both = forward * (BOTH + start.facts.checkpointing) if config.gradients else 0.0
-    share = samples.positions / rows.positions / ranks.count()
-    token = _token_seconds(start) if config.generated else 0.0
-    return Speed(forward * share, both * share, masks, assignments / ranks.count(), token)
+    times = []
+    for _ in range(2):  # the first one warms up
+        started = time.perf_counter()
+        last_hidden_state(model, rows)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        times.append(time.perf_counter() - started)
+    return min(times) * samples.positions / rows.positions / ranks.count()
 
 
-def assumed_speed(start: Planned, needs: Needs, devices: Devices) -> Speed:
-    """Returns the speed of a model on GPUs that are not here; arguments as in `make_forecast`."""
+def assumed_pass(start: Planned, needs: Needs, devices: Devices) -> float:
+    """Returns the seconds of such a pass on GPUs that are not here."""
     facts = start.facts
     weights = facts.model / facts.element
     if not start.config.calibration.calibrate_all_experts:
         experts = (module for module in start.model.modules() if isinstance(module, UnstackedExperts))
         weights -= sum(sum(p.numel() for p in e.parameters()) * (1 - share_sent(start.model, e)) for e in experts)
-    forward = 2 * weights * facts.positions / devices.count / PRODUCTS
     copy = facts.model / LINK if needs.way is Way.ONLOADED else 0.0
-    forward += copy
-    both = (BOTH + facts.checkpointing) * forward if start.config.gradients else 0.0
-    masks = facts.pruned * FLOAT32 / HOST
-    token = _batches(start, devices.count) * facts.model / MEMORY if start.config.generated else 0.0
-    distances = 0.0
-    for space in (space for space in start.plan.spaces if not space.frozen):
-        pairs = sum(size**2 for size in space.segments) / start.plan.pattern_of(space).group
-        distances += 3 * SWEEPS * pairs * _rows(start.model, start.plan, space)
-    return Speed(forward, both, masks, distances / PRODUCTS / devices.count, token, copy)
-
-
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Returns the shortest time of at least two runs; the first one warms up."""
-    times: list[float] = []
-    while len(times) < 2 or (len(times) < PROBES and sum(times) < PROBE_SECONDS):
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-@torch.no_grad()
-def _token_seconds(start: Planned) -> float:
-    """Returns the time of one token of each text, without what was written before it."""
-    model, samples = start.model, start.samples
-    texts = texts_at_once(model, samples.longest, written(start.config.generated))
-    ids = samples.start(1, 1).to(model.device).inputs["input_ids"].expand(texts, 1)
-    with mixed_precision(model, start.config.mixed_precision, fixed=True):
-        seconds = _seconds(model.device, lambda: model(input_ids=ids, use_cache=False))
-    return _batches(start, ranks.count()) * seconds
-
-
-def _batches(start: Planned, ranks: int) -> int:
-    """Returns how many times each rank writes as many texts together as it can."""
-    texts = ceil(written(start.config.generated) / ranks)
-    return ceil(texts / texts_at_once(start.model, start.samples.longest, texts))
-
-
-def _mask_seconds(model: PreTrainedModel, plan: Plan) -> float:
-    weights = {name: weight_in_out(linear_module(model, name)).detach() for _, name in plan.linears()}
-    first, weight = next(iter(weights.items()))
-    ones = ImportanceFactors(1, torch.ones(weight.shape[0], device=weight.device))
-    seconds = _seconds(weight.device, lambda: top_n_mask(ones.scores(weight), plan.patterns[first]))
-    return seconds * sum(each.numel() for each in weights.values()) / weight.numel()
-
-
-def _assignment_seconds(model: PreTrainedModel, plan: Plan, config: CompileConfig) -> float:
-    spaces = [space for space in plan.spaces if not space.frozen]
-    segments = [size for space in spaces for size in space.segments]
-    if not segments or all(step.stage is not Stage.ORDER for step in config.steps):
-        return 0.0
-    pattern = plan.pattern_of(max(spaces, key=lambda space: max(space.segments)))
-    group = pattern.group
-    channels = min(PROBE_CHANNELS, max(segments)) // group * group
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.rand(channels, MAX_ROWS, generator=generator).to(model.device)
-    index = torch.arange(channels, device=model.device)
-    seconds = _seconds(model.device, lambda: reassigned(scores, index, 0, pattern, generator))
-    # In parts, sweeps are shorter by the factor by which there are more of them.
-    shares = {space.name: _rows(model, plan, space) / MAX_ROWS for space in spaces}
-    sizes = sum(shares[space.name] * (size / channels) ** 2 for space in spaces for size in space.segments)
-    return seconds * SWEEPS * group * sizes
-
-
-def _rows(model: PreTrainedModel, plan: Plan, space: ChannelSpace) -> int:
-    """Returns how many rows of scores decide the order of a space."""
-    rows = sum(
-        site.copies * weight_in_out(linear_module(model, name)).shape[1]
-        for site in plan.sites_of(space)
-        for name in site.linears
-    )
-    return min(rows, MAX_ROWS)
+    return 2 * weights * facts.positions / devices.count / PRODUCTS + copy
 
 
 def duration(seconds: float) -> str:

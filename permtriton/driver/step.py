@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 from permtriton.config import CommonConfig
 from permtriton.util.option import check_options
 
+BACKWARD = 3  # forward passes that a forward and a backward pass take as long as
 FLOAT32 = 4  # bytes
 GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
@@ -147,31 +148,6 @@ class Facts:
         return {"one layer": self.largest_weight * 6 * FLOAT32}
 
 
-@dataclass(frozen=True)
-class Speed:
-    """What was measured of a model on this machine, in seconds.
-
-    Attributes:
-        forward: a pass over all calibration samples without gradients, of one rank.
-        both: a forward and a backward pass over them; 0 where no step needs gradients.
-        masks: the masks of all pruned weights.
-        assignments: assigning the channels of all spaces to groups, of one rank.
-        token: the next token of every text that the dense model writes; 0 where it writes none.
-        copy: copying the model to the device, where its layers come one by one; 0 where they do not.
-    """
-
-    forward: float
-    both: float
-    masks: float
-    assignments: float
-    token: float = 0.0
-    copy: float = 0.0
-
-    def times(self, factor: float) -> "Speed":
-        """Returns the speed with passes over so many times the calibration samples."""
-        return replace(self, forward=factor * self.forward, both=factor * self.both)
-
-
 @dataclass
 class Outcome:
     """What a step reports of its run, as ``permtriton.json`` holds it.
@@ -273,8 +249,8 @@ class Step(Protocol):
         """Returns what it is doing -> use -> bytes, beside the program and the model."""
         return {}
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        """Returns how long it will take."""
+    def passes(self, facts: Facts) -> float:
+        """Returns how many forward passes over the samples that it reads take as long as it, as measured on SmolLM2."""
         return 0.0
 
     def state_bytes(self, facts: Facts) -> int:

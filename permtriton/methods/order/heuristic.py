@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.driver.step import FLOAT32, Facts, Speed, Stage, Step
+from permtriton.driver.step import BACKWARD, FLOAT32, Facts, Stage, Step
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ class Heuristic(Step):
         needs = {"heuristic": {"scores": scores, **facts.mask()}}
         return needs | ({"row weights": facts.gradients()} if self.gradients else {})
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        return speed.assignments + (speed.both if self.gradients else 0)
+    def passes(self, facts: Facts) -> float:
+        return 1 + BACKWARD * self.gradients
 
     def state_bytes(self, facts: Facts) -> int:
         return sum(facts.spaces) * 8 * self.gradients  # int64

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+from permtriton.driver.step import FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.methods.options import Learning
 from permtriton.util.option import documented, option
 
@@ -65,11 +65,8 @@ class Learned(Learning, Step):
             }
         }  # fmt: skip
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        calls = -(-facts.sequences // facts.ranks // facts.micro_batch_size)
-        masks, masks_once = (calls, calls) if facts.low_memory else (-(-facts.sequences // self.batch_size), 1)
-        steps = self.epochs * (speed.both + 3 * masks * speed.masks)
-        return steps + (self.epochs + 2) * (speed.forward + masks_once * speed.masks)
+    def passes(self, facts: Facts) -> float:
+        return 6.5 * self.epochs
 
     def state_bytes(self, facts: Facts) -> int:
         return 2 * sum(units * min(self.block_size, units) for units in facts.spaces) * 3 * FLOAT32

@@ -5,14 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed, Stage, Step
+from permtriton.driver.step import FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.methods.options import Searching
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
     from permtriton.driver.run import Run
-
-TRIALS = 2  # of a round, typically
 
 
 @documented
@@ -57,9 +55,8 @@ class Searched(Searching, Step):
         }
         return {"row weights": facts.gradients(), "search": search}
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        trials = TRIALS * (speed.forward + 3 * speed.masks)
-        return speed.both + (self.rounds + 1) * (speed.both + trials)
+    def passes(self, facts: Facts) -> float:
+        return 6 * (self.rounds + 1)
 
     def state_bytes(self, facts: Facts) -> int:
         return 2 * sum(facts.spaces) * 8

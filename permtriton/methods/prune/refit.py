@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, ClassVar
 
-from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed, Stage, Step
-from permtriton.methods.options import FIT_AFTER_EXCHANGE, Refitting
+from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Stage, Step
+from permtriton.methods.options import Refitting
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -62,17 +62,8 @@ class Refit(Refitting, Step):
             },
         }
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        # Both models compute a layer's products once, or where memory is short for every site; the moments cost about
-        # as much as one of them. A round of conjugate gradients costs about one token per column, SparseGPT and the
-        # targets three each, a round of exchanges two and its fit.
-        exchanges = self.exchanges if self.iterations else 0
-        rounds = 6 + self.iterations + (2 + FIT_AFTER_EXCHANGE) * exchanges
-        # A round in the metric multiplies by it, too, and its tokens run forward and backward.
-        share = min(self.metric_tokens / max(facts.positions, 1), 1) if self.gradients else 0
-        rounds += 2 * self.metric_rounds if share else 0
-        per_token = speed.forward / max(facts.positions, 1)
-        return (6 if facts.low_memory else 3) * speed.forward + rounds * facts.widest * per_token + share * speed.both
+    def passes(self, facts: Facts) -> float:
+        return 5.5 if self.gradients else 3.5
 
     def state_bytes(self, facts: Facts) -> int:
         return facts.finished_layers()

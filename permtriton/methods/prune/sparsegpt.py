@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from permtriton.driver.step import Facts, Speed, Stage, Step
+from permtriton.driver.step import Facts, Stage, Step
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ class SparseGPT(Step):
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         return {"hessians": facts.layer_by_layer()}
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        # Inputs, and outputs of the new weights; the update costs about one token per column.
-        per_token = speed.forward / max(facts.positions, 1)
-        return 2 * speed.forward + 3 * facts.widest * per_token
+    def passes(self, facts: Facts) -> float:
+        return 3
 
     def state_bytes(self, facts: Facts) -> int:
         return facts.finished_layers()

@@ -5,7 +5,7 @@ from math import ceil
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from permtriton.config import ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, Facts, Outcome, Speed
+from permtriton.driver.step import FLOAT32, Facts, Outcome
 from permtriton.methods.train.training_step import (
     EPOCHS,
     FURTHER,
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from permtriton.driver.run import Run
 
 WITHOUT_STEPS = {"distill_steps": (0,)}
-CHANGES = 2.7  # the time in which the optimizer changes all weights, as a multiple of that of all masks
 
 
 @documented
@@ -70,23 +69,13 @@ class Distill(Training):
         copies = 1 if self._in_one_round else 2  # of a state before the end there is another
         return {
             "distill": {
-                **self.passes(facts),
+                **self.memory_of_passes(facts),
                 "moments": self.optimizer_bytes(facts.pruned, facts),
                 "finished weights": copies * int(facts.pruned * facts.kept) * facts.element,
                 "collected gradients": facts.pruned * FLOAT32 * collected,
                 **facts.mask(),
             }
         }
-
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        # Where layers come one by one, each pass copies weights there twice, and a step what the optimizer keeps, there
-        # and back.
-        epochs = self.over(facts.calibration, facts.sequences).epochs
-        steps = epochs * ceil(facts.sequences / self.batch_size)
-        passes = ceil(self.batch_size / facts.micro_batch_size)
-        beside = 2 * self.optimizer_bytes(facts.pruned, facts)
-        copies = (2 * passes + 1 + beside / facts.model) * speed.copy
-        return super().seconds(facts, speed) + steps * (copies or CHANGES * speed.masks)
 
     def state_bytes(self, facts: Facts) -> int:
         kept = int(facts.pruned * facts.kept) * facts.element

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
 from permtriton.config import OptimizerKind
-from permtriton.driver.step import FLOAT32, GENERATED, Facts, Speed, Stage, Step
+from permtriton.driver.step import BACKWARD, FLOAT32, GENERATED, Facts, Stage, Step
 from permtriton.util.option import option
 
 RATE = "Peak learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights."
@@ -59,7 +59,7 @@ class TrainingStep(Step):
         return False
 
     @staticmethod
-    def passes(facts: Facts) -> dict[str, int]:
+    def memory_of_passes(facts: Facts) -> dict[str, int]:
         """Returns the bytes that passes through the whole model keep, and those of its targets.
 
         Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
@@ -105,5 +105,5 @@ class Training(TrainingStep):
         """
         return replace(self, epochs=max(self.epochs, round(self.epochs * (1 + self.further) * calibration / read)))
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        return self.over(facts.calibration, facts.sequences).epochs * speed.both
+    def passes(self, facts: Facts) -> float:
+        return BACKWARD * self.over(facts.calibration, facts.sequences).epochs

@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Speed
+from permtriton.driver.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
 from permtriton.methods.options import Tuning
 from permtriton.methods.train.training_step import TrainingStep
 from permtriton.util.option import documented, option
 
 if TYPE_CHECKING:
     from permtriton.driver.run import Run
-
-MEASURED = 7  # times that the held-out samples are, in rounds and at the end
 
 
 @documented
@@ -37,16 +35,12 @@ class Tune(Tuning, TrainingStep):
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         targets, state = facts.targets(), {"optimizer": facts.vectors * 6 * FLOAT32}
         return {
-            "tune": {**self.passes(facts), **state},
+            "tune": {**self.memory_of_passes(facts), **state},
             "scales": {**targets, **state, "weights before": facts.pruned * facts.element, **facts.mask()},
         }
 
-    def seconds(self, facts: Facts, speed: Speed) -> float:
-        one = speed.times(1 / facts.sequences)
-        copies = 2 * self.steps * speed.copy  # for the forward and the backward pass
-        return (
-            self.trained * one.both + MEASURED * self.held_out(facts.sequences) * one.forward + speed.forward + copies
-        )
+    def passes(self, facts: Facts) -> float:
+        return BACKWARD * self.trained / facts.sequences + 1
 
     def state_bytes(self, facts: Facts) -> int:
         return 2 * facts.vectors * (facts.element + 3 * FLOAT32)
