@@ -118,7 +118,7 @@ def record(sparsity: str = "2:4", **entries: object) -> dict[str, object]:
         "config": {"sparsity": sparsity, "importance": "magnitude", "recipe": "mask", "layout": "portable",
                    "calibration": "demo", "seed": 0},
         "sparsity_by_layer": {}, "permutations": [], "skipped": {}, "barriers": [], "sites": [], "rows": [],
-        "hidden_states": {"permuted": False}, "steps": [], "retained_importance": {}, "passes": [],
+        "hidden_states": {"permuted": False}, "steps": [], "retained_importance": {},
         "evaluation": {},
         "proof": {"fold_difference": 0.0, "lowered_graph": ""},
         "seconds": {}, "memory": {"peak": 1, "estimate": {}}, "files": {}, "card": None,

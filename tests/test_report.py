@@ -456,12 +456,9 @@ def test_the_form_is_what_saving_and_exporting_write(folders):
         ({"seconds": {"a": float("nan")}}, "seconds.a is nan"),
         ({"sites": {}}, "sites is {}"),
         ({"barriers": [1]}, r"barriers\[0\] is 1"),
-        ({"colour": "red"}, "colour is unknown"),
         ({"config": {**record()["config"], "seed": "0"}}, "config.seed is '0', expected a valid integer"),
         ({"hidden_states": {"permuted": True}}, r"hidden_states\[1\].index is missing"),
-        ({"hidden_states": {"permuted": False, "index": [0]}}, r"hidden_states\[0\].index is unknown"),
         ({"hidden_states": {"permuted": "unknown", "why": ""}}, "hidden_states.unknown.last is missing"),
-        ({"evaluation": {"dense": 1.0}}, "evaluation is .*, expected measure, dense and compiled, or none of them"),
         ({"parameters": 0}, "parameters is 0"),
     ],
 )

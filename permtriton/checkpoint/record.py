@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
 import torch
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
@@ -30,13 +30,6 @@ def pattern(text: str) -> str:
     return text
 
 
-def _evaluation(evaluation: dict[str, Any]) -> dict[str, Any]:
-    measured = {"measure", "dense", "compiled"}
-    if evaluation.keys() & measured not in (set(), measured):
-        raise ValueError("measure, dense and compiled, or none of them")
-    return evaluation
-
-
 def _permutation(index: list[int]) -> list[int]:
     if not is_permutation(torch.tensor(index, dtype=torch.int64)):
         raise ValueError("a permutation")
@@ -46,14 +39,14 @@ def _permutation(index: list[int]) -> list[int]:
 Integer = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # longer ones are damage, and cannot be formatted as floats
 Pattern = Annotated[str, AfterValidator(pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Value = str | bool | Integer | float | None | list[str]
 Index = Annotated[list[Integer], AfterValidator(_permutation)]
+OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # what is only shown is not looked at
+Shown = dict[str, Any]
 
 
+@with_config(OPEN)
 class Config(TypedDict):
-    """The options of a compilation: those that are shown somewhere, and all others."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
+    """The options of a compilation."""
 
     sparsity: Pattern
     importance: str
@@ -63,32 +56,12 @@ class Config(TypedDict):
     seed: Integer
 
 
-class Permutation(TypedDict):
-    """A channel space; see `permtriton.checkpoint.plan_entries.permutation_report`."""
-
-    name: str
-    channels: Integer
-    segments: Integer
-    tied: Integer
-    placement: str
-    reason: str
-    norm: str | None
-    gathers: Integer
-    bytes_per_token: Integer
-    producers: list[str]
-    readers: list[str]
-    moved: Integer
-
-
+@with_config(OPEN)
 class Site(TypedDict):
     """A site and the order of its channels: channel ``j`` was channel ``index[j]`` of the dense model."""
 
     name: str
     linears: list[str]
-    channels: Integer
-    permutation: str
-    placement: str
-    moved: Integer
     index: Index
 
 
@@ -124,75 +97,11 @@ class UnknownOrder(TypedDict):
 HiddenStates = Annotated[SameOrder | NewOrder | UnknownOrder, Field(discriminator="permuted")]
 
 
-class Retained(TypedDict):
-    """Share of the importance that a mask keeps, before and after the permutation."""
-
-    before: float
-    after: float
-
-
-class Part(TypedDict):
-    """What a step did to one part of the model, and the error before and after; a step may say more of it."""
-
-    __pydantic_config__ = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # type: ignore[misc]
-
-    name: str
-    start: float
-    end: float
-    seconds: float
-
-
-class Step(TypedDict):
-    """What a step of the recipe did; see `permtriton.driver.step.Outcome`."""
-
-    name: str
-    samples: NotRequired[Integer]  # that it was given: calibration samples, further ones of the text, and written ones
-    unit: str
-    history: list[dict[str, Value]]
-    kept: Integer | None
-    parts: list[Part]
-    left: dict[str, str]
-
-
 class Gguf(TypedDict):
     """The GGUF file whose weights were dequantized."""
 
     file: str
     tensors: dict[str, Integer]
-
-
-class Calibration(TypedDict):
-    """The calibration samples, or those that the dense model wrote beside them."""
-
-    sha256: str
-    shape: list[Integer]
-    unit: NotRequired[Literal["tokens", "positions"]]  # of the second number; tokens where it is not there
-
-
-class Evaluation(TypedDict, total=False):
-    """What was measured on held-out text; empty if nothing was."""
-
-    measure: str
-    dense: float
-    compiled: float
-    text: str
-
-
-class Pass(TypedDict):
-    """What a compiler pass did to the graph."""
-
-    name: str
-    nodes: dict[str, Integer]
-    difference: NotRequired[float | None]  # written by earlier versions
-
-
-class Proof(TypedDict):
-    """What was compared with the dense model."""
-
-    fold_difference: float
-    lowered_graph: str
-    verified_inputs: NotRequired[list[str]]  # this and the next were written by earlier versions
-    unverified_inputs: NotRequired[dict[str, str]]
 
 
 class Tensors(TypedDict):
@@ -213,13 +122,6 @@ class Verification(Tensors, Reloaded):
     """What was checked of the folder."""
 
 
-class Memory(TypedDict):
-    """Bytes that a compilation took, and was estimated to take."""
-
-    peak: Integer
-    estimate: dict[str, Any]
-
-
 class File(TypedDict):
     """A file of weights."""
 
@@ -227,50 +129,41 @@ class File(TypedDict):
     sha256: Sha256
 
 
+@with_config(OPEN)
 class Export(TypedDict):
     """What `permtriton.checkpoint.export.export` did."""
 
     format: Annotated[Format, Field(strict=False)]
-    sparsity: str
-    weights: Integer
     dense_bytes: Integer
     stored_bytes: Integer
-    ratio: float
-    loads_with: str
-    reloaded: str
-    seconds: float
-    quantized: NotRequired[Integer]
-    further_zeros: NotRequired[Integer]
-    loss: NotRequired[Any]  # what earlier versions measured of format fp8
 
 
 class Always(TypedDict):
-    """What every compilation reports."""
+    """What every compilation reports; docs/formats.md describes it."""
 
     model: str
     on_hub: NotRequired[bool]  # whether that is a name on the hub; earlier versions did not say
     command: str
     versions: dict[str, str]
     device: str
-    determinism: dict[str, Any]
+    determinism: Shown
     dtype: Annotated[str, Field(pattern="^(float16|float32|float64|bfloat16)$")]
     config: Config
-    calibration: Calibration
-    generated: Calibration | None
+    calibration: Shown
+    generated: Shown | None
     parameters: Annotated[Integer, Field(gt=0)]
     pruned_parameters: Integer
     sparsity_by_layer: dict[str, float]
-    permutations: list[Permutation]
+    permutations: list[Shown]
     skipped: dict[str, str]
     barriers: list[str]
     hidden_states: HiddenStates
-    steps: list[Step]
-    retained_importance: dict[str, Retained]
-    evaluation: Annotated[Evaluation, AfterValidator(_evaluation)]
-    passes: list[Pass]
-    proof: Proof
+    steps: list[Shown]
+    retained_importance: dict[str, dict[str, float]]
+    evaluation: Shown
+    proof: Shown
     seconds: dict[str, float]
-    memory: Memory
+    memory: Shown
     sites: list[Site]
     rows: list[Rows]
 
@@ -297,13 +190,8 @@ class Written(TypedDict):
     card: str | None
 
 
-class Earlier(TypedDict):
-    """What earlier versions wrote, and nothing reads."""
-
-    corners: NotRequired[Any]
-
-
-class Record(Always, Written, Sometimes, Earlier):
+@with_config(OPEN)
+class Record(Always, Written, Sometimes):
     """``permtriton.json``; an export keeps the order of its entries."""
 
     export: NotRequired[Export]

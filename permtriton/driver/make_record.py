@@ -1,7 +1,7 @@
 """Makes the record of a compilation, ``permtriton.json``, whose fields are in `permtriton.checkpoint.record`."""
 
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import Any, cast
 
 from permtriton.checkpoint.plan_entries import (
     hidden_states_report,
@@ -10,15 +10,10 @@ from permtriton.checkpoint.plan_entries import (
     rows_report,
 )
 from permtriton.checkpoint.record import (
-    Calibration,
     Config,
-    Evaluation,
     Gguf,
-    Permutation,
     Report,
-    Retained,
     Sometimes,
-    Step,
 )
 from permtriton.data.samples import Samples
 from permtriton.driver.run import Run
@@ -44,7 +39,7 @@ class Origin:
     gguf: Gguf | None = None
 
 
-def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin: Origin | None) -> Report:
+def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin | None) -> Report:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
@@ -72,19 +67,17 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
         "pruned_parameters": sum(weight.numel() for weight in weights.values()),
         "sparsity_by_layer": {name: float((weight == 0).float().mean()) for name, weight in weights.items()},
         "permutations": [
-            cast(Permutation, {**permutation_report(plan, space), "moved": moved(indices[space.name])})
-            for space in plan.spaces
+            {**permutation_report(plan, space), "moved": moved(indices[space.name])} for space in plan.spaces
         ],
         "skipped": plan.skipped,
         "barriers": plan.barriers,
         "hidden_states": hidden_states_report(plan.hidden_order(indices), run.reference.unproved),
         "steps": [
-            cast(Step, {"name": step.name, "samples": len(run.read_by(step)), **asdict(run.outcomes[step.name])})
+            {"name": step.name, "samples": len(run.read_by(step)), **asdict(run.outcomes[step.name])}
             for step in config.steps
         ],
-        "retained_importance": cast(dict[str, Retained], run.importance_shares),
+        "retained_importance": run.importance_shares,
         "evaluation": {**evaluation, "text": origin.text} if origin else evaluation,
-        "passes": [{"name": p.name, "nodes": p.changes} for p in run.passes],
         "proof": {
             "fold_difference": run.difference,
             "lowered_graph": comparison,
@@ -100,7 +93,7 @@ def compilation_record(run: Run, comparison: str, evaluation: Evaluation, origin
     return record
 
 
-def _calibration(samples: Samples) -> Calibration:
+def _calibration(samples: Samples) -> dict[str, Any]:
     """Returns the samples' hash, and how much they hold: of an encoder-decoder's text, what both halves read."""
     widths = [tensor.shape[1] for name, tensor in samples.inputs.items() if name.endswith("input_ids")]
     width = sum(widths) if samples.is_text and widths else samples.tokens

@@ -1,9 +1,10 @@
 """The pipeline: prepare -> the steps of the recipe -> prove -> record."""
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
-from permtriton.checkpoint.record import Evaluation
 from permtriton.driver.forecast import Forecast, make_forecast
 from permtriton.driver.identity import identify
 from permtriton.driver.make_record import compilation_record
@@ -119,7 +120,7 @@ def prove(run: Run) -> str:
     return "same outputs"
 
 
-def measured(run: Run) -> Evaluation:
+def measured(run: Run) -> dict[str, Any]:
     """Returns the held-out measure of the dense and the compiled model; empty without held-out samples."""
     if run.evaluation is None:
         return {}

@@ -25,7 +25,7 @@ from permtriton.model.reference import Reference
 from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
-from permtriton.passes.pipeline import Pass, PassResult, permutation_passes, run_passes
+from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.mixed_precision import mixed_precision, rounded_products
@@ -60,7 +60,6 @@ class Run:
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
-        passes: result of each compiler pass.
         difference: largest difference from the dense outputs, relative to the largest output.
         outcomes: step name -> what it reports.
     """
@@ -85,7 +84,6 @@ class Run:
         self.indices = self.unmoved()
         self.retained: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
-        self.passes: list[PassResult] = []
         self.difference = 0.0
         self.outcomes: dict[str, Outcome] = {}
         self._dense_order: dict[str, Retained] = {}
@@ -186,7 +184,7 @@ class Run:
 
     def run_passes(self, passes: Sequence[Pass]) -> None:
         """Runs compiler passes on the graph."""
-        self.graph = run_passes(self.graph, passes, self.passes.append)
+        self.graph = run_passes(self.graph, passes)
 
     def reorder(self, indices: Mapping[str, Tensor]) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
