@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 import torch
 from torch import Tensor
 
+from permtriton.errors import ModelError
 from permtriton.kernels.launch import has_kernels, triton
 
 P = ParamSpec("P")
@@ -61,8 +62,12 @@ def operator(
             )
 
             def on_gpu(*flat: Any) -> Any:
-                with torch.cuda.device(flat[0].device):
-                    return (there if _has_kernels(flat[0].device) else reference)(*flat)
+                device = flat[0].device
+                for one in flat:  # a kernel takes what it is given for a pointer on its own GPU
+                    if isinstance(one, Tensor) and one.device != device:
+                        raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
+                with torch.cuda.device(device):
+                    return (there if _has_kernels(device) else reference)(*flat)
 
             made.register_kernel("cuda")(on_gpu)
         if gradient is not None:

@@ -117,6 +117,8 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
     x, meta = torch.empty(2, device="meta"), torch.device("meta")
     assert kernels["cuda"](x, 3) == (3, [meta])
     assert kernels["cuda"](x, 0) == ("reference", [meta])
+    with pytest.raises(ModelError, match="test_launch: tensors on meta and cpu: move them to one device"):
+        kernels["cuda"](x, torch.empty(2))
     new_enough[0] = False
     assert kernels["cuda"](x, 3) == ("reference", [meta])
     assert current == []

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from permtriton.errors import PermTritonError
 from permtriton.kernels import autotune
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.cuda.runtime import FOLDER, CudaKernel
@@ -215,14 +216,33 @@ def test_clusters_run_all_at_once(fresh, monkeypatch, at_once, splits):
     monkeypatch.setattr(mma, "is_right", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(mma, "_SPLITS", {})
     monkeypatch.setattr(
         CudaKernel, "active_clusters", lambda kernel, grid: at_once if grid[1] == 4 or at_once == 1 else 1000
     )
-    mma._too_many_clusters.cache_clear()
     variant = mma.chosen(16, 4096, 4096, BF16, torch.device("cuda", 0))
-    mma._too_many_clusters.cache_clear()
     assert variant is not None
     assert variant.splits == splits
+
+
+def test_clusters_that_a_gpu_cannot_schedule_are_lowered_before_the_kernel_is_tried(fresh, monkeypatch):
+    """A part of a GPU, or one with few multiprocessors that share a cluster, refuses large ones; the route stays."""
+
+    def active_clusters(kernel, grid):
+        if grid[1] > 2:
+            raise PermTritonError("misconfigured clusters")
+        return 1000
+
+    tried = []
+    monkeypatch.setattr(mma, "is_right", lambda variant, device: tried.append(variant.splits) or True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(mma, "_SPLITS", {})
+    monkeypatch.setattr(CudaKernel, "active_clusters", active_clusters)
+    variant = mma.chosen(16, 4096, 4096, BF16, torch.device("cuda", 0))
+    assert variant is not None
+    assert variant.splits == 2
+    assert set(tried) == {2}
 
 
 def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
@@ -240,7 +260,6 @@ def test_the_variant_that_begins_late_is_captured_where_only_it_was_tried(fresh,
     assert early.early
     monkeypatch.setattr(mma, "limits_of", lambda _: H200)
     monkeypatch.setattr(mma, "config_for", lambda *_: CONFIGS[1])
-    monkeypatch.setattr(mma, "_too_many_clusters", lambda *_: False)
     monkeypatch.setattr(mma, "_TRUSTED", {(replace(early, early=False), device): True})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.warns(UserWarning, match="run each number of tokens once before"):
