@@ -105,6 +105,7 @@ class Routes:
 
     def __init__(self, monkeypatch, weight: Tensor) -> None:
         self.weight, self.taken, self.requested = weight, [], []
+        monkeypatch.setattr(autotune, "_STATE", autotune._State(choices={}))  # every call is decided anew
         monkeypatch.setattr(mma, "runs_on", lambda device: True)
         monkeypatch.setattr(mma, "sparse_linear_mma", self.by_mma)
         monkeypatch.setattr(mma, "chosen", lambda *_: self.right)
@@ -301,6 +302,27 @@ def test_cusparselt_serves_the_gpu_that_a_thread_used_first(monkeypatch):
         assert not cusparselt.serves(second)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(cusparselt.serves, second).result()
+
+
+def test_a_route_is_decided_once(monkeypatch):
+    """For each shape, and again where a choice is forced, or files of winners are read again."""
+    routes = Routes(monkeypatch, weight := sparse(64, 8, TWO_FOUR, torch.bfloat16))
+    monkeypatch.setattr(autotune, "_STATE", autotune._State())
+    packed = pack(weight, TWO_FOUR)
+
+    def run(tokens: int) -> int:
+        routed(torch.ones(tokens, 32).bfloat16(), *packed, None, None, 32, TWO_FOUR, None)
+        return len(routes.requested)
+
+    assert [run(2), run(2), run(3)] == [1, 1, 2]
+    routes.prefer = DENSE
+    with autotune.forced("another", Config({})):
+        assert run(2) == 3
+        assert routes.taken[-1] == DENSE
+    assert run(2) == 3
+    autotune._STATE.forget()
+    assert run(2) == 4
+    assert routes.taken == [MMA, MMA, MMA, DENSE, MMA, DENSE]
 
 
 def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):

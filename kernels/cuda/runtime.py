@@ -66,11 +66,11 @@ class CudaKernel:
             PermTritonError: no NVIDIA GPU, or the kernel could not be compiled, loaded or launched.
         """
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
-        pointers = (ctypes.c_uint64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-        integers = (ctypes.c_int32 * len(numbers))(*numbers.values())
-        places = [ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))]
-        places += [ctypes.addressof(integers) + 4 * i for i in range(len(numbers))]
-        arguments = (ctypes.c_void_p * len(places))(*places)
+        # An integer is the lower half of its place. Arrays of the same length are of one type, which is made once.
+        count = len(tensors) + len(numbers)
+        values = _words(count)(*[tensor.data_ptr() for tensor in tensors], *[n & 0xFFFFFFFF for n in numbers.values()])
+        first = ctypes.addressof(values)
+        arguments = _places(count)(*range(first, first + 8 * count, 8))
         setup = loaded.setup(grid, self.threads, self.shared_bytes, torch.cuda.current_stream().cuda_stream)
         driver = _driver()
         driver.cuCtxSetCurrent(loaded.context)  # of this thread, which may be a new one
@@ -93,6 +93,8 @@ class CudaKernel:
 
 
 _Int, _UInt, _Pointer = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
+_words = functools.cache(lambda count: ctypes.c_uint64 * count)
+_places = functools.cache(lambda count: _Pointer * count)
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
