@@ -237,14 +237,11 @@ def test_loads_in_a_process_without_permtriton(tmp_path):
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["4:8", "1:4", "3:4", "8:16"])
-@pytest.mark.slow(but=["4:8"])
-def test_patterns(pattern, tmp_path):
-    compiled = compiled_with("llama", sparsity=pattern, **LEARN)
+def test_patterns(tmp_path):
+    compiled = compiled_with("llama", sparsity="4:8", **LEARN)
     reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
-    kept, group = map(int, pattern.split(":"))
     for name, weight in linears_in_layers(reloaded).items():
-        assert kept_in_groups(weight, group) == {kept}, name
+        assert kept_in_groups(weight, 8) == {4}, name
     ids = zoo.token_ids(seed=2)
     difference = zoo.difference(zoo.outputs(zoo.build("llama"), ids), zoo.outputs(folded("llama", compiled), ids))
     assert difference < 1e-4
@@ -330,18 +327,16 @@ def test_sparsegpt_with_the_importances_mask(name, tmp_path):
     assert hidden_loss(updated, name) < hidden_loss(masked, name)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.slow(but=["llama"])
-def test_sparsegpt_with_its_own_mask(name, tmp_path):
-    masked = compiled_with(name, **HEURISTIC)
-    updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
+def test_sparsegpt_with_its_own_mask(tmp_path):
+    masked = compiled_with("llama", **HEURISTIC)
+    updated = compiled_with("llama", recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
     reloaded = type(updated.model).from_pretrained(updated.save_pretrained(tmp_path / "model"))
     masks = []
     for linear, weight in linears_in_layers(reloaded).items():
         assert kept_in_groups(weight, 4) == {2}, linear
         masks.append(torch.equal(weight != 0, linears_in_layers(masked.model)[linear] != 0))
     assert not all(masks)
-    assert hidden_loss(updated, name) < hidden_loss(masked, name)
+    assert hidden_loss(updated, "llama") < hidden_loss(masked, "llama")
 
 
 @pytest.mark.parametrize(

@@ -119,27 +119,22 @@ def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
     assert left.keys() == {name for _, name in plan.linears()}
 
 
-@pytest.mark.slow(but=["ria"])
-@pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
-def test_units_decide_nothing(importance):
+def test_units_decide_nothing():
     """A power of 2 that moves from one linear to the next changes no output, and so no choice."""
 
     def dense(**factors: float) -> list[str]:
-        config = config_from({"dense_share": 0.4, "importance": importance}, "mask")
+        config = config_from({"dense_share": 0.4, "importance": "ria"}, "mask")
         compiled = compile_model(zoo.rescaled(zoo.build("llama"), **factors), None, config, ids=zoo.token_ids(4, 12))
         return [name for name, why in compiled.report["skipped"].items() if why == REASON]
 
     assert dense() == dense(v_proj=2.0**-4, o_proj=2.0**4, up_proj=2.0**4, down_proj=2.0**-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-@pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.slow(but=["portable-llama"])
-def test_a_share_stays_dense_and_the_rest_is_pruned(name, layout, tmp_path):
-    model = zoo.build(name)
+def test_a_share_stays_dense_and_the_rest_is_pruned(tmp_path):
+    model = zoo.build("llama")
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     every = [name for _, name in find_plan(model, TWO_FOUR).linears()]
-    config = config_from({"dense_share": 0.3, "layout": layout}, "heuristic,refit")
+    config = config_from({"dense_share": 0.3, "layout": "portable"}, "heuristic,refit")
     compiled = compile_model(model, None, config, ids=zoo.token_ids(4, 12))
     pruned = set(compiled.report["sparsity_by_layer"])
     dense = [name for name, why in compiled.report["skipped"].items() if why == REASON]

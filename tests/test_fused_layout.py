@@ -185,17 +185,15 @@ def test_a_free_attention_output_is_said_to_gather():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
-@pytest.mark.slow(but=["bert"])
-def test_no_permutation_leaves_the_modules_alone(name):
-    result, dense = compiled(name, recipe="mask"), zoo.build(name)
+def test_no_permutation_leaves_the_modules_alone():
+    result, dense = compiled("bert", recipe="mask"), zoo.build("bert")
     assert [(n, type(module)) for n, module in result.model.named_modules()] == [
         (n, type(module)) for n, module in dense.named_modules()
     ]
     expected = dict(dense.named_parameters())
     for parameter, value in result.model.named_parameters():
         assert torch.equal(value, torch.where(value != 0, expected[parameter], 0)), parameter
-    portable = compile_model(zoo.build(name), None, config_from(recipe="mask"), ids=zoo.token_ids())
+    portable = compile_model(zoo.build("bert"), None, config_from(recipe="mask"), ids=zoo.token_ids())
     for parameter, value in portable.model.named_parameters():
         assert torch.equal(value, result.model.get_parameter(parameter)), "no order, no difference between layouts"
 
@@ -217,8 +215,7 @@ def test_learning_in_fused_moves_every_space():
 # -- running it --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["llama learned", "gpt2 learned", "phi3 learned, free", "mixtral"])
-@pytest.mark.slow(but=["llama learned", "phi3 learned, free"])
+@pytest.mark.parametrize("case", ["llama learned", "phi3 learned, free"])
 def test_generation_with_a_cache(case):
     name, result = case_of(case)
     prompt = zoo.token_ids(2, 6)

@@ -526,8 +526,7 @@ def test_a_model_that_transformers_divides_while_loading_it_is_saved_by_two_rank
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "fused"])
-@pytest.mark.slow(but=["llama", "fused"])
+@pytest.mark.parametrize("name", ["llama", "fused"])
 def test_what_was_trained_is_saved_and_exported(tmp_path, name):
     fused = name == "fused"
     folder = folders.save(folders.model_of("llama" if fused else name, fused=fused), tmp_path / "pruned")

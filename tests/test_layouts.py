@@ -167,10 +167,7 @@ def masked(model: PreTrainedModel, plan: Plan, indices: dict[str, Tensor]) -> Pr
     return model
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "phi", "falcon", "olmo2", "gpt2"]
-)
-@pytest.mark.slow(but=["llama", "phi3", "gemma2", "olmo2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "olmo2", "gpt2"])
 def test_both_layouts_agree_where_their_permutations_are_equal(name):
     portable, fused = plan_of(name, "portable"), plan_of(name)
     indices = zoo.random_indices(portable)

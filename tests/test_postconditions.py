@@ -99,12 +99,9 @@ def test_a_learned_order_that_is_not_the_one_measured_is_refused(layout, monkeyp
         compiled(layout=layout, learn_keep="last", **LEARNED)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "olmo2", "mixtral"])
-@pytest.mark.parametrize("importance", ["magnitude", "wanda", "ria", "obs"])
-@pytest.mark.slow(but=["wanda-llama"])
-def test_what_is_right_passes(name, importance):
-    config = config_from({"recipe": "heuristic,mask", "importance": importance, "layout": "fused"})
-    compile_model(zoo.build(name), None, config, ids=zoo.token_ids())
+def test_what_is_right_passes():
+    config = config_from({"recipe": "heuristic,mask", "importance": "wanda", "layout": "fused"})
+    compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids())
 
 
 @pytest.mark.slow

@@ -30,8 +30,7 @@ def result(given) -> SearchedOrder:
     return given.search()
 
 
-@pytest.mark.parametrize("options", [{}, {"search_damping": 0.02}, {"seed": 3, "micro_batch_size": 3}])
-@pytest.mark.slow(but=["options0", "options2"])
+@pytest.mark.parametrize("options", [{}, {"seed": 3, "micro_batch_size": 3}])
 def test_the_loss_falls_to_what_is_reported(given, options):
     with unchanged(given.model):
         found = given.search(**options)
@@ -81,15 +80,13 @@ def test_the_same_seed_gives_the_same_order(given, result):
     assert same(given.search(), result)
 
 
-@pytest.mark.parametrize("gains", [1, 64, 1000])
-@pytest.mark.slow(but=["64"])
-def test_panels_make_no_difference(given, result, gains, monkeypatch):
-    monkeypatch.setattr(file, "GAINS_AT_ONCE", gains)
+def test_panels_make_no_difference(given, result, monkeypatch):
+    monkeypatch.setattr(file, "GAINS_AT_ONCE", 64)
     batches = file._panels(given.spaces[0])
-    assert len(batches) > 1 or gains == 1000
+    assert len(batches) > 1
     for panel in (panel for batch in batches for panel in batch):
         assert panel.left.numel() % 4 == 0
-        assert panel.left.numel() * panel.right.numel() <= max(gains, 4 * 32)
+        assert panel.left.numel() * panel.right.numel() <= 128
     found = given.search()
     assert same_indices(found, result)
     assert [each.swaps for each in found.history] == [each.swaps for each in result.history]

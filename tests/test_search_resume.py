@@ -92,14 +92,9 @@ def compiled(name: str, layout: str, **options: object) -> permtriton.CompiledMo
     return compile_model(zoo.build(name), None, config, ids=zoo.token_ids(4, 12))
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama", "portable"), ("llama", "fused"), ("gpt2", "fused"), ("bert", "portable"), ("mixtral", "portable")],
-)
-@pytest.mark.slow(but=["llama-fused"])
-def test_what_is_searched_right_passes(name, layout):
+def test_what_is_searched_right_passes():
     """The promise is checked: the loss and the retained importance are those that the search measured."""
-    found = compiled(name, layout)
+    found = compiled("llama", "fused")
     report = json.loads(json.dumps(found.report, allow_nan=False))
     _, searched, _ = report["steps"]
     assert searched["history"][-1]["loss"] < searched["history"][0]["loss"]

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 from torch import fx, nn
-from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
+from transformers import AutoModelForSeq2SeqLM, BartConfig
 
 from permtriton import NMPattern, compile, find_plan
 from permtriton.errors import ModelError, VerificationError
@@ -70,10 +70,8 @@ def test_the_only_placeholder_is_input_ids(traced):
     assert any("nn_module_stack" in node.meta for node in nodes)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "bert_mlm"])
-@pytest.mark.slow(but=["gpt2"])
-def test_new_data_of_a_parameter_is_seen(name):
-    model = zoo.build(name)
+def test_new_data_of_a_parameter_is_seen():
+    model = zoo.build("gpt2")
     graph = trace(model)
     before = zoo.outputs(model, ids())[0]
     parameter = model.get_input_embeddings().weight
@@ -117,12 +115,12 @@ def test_buffers_and_constants_are_attributes():
     assert {"kept", "unsaved"} < set(readers(graph_module))
 
 
-@pytest.mark.parametrize("config", [T5Config, BartConfig])
-@pytest.mark.slow(but=["BartConfig"])
-def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_no_output(config):
+def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_no_output():
     sizes = {"vocab_size": zoo.VOCABULARY, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_hidden_layers": 1}
     with torch.device("meta"):
-        traced = trace(AutoModelForSeq2SeqLM.from_config(config(**sizes, encoder_layers=1, decoder_layers=1)).eval())
+        traced = trace(
+            AutoModelForSeq2SeqLM.from_config(BartConfig(**sizes, encoder_layers=1, decoder_layers=1)).eval()
+        )
     shapes = {n.target: tuple(n.meta["val"].shape) for n in traced.graph_module.graph.nodes if n.op == "placeholder"}
     assert shapes == {"input_ids": (1, 4), "decoder_input_ids": (1, 3)}
     assert len(traced.outputs) == 1
