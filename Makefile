@@ -48,8 +48,8 @@ unit: $(INSTALLED)
 
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest $(IN_TWO) --soak -m "slow and not soak"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --soak -m slow tests/interpreted
+	$(BIN)/python -m pytest $(IN_TWO) --slow -m "slow and not soak"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --slow -m slow tests/interpreted
 
 # The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
 NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \

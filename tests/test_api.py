@@ -126,8 +126,8 @@ PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pre
 LONG_EXAMPLES = {"compile", "KeepPattern", "inspect", "dry_run", "CompiledModel.push_to_hub"}  # the pages show the same
 
 
-@pytest.mark.slow(only=["compare"])
-@pytest.mark.parametrize("name", zoo.slow_but([name for name in PUBLIC if name not in LONG_EXAMPLES], PUBLIC))
+@pytest.mark.slow(only=["compare", *LONG_EXAMPLES])
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_described_and_their_examples_run(here, name):
     value = permtriton
     for part in name.split("."):

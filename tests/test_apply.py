@@ -14,22 +14,20 @@ from permtriton.util.permutation import compose, inverse
 from . import zoo
 from .zoo import fold
 
-ARCHITECTURES = zoo.slow_but(zoo.TELLING, zoo.ARCHITECTURES)
+ARCHITECTURES = zoo.TELLING
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.slow(only=["0-gemma2"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_outputs_stay_in_float64(name, seed):
+def test_outputs_stay_in_float64(name):
     model, plan = zoo.planned(name)
     model.double()
     with zoo.float32_means_float64():
         before = zoo.outputs(model, zoo.token_ids())
-        fold(model, plan, zoo.random_indices(plan, seed))
+        fold(model, plan, zoo.random_indices(plan, 0))
         after = zoo.outputs(model, zoo.token_ids())
     assert before[0].dtype == torch.float64
     assert zoo.difference(before, after) < 1e-9

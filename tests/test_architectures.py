@@ -35,8 +35,6 @@ LEARN = {
 }
 HEURISTIC = {"recipe": "heuristic,mask"}
 MASK = {"recipe": "mask"}
-# Each ties, joins, transposes or biases weights as none of the others does. Other classes: `tests/test_zoo.py`.
-COMPILED = ("llama_tied", "llama_eager", "phi3", "gemma2", "opt", "falcon", "gpt2", "bert_mlm")
 HEADS = ("lm_head", "pooler", "cls.")  # parts of names that no plan may prune
 
 
@@ -66,7 +64,7 @@ def compiled_with(name: str, **options: object) -> CompiledModel:
     return compiled_model(zoo.build(name), **options)
 
 
-@pytest.fixture(scope="module", params=zoo.slow_but(["llama_eager", "gpt2", "bert_mlm"], COMPILED))
+@pytest.fixture(scope="module", params=["llama_eager", "gpt2", "bert_mlm"])  # other classes: test_zoo.py
 def case(request, tmp_path_factory) -> Case:
     compiled = compiled_with(request.param, **LEARN)
     path = compiled.save_pretrained(tmp_path_factory.mktemp("models") / request.param)
@@ -99,7 +97,6 @@ def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTra
 # -- each architecture, with the learned permutation -------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=["llama_eager"])
 def test_reloaded_model_is_the_compiled_one(case):
     assert type(case.reloaded) is type(case.dense)
     in_memory = dict(case.compiled.model.named_parameters())

@@ -118,7 +118,6 @@ def test_experts_come_back_transposed_with_their_biases():
 # -- the plan ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=["qwen3_moe", "olmoe"])
 @plain
 def test_each_expert_has_its_own_permutation(name):
     _, plan = unstacked(name)

@@ -54,8 +54,7 @@ def model_of(name: str):
 
 
 @pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.parametrize("name", [*MODELS, "funnel"])
-@pytest.mark.slow(but=[f"{name}-{changing}" for name in MODELS for changing in (False, True)])
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
     """Also where layers share weights, so that all of them, or the first and the last one, need the model.
 

@@ -16,7 +16,7 @@ from .kernel_inputs import TWO_FOUR
 from .zoo import fold
 
 KINDS = {**dict.fromkeys(("opt", "gpt_neox", "phi", "falcon", "gpt2"), "layer"), "gemma2": "rms_float"}
-every_name = pytest.mark.parametrize("name", zoo.slow_but([*zoo.TELLING, "qwen2_moe"], EXPECTED))
+every_name = pytest.mark.parametrize("name", [*zoo.TELLING, "qwen2_moe"])
 
 
 # -- which site goes where ---------------------------------------------------------------------------------------------
@@ -29,11 +29,6 @@ def running(site: Site, layers: str) -> str | int:
     return len(site.linears) if site.space.placement is Placement.GATHER else "nothing"
 
 
-def test_every_architecture_is_written_out():
-    assert set(EXPECTED) == {*zoo.ARCHITECTURES, *zoo.MIXTURES}
-
-
-@pytest.mark.slow(only=["qwen2_moe"])
 @every_name
 def test_where_each_site_goes(name):
     layers, expected = EXPECTED[name]
@@ -59,7 +54,7 @@ def test_free_gives_the_attention_output_its_own_gather(name):
     tied, free = plan_of(name), plan_of(name, "free")
     for before, after in zip(tied.sites, free.sites, strict=True):
         attends = len(before.space.segments) > 1 or before.copies > 1
-        if not attends or name in ("gpt2", "falcon"):  # theirs is no nn.Linear and cannot gather: it stays folded
+        if not attends or name == "gpt2":  # its Conv1D cannot gather: it stays folded
             assert (after.space.placement, after.space.segments) == (before.space.placement, before.space.segments)
         else:
             assert (before.space.placement, after.space.placement) == (Placement.FOLDED, Placement.GATHER)
@@ -87,8 +82,7 @@ def test_other_readers_of_a_norm_are_in_its_space(name):
             own = {f"{linear}.weight" for linear in site.linears}
             others = {axis.parameter for axis in site.space.axes} - own
             routed = name in zoo.MIXTURES and ".mlp." in site.name
-            router = "router" if name == "gpt_oss" else "gate"
-            gates = {f"model.layers.{site.layer}.mlp.{router}.weight"} if routed else set()
+            gates = {f"model.layers.{site.layer}.mlp.gate.weight"} if routed else set()
             if name == "qwen2_moe" and gates:
                 gates.add(f"model.layers.{site.layer}.mlp.shared_expert_gate.weight")
             assert others == gates

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-import torch
 from torch import Tensor
 
 import permtriton
@@ -38,14 +37,8 @@ def with_other_indices(change):
 
 
 @layouts
-@pytest.mark.parametrize(
-    "change",
-    [inverse, lambda index: compose(index, index), lambda index: torch.arange(index.numel())],
-    ids=["inverse", "twice", "not at all"],
-)
-@pytest.mark.slow(but=["twice-fused"])
-def test_an_order_that_is_not_the_one_found_is_refused(layout, change, monkeypatch):
-    monkeypatch.setattr(run, "moves_of", with_other_indices(change))
+def test_an_order_that_is_not_the_one_found_is_refused(layout, monkeypatch):
+    monkeypatch.setattr(run, "moves_of", with_other_indices(lambda index: compose(index, index)))
     said = {"portable": "not in the order that the plan says", "fused": "retain an importance"}
     with pytest.raises(VerificationError, match=said[layout]):
         compiled(layout=layout, **HEURISTIC)

@@ -299,9 +299,7 @@ def test_a_norm_of_an_unknown_kind_is_tuned(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "name", zoo.slow_but(["gpt2", "bert_mlm"], ["gpt2", "bert_mlm", "bert", "gemma2", "opt", "olmo2", "qwen3"])
-)
+@pytest.mark.parametrize("name", ["gpt2", "bert_mlm"])
 def test_architectures(name):
     """Weights stored the other way round; heads with a norm and a bias, which stay; biases and norms of all kinds."""
     model, plan = zoo.planned(name)
