@@ -15,7 +15,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Registers the fixtures, which take seconds to import, where tests of models run: not where they are handed out."""
+    """Registers the fixtures, which take seconds to import, where they are used: not where tests are handed out."""
     hands_out = getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput")
     if not hands_out and os.environ.get("TRITON_INTERPRET") != "1":
         config.pluginmanager.register(importlib.import_module(".fixtures", __package__), "permtriton-fixtures")
