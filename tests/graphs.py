@@ -39,7 +39,6 @@ from permtriton.util.sparsity import NMPattern
 from . import zoo
 
 PATTERN = NMPattern(2, 4)
-LAYOUTS = ("portable", "fused", "free")
 # Each architecture folds, joins or transposes as none of the others does, and each layout occurs.
 CASES = [
     ("llama", "fused"), ("gpt2", "fused"), ("bert", "portable"), ("gemma2", "fused"), ("phi3", "portable"),

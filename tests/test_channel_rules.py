@@ -108,15 +108,6 @@ def test_only_the_gate_is_folded():
     assert after.first_new(BEFORE) == "mul"
 
 
-def test_ids_do_not_depend_on_the_order_of_nodes():
-    graph_module = graph_of()
-    gate, up = node_named(graph_module, "linear_1"), node_named(graph_module, "linear_2")
-    gate.prepend(up)
-    node_named(graph_module, "gate.weight").prepend(node_named(graph_module, "up.weight"))
-    graph_module.graph.lint()
-    assert channel_unions(graph_module).partition() == BEFORE.partition()
-
-
 def test_a_join_that_is_lost_is_a_difference():
     graph_module = graph_of()
     multiply = node_named(graph_module, "mul")
@@ -132,13 +123,6 @@ def test_other_parameters_are_a_difference():
             self.down = nn.Linear(WIDE, OUT + 1)
 
     assert channel_unions(graph_of(Wider())).partition() != BEFORE.partition()
-
-
-def test_unions_are_those_of_the_whole_analysis():
-    axes = found(graph_of()).axes
-    labels = np.concatenate([axes[axis] for axis in sorted(axes)])
-    _, first, place = np.unique(labels, return_index=True, return_inverse=True)
-    assert (BEFORE.labels[1:] == first[place] + 1).all(), "the lowest id that each is joined with"
 
 
 # -- permute -----------------------------------------------------------------------------------------------------------
@@ -304,19 +288,6 @@ def test_falcon_has_no_barrier(form):
 
 
 # -- the tables --------------------------------------------------------------------------------------------------------
-
-
-def test_an_operator_is_in_one_table():
-    tables = (channel_rules.SAME, channel_rules.LAYOUT, channel_rules.ALONG, channel_rules.ELEMENTWISE,
-              channel_rules.REDUCTION, channel_rules.CUMULATIVE, channel_rules.CONSTANT,
-              channel_rules.SPECIAL)  # fmt: skip
-    assert sum(map(len, tables)) == len(channel_rules.RULES)
-
-
-def test_every_row_of_ours_names_an_operator():
-    for name in (row for row in channel_rules.SPECIAL if isinstance(row, str)):
-        namespace, _, operator = name.partition("::")
-        assert hasattr(getattr(torch.ops, namespace), operator)
 
 
 def test_ids_in_overlapping_views_are_counted_once():

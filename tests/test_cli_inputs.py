@@ -182,19 +182,6 @@ def test_hub_name_that_cannot_be_fetched(desk):
     assert desk.files() == before
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./no-folder", "a/b/c", "bad name", "nobody/no-such-model"])
-def test_a_dry_run_of_a_name_that_is_none(desk, name):
-    desk.refuses(desk.compile("--dry-run", model=name), name)
-
-
-@pytest.mark.slow
-def test_c4_offline(desk):
-    before = desk.files()
-    result = offline(desk, *desk.compile("--calibration", "c4"))
-    check_refusal(result.returncode, result.stderr, ("c4", "cannot be fetched", "local file"))
-    assert desk.files() == before
-
-
 # -- texts ---------------------------------------------------------------------------------------------------------
 
 

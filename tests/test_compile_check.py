@@ -37,10 +37,6 @@ class TestCompiling:
         assert (found.error, found.problem, found.spills, found.stack_bytes) == (None, None, 0, 0)
         assert 0 < found.registers <= 255
 
-    def test_multiples_of_16_make_wide_loads(self):
-        wide, narrow = (compile_one(self.builds.copy_build(), SM_90, multiples) for multiples in (True, False))
-        assert wide.registers < narrow.registers
-
     @pytest.mark.slow
     def test_spills_are_a_problem_in_a_default(self):
         found = compile_one(self.builds.hold_build(16384), SM_90)

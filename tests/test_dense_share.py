@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-import permtriton
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.cli.main import app
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import ConfigError, OutputError
+from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.statistics import site_statistics
@@ -154,53 +151,6 @@ def test_a_share_stays_dense_and_the_rest_is_pruned(tmp_path):
         folder = compiled.save_pretrained(tmp_path / form, format=form)
         loaded = type(model).from_pretrained(folder)
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_its_backward_pass_gives_the_row_weights_of_the_order_too(monkeypatch):
-    passes, backward = [], torch.Tensor.backward
-    monkeypatch.setattr(torch.Tensor, "backward", lambda *a, **b: passes.append(1) or backward(*a, **b))
-
-    def count(**options: object) -> int:
-        passes.clear()
-        config = config_from({"dense_share": 0.2, **options}, "heuristic,mask")
-        compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids(4, 12))
-        return len(passes)
-
-    assert count(heuristic_row_weights="fisher") == count() > 0
-
-
-@pytest.mark.slow
-def test_it_lowers_the_loss():
-    """By more than its share: on the demo, a tenth of the weights is worth a quarter of the KL."""
-    options = {"samples": 16, "sequence_length": 128, "recipe": "heuristic,sparsegpt", "eval_data": "demo"}
-    found = [permtriton.compile("demo", dense_share=share, progress=False, **options) for share in (0.0, 0.1)]
-    none, some = (compiled.report["evaluation"]["compiled"] for compiled in found)
-    assert some < none
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_continues(tmp_path):
-    path = tmp_path / "state.safetensors"
-
-    def run(**more: object) -> permtriton.CompiledModel:
-        config = config_from({"search_rounds": 2, "dense_share": 0.2, **more}, "heuristic,searched,mask")
-        return compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids(4, 12), resume_path=path)
-
-    first = run()
-    again = run()
-    assert again.report["steps"] == first.report["steps"], "to the second: it was not run again"
-    with pytest.raises(OutputError, match=r"dense_share was 0\.2 and is 0\.3"):
-        run(dense_share=0.3)
-
-
-@pytest.mark.slow
-def test_a_dry_run_says_what_stays_dense(tmp_path):
-    arguments = ["--recipe", "mask", "--samples", "2", "--sequence-length", "16", "--eval-data", "none", "--dry-run"]
-    words = ["compile", "demo", *arguments, "--dense-share", "0.25", "--output", str(tmp_path / "out")]
-    said = CliRunner().invoke(app, words)
-    assert said.exit_code == 0, said.output
-    assert "a share of 25%, chosen" in " ".join(said.output.split())
 
 
 @pytest.mark.parametrize("share", [-0.1, 0.95, float("nan")])

@@ -6,22 +6,18 @@ import transformers
 from torch import nn
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from permtriton import config_from, find_plan
-from permtriton.driver.pipeline import compile_model
 from permtriton.errors import VerificationError
-from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import (
     UnstackedExperts,
     restack_experts,
     stacked_name,
     unstack_experts,
-    unstacked_experts,
 )
 from permtriton.model.routing import Routing
 
 from . import zoo
-from .expert_stacks import EXPERTS, NAMES, PATTERN, Holder, Stack, plain, unstacked
+from .expert_stacks import EXPERTS, NAMES, Holder, Stack, plain, unstacked
 from .zoo import fold
 
 # -- the same function -------------------------------------------------------------------------------------------------
@@ -39,18 +35,6 @@ def test_outputs_stay(name, implementation, dtype, tolerance):
     assert unstack_experts(model).names == NAMES
     assert sum(isinstance(module, UnstackedExperts) for module in model.modules()) == 2
     assert zoo.difference(before, zoo.outputs(model, ids)) <= tolerance
-
-
-@pytest.mark.slow
-def test_the_exported_graph_computes_the_same():
-    """The graph runs every expert on every token, eager mode only the chosen ones."""
-    model, _ = unstacked("mixtral")
-    ids = zoo.token_ids(1)
-    model.config.use_cache = False
-    exported = torch.export.export(model, (ids,), strict=False).module()
-    with torch.no_grad():
-        found = list(exported(ids).values())
-    assert zoo.difference(zoo.outputs(model, ids), found) <= 1e-5
 
 
 def test_experts_of_other_devices_are_left_out():
@@ -151,20 +135,6 @@ def test_the_experts_and_the_router_read_the_stream(name):
 def test_nothing_is_frozen():
     _, plan = unstacked("mixtral")
     assert [space.frozen for space in plan.spaces if space.frozen] == []
-
-
-@pytest.mark.slow
-def test_the_plan_needs_no_weights():
-    with torch.device("meta"):
-        model = zoo.MIXTURES["qwen3_moe"]().eval()
-    with unstacked_experts(model) as found:
-        assert found.names == NAMES
-        plan = find_plan(model, PATTERN)
-    assert [(s.name, s.space.name) for s in plan.sites] == [
-        (s.name, s.space.name) for s in unstacked("qwen3_moe")[1].sites
-    ]
-    assert all(p.is_meta for p in model.parameters())
-    assert model.get_parameter(f"{NAMES[0]}.gate_up_proj").shape == (EXPERTS, 96, zoo.HIDDEN)
 
 
 @plain
@@ -306,21 +276,3 @@ RECIPES = {
     "heuristic,learned,mask": {"importance": "wanda", "learn_epochs": 1, "learn_batch_size": 4, "learn_block_size": 16},
     "heuristic,sparsegpt": {"importance": "obs"},
 }
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
-@pytest.mark.slow
-def test_the_whole_pipeline(name, recipe):
-    model, ids = zoo.build(name), zoo.token_ids(8)
-    with unstacked_experts(model) as found:
-        compiled = compile_model(model, config=config_from(RECIPES[recipe], recipe), ids=ids)
-        before = zoo.outputs(model, ids)
-    assert found.names == NAMES
-    assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-4
-    moved = {space["name"] for space in compiled.report["permutations"] if space["moved"]}
-    assert sum(".experts." in space for space in moved) >= EXPERTS
-    assert "stream" in moved
-    for owner in NAMES:
-        for projection in ("gate_up_proj", "down_proj"):
-            check_weight(owner, model.get_parameter(f"{owner}.{projection}").detach().flatten(0, 1), PATTERN)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from permtriton.checkpoint import storing
@@ -17,7 +17,6 @@ from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
 from permtriton.model.headers import read_checkpoint
-from permtriton.model.name import shown_name
 
 from . import folders
 from .desk import RUNNER
@@ -99,15 +98,6 @@ def test_other_architectures_and_patterns(tmp_path, architecture, pattern):
     assert result["ratio"] == 17 / 32 or pattern != (2, 4)
 
 
-def test_tensors_that_are_not_pruned_keep_every_bit(source, tmp_path):
-    tensors = weights(source)
-    tensors[NORM][:3] = torch.tensor([-0.0, float("nan"), float("-inf")])
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    export(source, tmp_path / "packed")
-    export(tmp_path / "packed", tmp_path / "dense", "dense")
-    assert folders.differing(tensors, weights(tmp_path / "dense")) == []
-
-
 # -- what it costs and reports ---------------------------------------------------------------------------------------
 
 
@@ -174,15 +164,6 @@ def test_each_file_is_written_under_its_name(sources, tmp_path):
 
 
 # -- plain ---------------------------------------------------------------------------------------------------------
-
-
-def test_dense_and_plain_are_the_same_for_a_portable_model(sources, tmp_path):
-    result = [export(sources["portable"], tmp_path / name, name) for name in ("dense", "plain")]
-    assert [one["loads_with"] for one in result] == ["transformers alone"] * 2
-    assert (
-        folders.files(tmp_path / "dense")["model.safetensors"] == folders.files(tmp_path / "plain")["model.safetensors"]
-    )
-    assert "quantization_config" not in (tmp_path / "dense" / "config.json").read_text()
 
 
 def test_a_fused_model_has_no_plain_form(sources, tmp_path):
@@ -327,26 +308,7 @@ def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_format(source, tmp_path):
-    with pytest.raises(ConfigError, match="packed, dense, plain"):
-        export(source, tmp_path / "out", "zip")
-
-
 # -- the command ---------------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_sizes(sources, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = RUNNER.invoke(app, ["export", str(sources["portable"])])
-    assert result.exit_code == 0, result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["portable-packed"]
-    for word in ("14 at 2:4", "0.5625", "model.safetensors", "portable-packed"):
-        assert word in result.stdout
-    again = RUNNER.invoke(
-        app, ["export", "portable-packed", "--format", "dense", "--output", str(tmp_path / "d"), "--json"]
-    )
-    result = json.loads(again.stdout)
-    assert (result["format"], result["ratio"], result["loads_with"]) == ("dense", 1.0, "transformers alone")
 
 
 @pytest.mark.parametrize(
@@ -370,11 +332,3 @@ def test_the_command_refuses_in_a_line(sources, tmp_path, monkeypatch, arguments
     assert len(result.stderr.splitlines()) == 1
     assert [word for word in words if word not in result.stderr] == [], result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["portable-packed"]
-
-
-def test_a_folder_that_is_called_demo_is_no_demo(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folders.save(folders.model_of("llama"), tmp_path / "demo")
-    assert export(Path("demo"), Path("packed"))["reloaded"] == "same model"
-    assert shown_name("./demo") == "./demo"  # in the command that the record repeats
-    assert shown_name("./--help") == "./--help"

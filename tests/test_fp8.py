@@ -27,13 +27,11 @@ from permtriton import demo
 from permtriton.checkpoint import fp8
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.fp8 import dequantize, quantize
-from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, VerificationError
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 
 from . import folders, zoo
-from .desk import RUNNER
 from .folders import LAST_UP, WEIGHTS
 
 FLOAT8 = torch.float8_e4m3fn
@@ -72,20 +70,6 @@ def test_zeros_stay_zeros_and_weights_move_by_rounding_only(dtype):
     assert not (stored.view(torch.uint8) == 0x80).any()
     assert ((back - weight).abs() <= weight.abs() / 15 + scale / 1000).all()
     assert (back.abs().amax(1) > 0.9 * weight.abs().amax(1))[weight.any(1)].all()
-
-
-def test_rows_whose_scale_is_hardly_a_float16_are_written(tmp_path):
-    """A neuron that is nearly dead: its scale has a few bits left, by which its weights are off."""
-    folder = saved(tmp_path / "saved", torch.float16)
-
-    def shrink(tensors: dict[str, torch.Tensor]) -> None:
-        weight = tensors[LAST_UP].float()
-        tensors[LAST_UP].copy_(
-            weight / weight.abs().amax(1, keepdim=True) * torch.linspace(2e-5, 3e-4, len(weight))[:, None]
-        )
-
-    folders.edit_tensors(folder, shrink)
-    export(folder, tmp_path / "fp8", "fp8")
 
 
 def test_only_linears_beside_pruned_ones_change(source, written):
@@ -275,13 +259,6 @@ def test_what_another_tool_quantized_is_dequantized_and_compiled(written, tmp_pa
     permtriton.compile(other, recipe="mask", data=zoo.token_ids(), output=tmp_path / "out")
     assert load_file(tmp_path / "out" / WEIGHTS)[LAST_UP].dtype == torch.bfloat16
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-
-
-def test_no_other_library_draws_bars_between_ours(source, tmp_path):
-    shown = RUNNER.invoke(app, ["export", str(source), "--format", "fp8", "--output", str(tmp_path / "out")])
-    assert shown.exit_code == 0, shown.stderr
-    assert "export " in shown.stderr
-    assert "it/s" not in shown.stderr
 
 
 def test_a_row_of_small_weights_keeps_its_precision():

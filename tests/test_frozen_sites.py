@@ -64,15 +64,6 @@ def test_a_linear_that_writes_its_product_as_a_matmul_is_found():
     assert "transformer.h.0.mlp.dense_4h_to_h" in [linear for _, linear in plan.linears()]
 
 
-def test_a_linear_that_runs_is_not_called_unused():
-    """Mamba's dt_proj computes ``weight @ x``: it runs, so the reason must not say that it does not."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=zoo.VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
-    plan = find_plan(MambaForCausalLM(config).eval(), TWO_FOUR)
-    assert "not used" not in plan.skipped["backbone.layers.0.mixer.dt_proj"]
-
-
 class _TorchConfig(PretrainedConfig):
     model_type = "layers_of_torch"
 
@@ -102,21 +93,6 @@ def test_layers_of_torch_get_no_gather_and_the_plan_says_so():
         for name, placement in (("linear1", "none"), ("linear2", "folded"))
     }
     assert "read by another module" in plan.skipped["encoder.layers.0.self_attn.out_proj"]
-
-
-@pytest.mark.slow
-def test_linears_that_run_on_more_than_their_siblings_are_a_site_of_their_own():
-    """DeBERTa-v2 gives relative positions to the query and key projections, not to the value projection."""
-    from transformers import DebertaV2Config, DebertaV2Model
-
-    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
-    config = DebertaV2Config(**zoo.SIZES, **relative, share_att_key=True)
-    plan = find_plan(DebertaV2Model(config).eval(), TWO_FOUR)
-    attention = "encoder.layer.0.attention.self"
-    sites = {linear: (site.name, site.space.name, site.calls) for site, linear in plan.linears()}
-    pair = f"{attention}.query_proj+key_proj"
-    assert sites[f"{attention}.query_proj"] == sites[f"{attention}.key_proj"] == (pair, "stream", 2)
-    assert sites[f"{attention}.value_proj"] == (f"{attention}.value_proj", "stream", 1)
 
 
 MLA = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -7,7 +7,6 @@ import struct
 import sys
 import unicodedata
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +114,6 @@ def test_dtype(file):
     assert load_model(Source(str(file), dtype="bfloat16")).dtype == torch.bfloat16
 
 
-def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
-    write_gguf(tmp_path / FILE, llama(), leading_dense_block_count=10**6)
-    same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
-
-
 def test_a_header_and_tensors_that_change_nothing(pristine, tmp_path):
     fields = {"rope.freq_base": 1e4, "rope.dimension_count": 8, "rope.scaling.type": "none", "split.count": 1}
     ones, zeros = np.ones(4, dtype=np.float32), np.zeros(32, dtype=np.float32)
@@ -208,13 +202,6 @@ def test_the_rotation_of_llama_3_follows_from_its_factors(tmp_path, factor):
     assert torch.equal(model(ids).logits, expected.eval()(ids).logits)
     model.save_pretrained(tmp_path / "saved")
     assert load_model(Source(str(tmp_path / "saved"))).config.rope_parameters == parameters
-
-
-def test_blocks_whose_names_sound_like_integers(file):
-    source = Source(str(file))
-    stored = source.gguf.stored
-    stored.update({name: replace(each, dtype="IQ4_NL") for name, each in stored.items()})
-    load_model(source)
 
 
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
@@ -401,42 +388,3 @@ def test_weights_that_are_still_blocks_are_refused(pristine):
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ModelError, match=r"lm_head.weight is still in GGUF's blocks.*GgufConfig\(dequantize=True\)"):
         check_original(model)
-
-
-@pytest.mark.slow
-def test_a_compilation_of_a_file_in_a_folder(workplace):
-    result = RUNNER.invoke(app, workplace.compile("--gguf-file", FILE, model="."))
-    assert result.exit_code == 0, result.output
-    record = json.loads((workplace.out / "permtriton.json").read_text())
-    assert f"--gguf-file {FILE}" in record["command"]
-
-
-@pytest.mark.slow
-def test_commands_that_write_nothing(workplace):
-    before = workplace.files()
-    for words in (
-        ["inspect", FILE],
-        ["inspect", ".", "--gguf-file", FILE],
-        workplace.compile("--dry-run", model=FILE),
-        ["evaluate", ".", "--gguf-file", FILE, "--eval-data", str(workplace.text)],
-    ):
-        result = RUNNER.invoke(app, words)
-        assert result.exit_code == 0, result.output
-    assert workplace.files() == before
-
-
-@pytest.mark.slow
-def test_another_file_is_another_run(pristine, workplace, monkeypatch):
-    """Its state must not continue a run of other weights, though the name is the same."""
-    learn = ["--recipe", "heuristic,learned,mask", "--learn-epochs", "1", "--learn-batch-size", "2"]
-    monkeypatch.setattr("permtriton.driver.result.save_checkpoint", interrupted)
-    assert RUNNER.invoke(app, workplace.compile(*learn, model=FILE)).exit_code == 130
-    model = llama()
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] += 0.1
-    write_gguf(workplace.folder / FILE, model)
-    workplace.refuses(workplace.compile(*learn, model=FILE), "the model is another one", "--restart")
-
-
-def interrupted(*args: object, **kwargs: object) -> None:
-    raise KeyboardInterrupt

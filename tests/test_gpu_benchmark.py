@@ -1,10 +1,8 @@
 """``python -m benchmarks.gpu``: all rows on tiny sizes, its result file, and what it does when a row fails."""
 
 import dataclasses
-import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,16 +12,13 @@ import torch
 
 from benchmarks import readme_tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bench, caches, checks, compile_check, kernels, models, reading, table, tune
+from benchmarks.gpu import bench, caches, checks, compile_check, kernels, models, reading, table
 from benchmarks.gpu.bench import Bench, Settings, save
 from benchmarks.gpu.builds import Build
 from benchmarks.gpu.recording import recorded
 from benchmarks.gpu.table import read
 from permtriton.kernels.launch import triton
 
-from . import zoo
-
-ROOT = Path(__file__).parent.parent
 PROCESSES = ("tests", "memcheck", "racecheck", "counters")  # rows that start one of their own
 ON_CPU = [name for name in table.ROWS if name not in PROCESSES]
 GPU_STATE = {"clocks.sm": "1980", "clocks_event_reasons.sw_power_cap": "Active"}
@@ -63,13 +58,6 @@ def test_kernels_are_compared_with_their_floor(rows):
     for result in counted:
         ours = result["times"][table.OURS]["p50_us"]
         assert result["figures"]["of the floor's speed"] == pytest.approx(result["floor_us"] / ours, rel=1e-2)
-
-
-def test_a_layer_is_the_sum_of_its_linears(rows):
-    one = [result for result in rows["sparse_linear"]["results"] if result["name"] == "sparse_linear, 1 token"]
-    results = {result["case"]: result["times"][table.DENSE]["p50_us"] for result in one}
-    expected = sum(count * results[f"{o}x{c}"] for (o, c), count in models.TINY_LAYER.items())
-    assert results[table.LAYER] == pytest.approx(expected, rel=1e-3)
 
 
 def test_every_goal_has_a_result(rows):
@@ -172,15 +160,6 @@ def test_a_fault_of_the_gpu_ends_the_process(tmp_path, monkeypatch):
     assert row.record["seconds"] is None
 
 
-def test_a_step_of_decoding_reads_neither_the_embeddings_nor_what_is_for_many_tokens():
-    model = zoo.tiny_llama(tie_word_embeddings=False)
-    weights = sum(weight.nbytes for weight in model.parameters()) + sum(buffer.nbytes for buffer in model.buffers())
-    expected = weights - model.model.embed_tokens.weight.nbytes
-    model.model.layers[0].mlp.up_proj.register_buffer("weight_compressed", torch.zeros(64))
-    assert models.bytes_of_a_step(model) == expected
-    assert models.bytes_of_a_step(zoo.tiny_llama(tie_word_embeddings=True)) > expected - model.lm_head.weight.nbytes
-
-
 def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeypatch):
     started = []
 
@@ -262,27 +241,6 @@ def test_a_process_that_hangs_dies_or_cannot_begin_costs_only_its_row(tmp_path, 
     assert all(re.search(why, rows[name]["failures"][0]["why"]) for name in started)
 
 
-def test_caches_travel_with_the_results(tmp_path, monkeypatch):
-    """Winners of tuning too, which only the rows that use them see; what Triton does not read again stays behind."""
-    results, work = tmp_path / "results", tmp_path / "first"
-    results.mkdir()
-    monkeypatch.setattr(caches, "work", lambda: work)
-    for place in ("triton/abc/kernel.cubin", "triton/abc/kernel.ttir", "tuned/permtriton/autotune.json"):
-        (work / place).parent.mkdir(parents=True, exist_ok=True)
-        (work / place).write_text(place)
-    caches.pack(results)
-    work = tmp_path / "second"
-    caches.unpack(results)
-    assert (work / "triton/abc/kernel.cubin").read_text() == "triton/abc/kernel.cubin"
-    assert not (work / "triton/abc/kernel.ttir").exists()
-    (results / "autotune.json").write_text("newer")
-    caches.unpack(results)
-    assert (work / "tuned/permtriton/autotune.json").read_text() == "newer"
-    homes = {caches.environment(name)["XDG_CACHE_HOME"] for name in ("sparse_linear_tuned", "tune")}
-    assert homes == {str(work / "tuned")}
-    assert caches.environment("sparse_linear")["XDG_CACHE_HOME"] not in homes
-
-
 BARE = """
 import importlib.metadata as metadata, re, runpy, sys
 from importlib.machinery import PathFinder
@@ -320,63 +278,7 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
 
-@pytest.mark.slow
-def test_it_runs_from_a_plain_folder(tmp_path):
-    """With torch, triton, transformers, scipy and what these need, but no pydantic, no git: compiling needs more."""
-    only = ("--only", "decoding", "--only", "compile_fast")
-    environment = {**os.environ, "PATH": ""}
-    command = [sys.executable, "-c", BARE, "--out", str(tmp_path), "--tiny", "--here", *only]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    rows = read(tmp_path / bench.RESULTS)
-    assert rows.keys() == {"decoding", "compile_fast"}, ran.stderr
-    assert rows["decoding"]["failures"] == []
-    assert rows["decoding"]["versions"]["permtriton"] == "not installed"
-    assert "pydantic" in rows["compile_fast"]["failures"][0]["why"]
-
-
-def test_the_commit_is_read_from_the_file_that_packing_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "ROOT", tmp_path)
-    assert bench.commit() is None
-    (tmp_path / "COMMIT").write_text("abc123\n")
-    assert bench.commit() == "abc123"
-
-
-STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-NCU = [
-    ["ID", "Kernel Name", "Grid Size", *checks.COUNTERS.split(",")[:2], *map(STALLED.format, ("wait", "bar"))],
-    ["", "", "", "us", "%", "inst", "inst"],
-    ["0", "sparse_linear_mma", "(43, 4, 1)", "14.5", "81.25", "1.5", "12.25"],
-]
-
-
-def test_what_ncu_counts():
-    printed = "\n".join(["==PROF== Connected", *(",".join(f'"{cell}"' for cell in line) for line in NCU)])
-    ((what, said),) = checks.counted(printed)
-    assert what == "ncu: sparse_linear_mma (43, 4, 1)"
-    assert "time_duration 14.5, throughput 81.25" in said
-    assert said.endswith("warps wait for bar 12.2, wait 1.5")
-    assert checks.counted("==ERROR== the driver forbids it") == []
-
-
-def test_what_is_tuned_comes_by_value(tmp_path):
-    cases = [case.name for case in tune.by_value(Bench("tune", Settings(tmp_path, tiny=True)))]
-    assert cases[0].startswith("sparse_linear 1 tokens")
-    assert len(set(cases)) == len(cases)
-
-
 SUMMARY = "===== ERROR SUMMARY: {} errors\n"
-ONE = "begins: permute\ndone: permute\n"
-
-
-@pytest.mark.parametrize(("code", "output", "good"), [
-    (0, ONE + SUMMARY.format(0), True),
-    (86, ONE + SUMMARY.format(3), False),
-    (1, ONE + "begins: norm\n" + SUMMARY.format(0), False),
-    (1, "===== Error: Device not supported\n", None),
-    (None, ONE, None),
-])  # fmt: skip
-def test_what_compute_sanitizer_says(code, output, good):
-    assert checks.verdict(checks.Ran(code, output, 1.0))[1] is good
 
 
 def test_the_small_cases_run(capsys):
@@ -403,11 +305,6 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
     assert command.main(["--out", str(tmp_path / "results")]) == 2
     assert "--tiny" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_file_is_json_without_folders(tmp_path):
-    save(tmp_path / "gpu.json", {"norm": {"x": 1}, "permute": {}})
-    assert list(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == ["permute", "norm"]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
-from permtriton.errors import CalibrationError, ConfigError, ModelError, OutputError, PermTritonError, reading, shown
+from permtriton.errors import CalibrationError, ConfigError, ModelError, OutputError, PermTritonError, reading
 from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.source import Source
 
@@ -67,12 +67,6 @@ def test_interruptions_and_our_own_errors_pass(error):
     assert caught.value is error
 
 
-def test_values_are_shown_however_long_they_are():
-    assert shown("ab") == "'ab'"
-    assert shown(2**90000) == "an integer of 90001 bits"
-    assert len(shown("x" * 10**6)) < 80
-
-
 # -- configs -------------------------------------------------------------------------------------------------------
 
 NORM = "model.norm.weight"
@@ -117,21 +111,6 @@ def test_configs(desk, tmp_path, case, command):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     damage(model)
     desk.refuses(desk.compile(model=model) if command == "compile" else ["inspect", str(model)], *words)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rms_norm_eps": float("nan")},
-        {"rope_parameters": {"rope_theta": -10000.0}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": float("nan")}},
-    ],
-)
-def test_what_makes_outputs_nan_is_refused_by_them(desk, tmp_path, changes):
-    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
-    configure(model, **changes)
-    desk.refuses(desk.compile(model=model), "outputs on the calibration samples are not finite")
 
 
 @pytest.mark.parametrize(
@@ -274,12 +253,6 @@ def test_names_that_are_too_long(desk, arguments):
     desk.refuses(desk.compile(*arguments))
 
 
-@pytest.mark.parametrize("name", [LONG, f"./{LONG}"])
-@pytest.mark.parametrize("command", ["compile", "inspect", "export"])
-def test_models_whose_names_are_too_long(desk, command, name):
-    desk.refuses(desk.compile(model=name) if command == "compile" else [command, name])
-
-
 @pytest.mark.slow
 def test_names_are_printed_as_text(desk, tmp_path):
     """A name may hold markup, line breaks and the control codes of a terminal."""
@@ -321,19 +294,6 @@ def test_only_regular_files_of_a_model_are_opened(desk, tmp_path, file, make):
     for read in (load_model, load_empty_model):
         with pytest.raises(ModelError, match=f"{file} is no regular file"):
             read(Source(str(model), device="cpu"))
-
-
-PLACES = ("additional_chat_templates/a.jinja", "qformer_tokenizer/tokenizer.json", "sub/model.safetensors")
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
-def test_nothing_opens_others_in_the_folders_inside(desk, tmp_path, make):
-    """transformers looks for chat templates and the parts of a processor there."""
-    model = Path(shutil.copytree(desk.model, tmp_path / "model"))
-    for place in PLACES:
-        (model / place).parent.mkdir()
-        make(model / place)
-    assert load_original(Source(str(model), device="cpu"), saved=True)[1] is not None
 
 
 def test_neither_code_nor_pickles_of_a_model_run(tmp_path, monkeypatch):
@@ -405,10 +365,6 @@ def test_files_of_options(desk, content, words):
     command = desk.compile("--config", desk.write("a.toml", content))
     place = command.index("--recipe")  # a flag would win over the file
     desk.refuses(command[:place] + command[place + 2 :], *words)
-
-
-def test_a_file_without_end_is_no_file_of_options(desk):
-    desk.refuses(desk.compile("--config", "/dev/zero"), "config file /dev/zero does not exist, or is no plain file")
 
 
 # -- seen once -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +16,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertModel,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 import permtriton
-from benchmarks.architectures import tiny
-from permtriton.checkpoint.card import name_repository
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import load_empty_model, load_model
@@ -36,7 +30,7 @@ from permtriton.model.source import Source, resolve_device
 from permtriton.model.tokenizer import TOKENIZERS, load_tokenizer
 
 from . import zoo
-from .folders import LAST_UP, configure, edit_json, edit_tensors
+from .folders import LAST_UP, configure, edit_tensors
 
 
 @pytest.fixture(scope="module")
@@ -173,12 +167,6 @@ def test_damaged_folders_that_only_inspect_reads(folder, case):
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "../nowhere", "a/b/c"])
-def test_names_that_can_only_be_folders(name):
-    with pytest.raises(ModelError, match="does not exist: give a Hugging Face model folder"):
-        load_model(Source(name))
-
-
 def test_a_file_is_not_a_model(folder):
     with pytest.raises(ModelError, match="is not a folder"):
         load_model(Source(str(folder / "config.json")))
@@ -205,11 +193,6 @@ def test_dtype(folder, dtype):
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
 
 
-def test_auto_dtype_is_the_checkpoints(pristine, tmp_path):
-    LlamaForCausalLM.from_pretrained(pristine).bfloat16().save_pretrained(tmp_path / "half")
-    assert load_model(Source(str(tmp_path / "half"))).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(("options", "words"), [({"dtype": "int8"}, "int8.*float16"), ({"device": "tpu"}, "tpu.*cuda")])
 def test_unknown_dtype_and_device(folder, options, words):
     with pytest.raises(ConfigError, match=words):
@@ -229,30 +212,6 @@ def test_cuda_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"no usable CUDA GPU .*`device=cpu`"):
         resolve_device("cuda")
-
-
-def test_encoders_load_by_their_architecture(tmp_path):
-    config = BertConfig(vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-    BertModel(config).save_pretrained(tmp_path / "bert")
-    assert type(load_model(Source(str(tmp_path / "bert")))) is BertModel
-
-
-def test_the_text_part_names_a_quantization_too(tmp_path):
-    tiny.build("LlavaForConditionalGeneration").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["quantization_config"] = {"quant_method": "modelopt"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="does not know the quantization"):
-        load_model(Source(str(tmp_path)))
-
-
-def test_integers_that_are_no_weights_are_loaded(folder):
-    """Old checkpoints hold positions and causal masks, and biases that are all 0 change nothing."""
-    positions = torch.arange(9).unsqueeze(0)
-    more = {"model.embeddings.position_ids": positions, "model.layers.0.attn.bias": torch.ones(1, 9).bool()}
-    more["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)
-    edit_tensors(folder, lambda tensors: tensors.update(more))
-    load_model(Source(str(folder)))
 
 
 @pytest.mark.parametrize(("store", "words"), [(quantize, " is I8"), (scale, "_scale")])
@@ -283,28 +242,7 @@ def test_a_tokenizer_that_is_missing_is_none(folder):
     assert load_tokenizer(Source(str(folder))) is None
 
 
-@pytest.mark.parametrize("name", ["bert", "gemma2", "gpt2", "qwen2", "t5"])
-def test_a_tokenizer_of_no_words_is_none(name, tmp_path):
-    """Transformers makes one of special tokens up for a folder without files of a tokenizer."""
-    AutoConfig.for_model(name).save_pretrained(tmp_path)
-    assert load_tokenizer(Source(str(tmp_path))) is None
-    tool = {"content": "<tool_call>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    for entries in ({}, {"added_tokens_decoder": {"7": {**tool, "special": False}}}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
-        with pytest.raises(ModelError, match="special tokens only"):
-            load_tokenizer(Source(str(tmp_path)))
-
-
 FANCY = '{"model": {"type": "Fancy"}}'
-
-
-def test_a_model_of_sentencepiece_names_its_package(folder, monkeypatch):
-    """Transformers asks for tiktoken, which cannot read it."""
-    drop_tokenizer(folder)
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    with pytest.raises(ModelError, match=r"tokenizer\.model is a model of SentencePiece.*pip install sentencepiece"):
-        load_tokenizer(Source(str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -346,26 +284,6 @@ def test_a_models_own_code_runs_when_trusted(with_code):
     model = load_model(Source(source.name, trust_remote_code=True))
     assert type(model).__name__ == "OwnForCausalLM"
     assert mark.exists()
-
-
-@pytest.mark.slow
-def test_a_models_own_code_is_saved_with_it(with_code, tmp_path, monkeypatch):
-    """It loads where neither the original folder nor a class in memory is."""
-    source, _ = with_code
-    permtriton.compile(
-        source.name, trust_remote_code=True, recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out"
-    )
-    shutil.rmtree(source.name)
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "other modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "other modules"))
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        monkeypatch.delitem(sys.modules, name)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert type(model).__name__ == "OwnForCausalLM"
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert 'AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)' in card
-    name_repository(tmp_path / "out", "me/it")
-    assert 'from_pretrained("me/it", trust' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_models_own_code_is_of_the_revision(monkeypatch, folder):
@@ -444,14 +362,6 @@ def test_what_a_folder_is_refused_for_is_refused_of_a_hub_name(folder, tmp_path,
             load.load_original(Source(name))
 
 
-@pytest.mark.slow
-def test_files_of_a_hub_name_that_are_read_beside_the_model_are_saved_with_it(folder, tmp_path, monkeypatch):
-    (folder / "preprocessor_config.json").write_text("{}")
-    in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
-    permtriton.compile("someone/model", recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out")
-    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
-
-
 def known_to_be_missing(file: str, snapshot: Path) -> None:
     """Puts a file that the hub does not have where its client keeps that in mind."""
     marker = snapshot.parents[1] / ".no_exist" / snapshot.name / file
@@ -480,15 +390,6 @@ def test_files_of_a_hub_name_are_fetched_before_the_work(folder, tmp_path, monke
     assert not any("looked up" in step.text for step in said)
 
 
-def test_a_connection_that_is_dropped_is_one_line(monkeypatch):
-    def dropped(*_arguments: object, **_named: object) -> None:
-        raise RuntimeError("Server disconnected")
-
-    monkeypatch.setattr("permtriton.model.source.cached_file", dropped)
-    with pytest.raises(ModelError, match=r"someone/model: modules.json cannot be fetched.*Server disconnected"):
-        Source("someone/model").find("modules.json")
-
-
 def test_what_the_hub_may_have_is_not_left_out_in_silence(folder, tmp_path, monkeypatch):
     """Without a network, what is not in the cache may be on the hub, unless its client knows that there is none."""
     snapshot, said = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch), []
@@ -504,41 +405,6 @@ def test_what_the_hub_may_have_is_not_left_out_in_silence(folder, tmp_path, monk
     for file in TOKENIZERS:
         known_to_be_missing(file, snapshot)
     assert load_tokenizer(Source("someone/model")) is None
-
-
-@pytest.mark.slow
-def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatch):
-    """Only config and headers: the estimate is that of the folder, but for the time."""
-    headers = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        headers[name] = SimpleNamespace(shape=list(tensor.shape), dtype="F32")
-    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
-    options = {"recipe": "heuristic,sparsegpt", "data": zoo.tiny_ids(4, 12), "output": tmp_path / "out"}
-    expected = permtriton.dry_run(str(folder), **options)
-    assert permtriton.dry_run("someone/model", **options).forecast.seconds
-    (snapshot / "model.safetensors").unlink()
-    asked = []
-
-    def metadata(_api: object, name: str, revision: str | None) -> SimpleNamespace:
-        asked.append((name, revision))
-        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=headers)})
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", metadata)
-    found = permtriton.dry_run("someone/model", **options)
-    assert asked == [("someone/model", None)]
-    assert not found.forecast.seconds
-    assert (found.parameters, found.pruned_parameters) == (expected.parameters, expected.pruned_parameters)
-    assert found.forecast.disk == expected.forecast.disk
-    assert found.forecast.needs.stages == expected.forecast.needs.stages
-    half = permtriton.dry_run("someone/model", dtype="bfloat16", **options)
-    edit_json(snapshot / "config.json", lambda config: config.pop("dtype"))
-    for tensor in headers.values():
-        tensor.dtype = "BF16"
-    assert permtriton.dry_run("someone/model", **options).forecast.needs.model == half.forecast.needs.model
-    assert 2 * half.forecast.needs.model == found.forecast.needs.model
-    headers["model.norm.weight"].shape = [7]
-    with pytest.raises(ModelError, match=r"model.norm.weight has the shape \[7\]"):
-        permtriton.dry_run("someone/model", **options)
 
 
 LOST = "[Errno -2] Name or service not known"

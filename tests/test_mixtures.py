@@ -10,8 +10,6 @@ from permtriton.recipe import config_from
 
 from . import zoo
 
-SUPPORTED = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
-
 
 @pytest.fixture(scope="module", params=[("qwen2_moe", "fused")], ids=str)
 def case(request, tmp_path_factory):

@@ -58,13 +58,6 @@ def test_exact_count_in_every_group(pattern):
     assert torch.equal(mask.T.double(), dense_mask(scores.T.double(), pattern))
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_constant_scores_keep_the_lower_channels(pattern):
-    mask = top_n_mask(torch.ones(2 * pattern.group, 3), pattern)
-    expected = (torch.arange(pattern.group) < pattern.kept).repeat(2)
-    assert torch.equal(mask, expected.view(-1, 1).expand(-1, 3))
-
-
 def test_the_order_of_ties_is_that_of_the_permuted_channels():
     index = torch.tensor([3, 1, 0, 2])
     result = nm_mask(
@@ -218,16 +211,6 @@ def test_only_the_permutation_receives_a_gradient():
     nm_mask(weight, factors, torch.arange(8), soft, [8], TWO_FOUR, True).sum().backward()
     assert weight.grad is None
     assert soft.grad.abs().max() > 0
-
-
-def test_values_of_soft_do_not_matter():
-    """The forward pass follows the hard index alone."""
-    weight, factors, index = weight_of(4, 8), factors_of("power 1", 4, 8, torch.float32), block_index([8])
-    results = [
-        nm_mask(weight, factors, index, soft, [8], TWO_FOUR, True) for soft in (torch.zeros(64), torch.full((64,), 9.0))
-    ]
-    assert torch.equal(*results)
-    assert torch.equal(results[0], nm_mask(weight, factors, index, torch.empty(0), [8], TWO_FOUR, True))
 
 
 @pytest.mark.slow

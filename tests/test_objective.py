@@ -164,15 +164,6 @@ def test_an_error_in_the_head_leaves_the_model_as_it_was(name):
     assert model.base_model.forward == given
 
 
-def test_the_head_of_a_class_whose_base_model_has_another_name():
-    """transformers takes the whole of a Llama 4 with a head for its base model and for its encoder."""
-    model = tiny.build("Llama4ForCausalLM")
-    hidden = torch.randn(2, 3, model.config.hidden_size, requires_grad=True)
-    logits = Head(model, Samples.of(IDS))(hidden)
-    assert logits.requires_grad
-    torch.testing.assert_close(logits, model.lm_head(hidden))
-
-
 def test_a_forward_that_someone_else_replaced_comes_back():
     model = zoo.build("llama")
     mine = model.model.forward
@@ -215,8 +206,3 @@ def test_auto_means_the_logits_where_there_is_a_head(name, kind):
     assert default_objective(model) == kind
     for step in (Searched(), Distill(), Learned(loss="auto")):
         assert objective_kind(step.objective, model) == kind
-
-
-@pytest.mark.parametrize("step", [Searched(loss="cosine"), Distill(loss="cosine"), Learned()])
-def test_a_loss_that_is_named_needs_no_head(step):
-    assert [objective_kind(step.objective, zoo.build(name)) for name in ("llama", "bert")] == ["cosine", "cosine"]

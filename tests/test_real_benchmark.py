@@ -5,8 +5,6 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from pydoc_data.topics import topics
-from xml.etree import ElementTree
 
 import pytest
 from safetensors.torch import load_file
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 import benchmarks.real.__main__ as benchmark
 from benchmarks import readme_tables
 from benchmarks.real import evaluate, inputs, plot, table
-from benchmarks.real.rows import OURS, PEERS, ROWS, THEIRS, Job, command
+from benchmarks.real.rows import OURS, PEERS, THEIRS, Job, command
 from permtriton.cli import compile as compile_command
 from permtriton.cli.main import app
 
@@ -202,12 +200,6 @@ def pruned_copy(folder: Path) -> Path:
     return folder / "pruned"
 
 
-def test_rows_have_names_of_their_own():
-    assert len(set(ROWS)) == len(ROWS) == 1 + len(OURS) + len(THEIRS)
-    assert not any("," in name for name in ROWS)  # which divides them in --rows
-    assert set(plot.SHOWN) <= set(ROWS)
-
-
 def test_table():
     def row(name: str, perplexity: float, seed: int = 0, **other: float) -> dict:
         evaluation = {"perplexity": perplexity, "kl": 0.25, "windows": 8, **other}
@@ -270,25 +262,6 @@ CROWDED = result(
 )  # fmt: skip
 
 
-def test_labels_cover_neither_points_nor_each_other():
-    dense, points = plot.points(CROWDED)
-    axes = plot.Axes(dense, points)
-    boxes = axes.labels()
-    marks = [plot.Box(x - 5, y - 5, x + 5, y + 5) for x, y in map(axes.place, points)]
-    for number, box in enumerate(boxes):
-        assert box.within(plot.Box(0, 0, plot.WIDTH, plot.BOTTOM))
-        assert not any(map(box.hits, [*marks, *boxes[:number]])), points[number].name
-    text = plot.svg(CROWDED, "light")
-    drawn = ElementTree.fromstring(text)
-    assert sorted(each.text for each in drawn.iter() if each.text and "beyond" in each.text) == [
-        "llm-compressor wanda 90.0 (beyond the axis)",
-        "wanda 88.0 (beyond the axis)",
-    ]
-    assert text.count("<circle") == 5 + 1  # and the legend's
-    assert text.count("<rect") == 3 + 1
-    assert "sparse_magnitude" not in text
-
-
 def test_a_point_is_the_mean_over_seeds_with_its_range():
     rows = result(("fast", 100, 40.0), ("sparsegpt", 90, 50.0), seeds=3)
     rows["rows"].append({"name": "default", "seed": 0, "error": "no"})
@@ -313,8 +286,3 @@ def test_the_check_finds_a_plot_that_is_not_what_the_result_gives(tmp_path, monk
         damage()
         with pytest.raises(SystemExit, match=r"plot\.svg is not what"):
             readme_tables.main()
-
-
-def test_the_other_text_is_a_fifth_of_the_reference(tmp_path):
-    size = len(inputs.other_text(tmp_path).read_text(encoding="utf-8"))
-    assert 0.15 < size / sum(map(len, topics.values())) < 0.25

@@ -112,21 +112,6 @@ def test_a_row_that_does_not_end_costs_only_itself_and_is_tried_again(stand, ran
     assert fast.keys() & {"error", "evaluation"} == {"evaluation"}
 
 
-def test_what_is_pruned_is_only_measured(stand):
-    stand("fast")
-    report = json.loads((stand.folder / "out.json").read_text())
-    del report["rows"][0]["evaluation"]
-    (stand.folder / "out.json").write_text(json.dumps(report))
-    assert "evaluation" in stand("fast")[0]
-    assert stand.calls == ["evaluate fast-ids-2x8-seed0, 3 windows, 8 for KL, cpu"]
-
-
-def test_rows_of_other_inputs_are_not_mixed(stand):
-    stand("dense")
-    with pytest.raises(SystemExit, match="rows of other inputs"):
-        stand("fast", **{"kl-windows": 1})
-
-
 def test_a_folder_of_shards_and_of_an_older_config_is_named(tmp_path):
     """transformers before 5 calls the dtype of a model ``torch_dtype``."""
     (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')

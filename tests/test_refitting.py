@@ -13,7 +13,6 @@ from permtriton.methods.measure.statistics import Moments
 from permtriton.methods.prune import refitting as module
 from permtriton.methods.prune.refit import Refit
 from permtriton.model.checks import check_pruned
-from permtriton.model.experts import unstack_experts
 from permtriton.passes.plan import Site, sequential_groups
 from permtriton.running.layer_inputs import from_model
 from permtriton.running.offload import OffloadFolder
@@ -23,7 +22,7 @@ from . import test_seq2seq, zoo
 from .expert_stacks import unstacked
 from .refits import Problem
 from .two_ranks import Interrupting
-from .updating import Recording, facts, interrupt, tiny_model
+from .updating import Recording, facts, tiny_model
 
 
 def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
@@ -155,30 +154,6 @@ def test_linears_that_also_run_for_nothing_read_the_same_in_both_models():
     assert problem.error() < before
 
 
-@pytest.mark.slow
-def test_experts_in_a_list_are_not_compared():
-    """The model itself sends tokens to them, others once it is pruned, and perhaps as many."""
-    model = tiny_architectures.build("SwitchTransformersForConditionalGeneration")
-    problem = Problem(model, ids=tiny_architectures.inputs(model, samples=4))
-    shifts = shifts_of(problem)
-    experts = {site for site in shifts if ".experts." in site}
-    assert len(experts) == 2 * 4 * 4
-    assert {site for site, has_shift in shifts.items() if not has_shift} == experts
-    check_pruned(problem.model, problem.plan)
-
-
-@pytest.mark.slow
-def test_experts_that_read_sorted_tokens_are_not_compared():
-    model = tiny_architectures.build("JetMoeForCausalLM")
-    unstack_experts(model)
-    problem = Problem(model, ids=tiny_architectures.inputs(model))
-    shifts = shifts_of(problem)
-    experts = {site for site in shifts if "_linear." in site}
-    assert len(experts) >= 4
-    assert {site for site, has_shift in shifts.items() if not has_shift} == experts
-    check_pruned(problem.model, problem.plan)
-
-
 def shifts_of(problem: Problem) -> dict[str, bool]:
     """Refits, and returns site -> whether its inputs were compared with the dense model's."""
     return {site: moment.shift is not None for site, moment in moments_of(problem).items()}
@@ -222,16 +197,6 @@ def test_sixteen_bits(dtype):
     assert problem.error() < before
     assert {weight.dtype for weight in problem.weights.values()} == {dtype}
     check_pruned(problem.model, problem.plan)
-
-
-@pytest.mark.slow
-def test_the_dense_weights_come_and_go():
-    """After an interruption inside the dense model, every weight is the model's own again."""
-    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(4, 16))
-    storages = {name: weight.data_ptr() for name, weight in problem.weights.items()}
-    with pytest.raises(KeyboardInterrupt):
-        problem.refit(Recording(at=3, act=interrupt))
-    assert {name: weight.data_ptr() for name, weight in problem.weights.items()} == storages
 
 
 # -- in a recipe -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.errors import CalibrationError
 from permtriton.methods.order.learned import Learned as Options
@@ -92,21 +91,6 @@ def test_start_values(size):
     assert 0.7 < (random.scale * random.weights[0]).abs().max() <= 1
 
 
-def test_the_scale_is_that_of_a_space_s_largest_block():
-    relaxation = relaxation_of(space_of(20, name="a"), space_of(4, name="b"), space_of(16, name="c"))
-    torch.testing.assert_close(relaxation.scale.detach(), torch.tensor([8.0, 4.0, 8.0]).sqrt())
-
-
-def test_logits_take_the_scale_of_their_own_space():
-    spaces = [space_of(8, name="a"), space_of(16, name="b")]
-    relaxation = relaxation_of(*spaces, sinkhorn_rounds=0)
-    with torch.no_grad():
-        relaxation.scale.copy_(torch.tensor([0.0, 3.0]))
-    (soft,) = relaxation.soft(0.5)
-    torch.testing.assert_close(soft[0], torch.full((8, 8), 1 / 8))
-    torch.testing.assert_close(soft[1:], (3 * relaxation.weights[0][1:] / 0.5).softmax(-1))
-
-
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_clamped_logits(limit):
     relaxation = relaxation_of(space_of(8), sinkhorn_rounds=0, clamp=limit)
@@ -166,27 +150,6 @@ def test_indices_of_every_space_are_one_in_a_row():
     assert torch.equal(row, torch.cat([indices["a"], 32 + indices["b"], 40 + indices["c"]]))
     assert torch.equal(relaxation.join(indices), row)
     assert SiteBlocks(relaxation, tied_site(spaces[1])).units.tolist() == [*range(32, 40)] * 2
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_hardening_is_a_few_operators_however_many_blocks():
-    counts = []
-    for blocks in (2, 40):
-        relaxation = relaxation_of(*(space_of(8, name=str(number)) for number in range(blocks)))
-        soft = relaxation.soft(1.0)
-        with Operators() as operators:
-            relaxation.assign(soft)
-        counts.append(operators.count)
-    assert counts[0] == counts[1] < 12
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -262,13 +225,6 @@ def test_the_gradient_added_is_that_of_autograd(segments, site_of):
     expected = torch.autograd.grad(flat, soft, gradient, materialize_grads=True)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, 1 + other)
-
-
-def test_blocks_in_a_row_are_not_copied():
-    spaces = [space_of(16, name="a"), space_of(24, name="b")]
-    relaxation = relaxation_of(*spaces)
-    soft = relaxation.soft(1.0)
-    assert SiteBlocks(relaxation, plain_site(spaces[1])).flat(soft).data_ptr() == soft[0][2].data_ptr()
 
 
 def test_channels_of_a_block_that_are_apart_are_a_bug():

@@ -24,8 +24,7 @@ from permtriton.recipe import config_from
 from permtriton.reporting import sections
 from permtriton.reporting.compiled import read_folders
 from permtriton.reporting.html_report import page_of, report
-from permtriton.reporting.pages import Table, numbers
-from permtriton.reporting.plots import Scale
+from permtriton.reporting.pages import Table
 
 from . import zoo
 from .desk import RUNNER, check_refusal
@@ -195,13 +194,6 @@ def test_every_section_says_what_was_recorded(folders, whole):
     assert record["versions"]["torch"] in parts["details"]
 
 
-def test_columns_have_one_number_format():
-    assert numbers([0.0079776, 0.17, None]) == ["0.00798", "0.17000", "–"]
-    assert numbers([13.675, 11.9974], 4) == ["13.68", "12.00"]
-    assert numbers([437.7, 1029.6]) == ["438", "1,030"]
-    assert numbers([0.0]) == ["0.00"]
-
-
 def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
     def stages(*names: str):
         return lambda record: record.update(seconds=dict.fromkeys(names, 1.0))
@@ -212,29 +204,6 @@ def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
     found = next(table for table in tables if table.caption == "Seconds by stage")
     assert [cells[0] for cells in found.rows] == ["trace", "mask", "save", "learned", "prove", "in all"]
     assert [cells[1] for cells in found.rows] == ["1.0", "1.0", "1.0", "–", "–", "3.0"]
-
-
-def test_what_folders_share_is_said_once(folders, tmp_path):
-    skipped = {"lm_head.weight": "output head"}
-    pair = [
-        changed(folders[name], tmp_path / name, lambda record: record.update(skipped=skipped))
-        for name in ("wanda", "learned")
-    ]
-    left = sections.orders(read_folders(pair)).tables[1]
-    assert left.rows == [("lm_head.weight", "output head", "all")]
-    text = page(pair, tmp_path / "out.html")
-    assert text.count("<td>output head</td>") == 1
-    assert '<td colspan="2">2:4</td>' in text
-
-
-@pytest.mark.parametrize("log", [True, False])
-def test_ticks_are_round_and_on_the_axis(log):
-    for low, high in ((0.012, 0.03), (1, 9000), (11.9, 13.9), (0.5, 0.5), (3e-9, 2e5)):
-        scale = Scale.around([low, high], 0, 100, log=log)
-        ticks = scale.ticks()
-        assert ticks
-        assert all(scale.low <= tick <= scale.high and 0 <= scale.place(tick) <= 100 for tick in ticks)
-        assert len(ticks) <= 7 or high / low > 1e6
 
 
 def row(method: str, pattern: str = "", mean: float = 10.0, setting: str = "", **more: object) -> dict:
@@ -276,15 +245,6 @@ def test_rows_of_a_comparison_are_told_apart(tmp_path):
     assert table.rows[0][:2] == ("dense", "")
 
 
-def test_settings_of_an_ablation_are_told_apart(tmp_path):
-    method = "wanda + learned (fused)"
-    rows = [row("dense"), *(row(method, "2:4", mean, f"layers {mean:.0f}", compile_seconds=20 - mean)
-                            for mean in (12.0, 11.0))]  # fmt: skip
-    svg, table = compared(tmp_path / "c.json", rows, patterns=["2:4"], ablation="learn-layers")
-    assert re.findall(r">(wanda[^<]*)<", svg) == ["wanda + learned, layers 12", "wanda + learned, layers 11"]
-    assert [cells[:2] for cells in table.rows[1:]] == [(method, "layers 12"), (method, "layers 11")]
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -316,16 +276,6 @@ def test_text_from_files_is_text(folders, tmp_path):
     parsed(text)
 
 
-@pytest.mark.slow
-def test_the_demo_model_keeps_its_name(tmp_path):
-    """It is a folder inside the package, whose path and name mean nothing to others."""
-    options = {"recipe": "mask", "importance": "magnitude", "samples": 1, "sequence_length": 16, "eval_data": None}
-    found = permtriton.compile("demo", output=tmp_path / "out", progress=False, **options).report
-    assert found["model"] == "demo"
-    assert found["command"].startswith("permtriton compile demo ")
-    assert (tmp_path / "out" / "README.md").read_text().count("# `demo`, pruned to 2:4") == 1
-
-
 def test_the_first_sentence_is_the_verdict(folders):
     def of(*numbers: tuple[float, float], measure: str = "perplexity") -> str:
         found = read_folders([folders["portable"], folders["wanda"]][: len(numbers)])
@@ -338,13 +288,6 @@ def test_the_first_sentence_is_the_verdict(folders):
     assert "as in wanda, the best of the 2 folders here. Of every" in of((10.0, 12.5), (10.0, 12.0))
     assert "pruned as in portable, the best" in of((1.0, 0.9), (1.0, 0.8), measure="cosine")
     assert "was not measured" in page_of(read_folders([folders["portable"]]), None).lead
-
-
-def test_the_pattern_of_one_folder_is_not_said_of_others(folders, tmp_path):
-    other = changed(folders["wanda"], tmp_path / "other", lambda record: record["config"].update(sparsity="4:8"))
-    page = page_of(read_folders([folders["portable"], other]), None)
-    assert "2:4, 4:8" in page.title
-    assert "consecutive weights" not in page.lead
 
 
 def test_numbers_of_different_texts_are_not_compared(folders):

@@ -18,12 +18,9 @@ from transformers import AutoModelForCausalLM, AutoProcessor
 import permtriton
 from permtriton.checkpoint import save as saving
 from permtriton.checkpoint import verify
-from permtriton.checkpoint.output import check_output
-from permtriton.checkpoint.pruned import pruned_parameters
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError, OutputError, VerificationError
 from permtriton.model.rehearsal import check_made_by_config
-from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 from . import folders, off_path, zoo
 from .folders import LAST_UP
@@ -177,12 +174,6 @@ def test_the_states_of_stages_go_once_the_result_is_saved(compiled, place, monke
 # -- where it may be saved -----------------------------------------------------------------------------------------
 
 
-def test_existing_output_needs_overwrite(compiled, place, earlier):
-    with pytest.raises(OutputError, match="exists: choose another folder, or replace it with `overwrite=True`"):
-        compiled.save_pretrained(place / "out")
-    assert folders.files(place) == earlier
-
-
 @pytest.mark.parametrize("kind", ["folder of another", "file"])
 def test_overwrite_leaves_what_is_not_ours_alone(compiled, place, kind):
     if kind == "file":
@@ -194,24 +185,6 @@ def test_overwrite_leaves_what_is_not_ours_alone(compiled, place, kind):
     with pytest.raises(OutputError, match="not written by permtriton"):
         compiled.save_pretrained(place / "out", overwrite=True)
     assert folders.files(place) == before
-
-
-def test_an_empty_folder_may_be_overwritten(compiled, place):
-    (place / "out").mkdir()
-    compiled.save_pretrained(place / "out", overwrite=True)
-    assert (place / "out" / "permtriton.json").is_file()
-
-
-def test_missing_parent(compiled, place):
-    with pytest.raises(OutputError, match="does not exist; make it first"):
-        compiled.save_pretrained(place / "no" / "out")
-    assert list(place.iterdir()) == []
-
-
-def test_parent_that_cannot_be_written(place, monkeypatch):
-    folders.read_only(monkeypatch)
-    with pytest.raises(OutputError, match="cannot be written: Read-only file system"):
-        check_output(place / "out", overwrite=False)
 
 
 # -- disk full, Ctrl-C ---------------------------------------------------------------------------------------------
@@ -370,30 +343,6 @@ def test_the_report_names_pruned_weights_and_hashes(compiled, place):
     assert report["files"] == {"model.safetensors": expected}
 
 
-@pytest.mark.slow
-def test_pruned_parameters_know_their_input_dimension():
-    for name, dim in (("gpt2", 0), ("llama", 1)):
-        model, plan = zoo.planned(name)
-        found = pruned_parameters(model, plan)
-        assert set(found.values()) == {PrunedWeight(dim, NMPattern(2, 4))}
-        assert all(model.get_parameter(parameter).ndim == 2 for parameter in found)
-
-
-@pytest.mark.slow
-def test_stacked_experts_are_one_parameter(place):
-    model = zoo.build("mixtral")
-    options = permtriton.config_from(recipe="heuristic,mask")
-    result = compile_model(model, None, options, ids=zoo.token_ids())
-    output = result.save_pretrained(place / "out")
-    report = json.loads((output / "permtriton.json").read_text())
-    stacked = {name: dim for name, dim in report["pruned_weights"].items() if "experts" in name}
-    assert set(stacked.values()) == {2}
-    assert len(stacked) == 4
-    assert set(stacked) <= set(load_file(output / "model.safetensors"))
-    reloaded = AutoModelForCausalLM.from_pretrained(output)
-    assert all(torch.equal(model.state_dict()[k], v) for k, v in reloaded.state_dict().items())
-
-
 # -- rehearsed before any work -------------------------------------------------------------------------------------
 
 
@@ -500,12 +449,3 @@ def test_a_config_that_cannot_be_saved_again_is_refused_before_any_work(place):
     folders.edit_json(place / "model" / "config.json", lambda config: config.update(distributed_config={"tp": 4}))
     with pytest.raises(ModelError, match="model could not be saved again: "):
         permtriton.compile(place / "model", data=zoo.tiny_ids(4, 16), recipe="mask")
-
-
-@pytest.mark.slow
-def test_what_transformers_cannot_save_later_is_our_error_too(place):
-    """Without an output, nothing is rehearsed: it may never be saved."""
-    compiled = permtriton.compile(shared(zoo.tiny_llama()), data=zoo.tiny_ids(4, 16), recipe="mask")
-    with pytest.raises(ModelError, match="transformers cannot save this LlamaForCausalLM"):
-        compiled.save_pretrained(place / "out")
-    assert list(place.iterdir()) == []

@@ -220,21 +220,6 @@ def test_same_plan_from_the_meta_device(name):
     assert described(find_plan(model, PATTERN)) == described(plan_of(name))
 
 
-@pytest.mark.slow
-def test_on_the_meta_device_a_list_of_positions_has_no_values():
-    """Falcon takes the keys and values of multi-query heads by a list, which torch puts on the model's device."""
-    with torch.device("meta"):
-        model = zoo.build("falcon")
-    known, unknown = plan_of("falcon"), find_plan(model, PATTERN)
-    assert len(unknown.barriers) == 2 * zoo.LAYERS
-    assert all("aten.index.Tensor by an index without known values" in barrier for barrier in unknown.barriers)
-    assert [(s.name, s.linears, s.channels) for s in unknown.sites] == [
-        (s.name, s.linears, s.channels) for s in known.sites
-    ]
-    frozen = {space.name for space in unknown.spaces if space.frozen}
-    assert frozen == {f"transformer.h.{n}.self_attention.dense" for n in range(zoo.LAYERS)}
-
-
 def described(plan: Plan) -> object:
     sites = [(s.name, s.linears, s.channels, s.layer, s.space.name, s.units.tolist()) for s in plan.sites]
     spaces = [
@@ -268,27 +253,6 @@ def test_phi3_gate_and_up_rows_move_together():
     layer = "model.layers.1"
     found = positions(plan_of("phi3"), f"{layer}.mlp.down_proj", f"{layer}.mlp.gate_up_proj.weight")
     assert found == {unit: [unit, zoo.INTERMEDIATE + unit] for unit in range(zoo.INTERMEDIATE)}
-
-
-@pytest.mark.parametrize("kind", ["weight", "bias"])
-def test_gpt_neox_values_are_interleaved_by_head(kind):
-    layer = "gpt_neox.layers.0.attention"
-    found = positions(plan_of("gpt_neox"), f"{layer}.dense", f"{layer}.query_key_value.{kind}")
-    expected = {}
-    for head in range(zoo.HEADS):
-        for channel in range(zoo.HEAD_DIM):
-            expected[head * zoo.HEAD_DIM + channel] = [(3 * head + 2) * zoo.HEAD_DIM + channel]
-    assert found == expected
-
-
-@pytest.mark.slow
-def test_falcon_values_are_the_last_head_of_the_packed_projection_and_serve_every_query_head():
-    layer = "transformer.h.1.self_attention"
-    plan, heads = plan_of("falcon"), range(zoo.HEADS)
-    written = positions(plan, f"{layer}.dense", f"{layer}.query_key_value.weight")
-    assert written == {unit: [(zoo.HEADS + 1) * zoo.HEAD_DIM + unit] for unit in range(zoo.HEAD_DIM)}
-    read = positions(plan, f"{layer}.dense", f"{layer}.dense.weight")
-    assert read == {unit: [head * zoo.HEAD_DIM + unit for head in heads] for unit in range(zoo.HEAD_DIM)}
 
 
 @pytest.mark.parametrize("kind", ["weight", "bias"])

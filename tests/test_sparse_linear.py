@@ -1,9 +1,6 @@
 """The linear layer with a packed weight, and which way it takes on a GPU."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,37 +231,6 @@ def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, row, with_bias, m
     assert torch.equal(y, linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("found", [(7, 2, 1), (0, 1, -1)], ids=["another", "the default"])
-def test_what_cusparselt_searches_is_tried_beside_its_default(found, monkeypatch):
-    x, default = torch.randn(5, 32, generator=rng(2)).bfloat16(), cusparselt.CONFIGS[0]
-    used = []
-
-    class Library:
-        @staticmethod
-        def mm_search(compressed, dense_CT, bias, alpha, out_dtype, transpose_result):
-            assert (compressed.shape, dense_CT.shape, transpose_result) == ((32, 18), (32, 8), True)
-            assert bias is alpha is out_dtype is None
-            return *found, 40
-
-    def multiply(compressed, dense_CT, transpose_result, alg_id, split_k, split_k_mode, bias):
-        used.append((alg_id, split_k, split_k_mode))
-        return dense_CT.t()
-
-    def run() -> Tensor:
-        return cusparselt.product(x, x.new_zeros(32 * 18), None, 32)
-
-    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
-    run()  # without a search, which not every torch has
-    monkeypatch.setattr(torch._C, "_cusparselt", Library, raising=False)
-    with autotune.requests() as requested:
-        run()
-    assert requested[0].configs[0] == default
-    for config in requested[0].configs[1:]:
-        with autotune.forced("cusparselt", config):
-            run()
-    assert used == [(0, 1, -1), (0, 1, -1), *([found] if found[0] else [])]
-
-
 @pytest.mark.parametrize(
     ("dtype", "shape", "device", "there", "fits"),
     [
@@ -284,22 +250,6 @@ def test_what_cusparselt_takes(dtype, shape, device, there, fits, monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: there)
     monkeypatch.setattr(cusparselt, "has_kernels", lambda device: device.type == "cuda")
     assert cusparselt.supports(dtype, *shape, torch.device(device)) is fits
-
-
-def test_cusparselt_serves_the_gpu_that_a_thread_used_first(monkeypatch):
-    """A rank of a group works on any GPU; a thread that uses two gets it on one, a new thread may take the other."""
-    monkeypatch.setattr(cusparselt, "_THREAD", threading.local())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    first, second = torch.device("cuda", 1), torch.device("cuda", 0)
-    assert cusparselt.serves(first)
-    assert cusparselt.serves(second)
-    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=first))
-    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=second))
-    assert cusparselt.serves(first)
-    assert cusparselt.serves(torch.device("cuda"))
-    assert not cusparselt.serves(second)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(cusparselt.serves, second).result()
 
 
 def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):

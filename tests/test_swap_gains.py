@@ -137,18 +137,6 @@ def test_curvature_takes_off_what_every_flipped_weight_costs(pattern, kind, form
     assert_near(across_groups(swap_gains(terms, terms), pattern.group), expected, 1e-9)
 
 
-def test_without_curvature_or_with_none_of_it_gains_are_the_same():
-    weight, gradient, index = weight_of("ties", ROWS, 24), gradient_of(ROWS, 24), index_of(24)
-    factors = factors_of("power 2", ROWS, 24, torch.float64)
-    none = RankOneCurvature(torch.zeros(ROWS), torch.ones(24))
-    for part, other in zip(
-        swap_terms(weight, factors, gradient, index, TWO_FOUR).tensors(),
-        swap_terms(weight, factors, gradient, index, TWO_FOUR, none).tensors(),
-        strict=True,
-    ):
-        assert torch.equal(part, other)
-
-
 def test_curvature_in_float32_tiles_and_strides(monkeypatch):
     weight, gradient, index = weight_of("ties", ROWS, 40), gradient_of(ROWS, 40), index_of(40)
     factors, curvature = factors_of("row and column", ROWS, 40, torch.float64), curvature_of(ROWS, 40)

@@ -19,7 +19,6 @@ from permtriton.data.text import (
     all_windows,
     calibration_ids,
     calibration_samples,
-    check_samples,
     evaluation_ids,
     fitted,
 )
@@ -152,15 +151,6 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
     assert evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\u2029"])
-def test_json_lines_end_at_newlines_only(tmp_path, tokenizer, separator):
-    """JSON strings may contain characters that Python's splitlines treats as line ends."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    ids = evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).flatten()
-    assert tokenizer.decode(ids[:-1]) == f"one{separator}two"
-
-
 def test_hash_distinguishes_ids_and_shapes():
     ids = torch.arange(12).view(3, 4)
     assert Samples.of(ids).sha256 == Samples.of(ids.to(torch.int32)).sha256
@@ -236,16 +226,6 @@ def test_text_without_a_tokenizer(tmp_path):
     path.write_text(SENTENCE, encoding="utf-8")
     with pytest.raises(CalibrationError, match=r"no tokenizer: give a \.jsonl with input_ids"):
         calibration_ids(config(path), None, VOCABULARY, 0)
-
-
-def test_tokenizer_with_a_bigger_vocabulary_than_the_model(tmp_path, tokenizer):
-    path = tmp_path / "a.txt"
-    path.write_text(SENTENCE * 20, encoding="utf-8")
-    assert calibration_ids(config(path), tokenizer, VOCABULARY, 0).shape == (4, 16)
-    with pytest.raises(
-        CalibrationError, match="vocabulary is 0 to 99: the tokenizer or the ids belong to another model"
-    ):
-        calibration_ids(config(path), tokenizer, 100, 0)
 
 
 @pytest.mark.parametrize("name", HUB_DATASETS)
@@ -468,18 +448,6 @@ def test_ids_in_quotes_are_no_text(tmp_path, tokenizer):
         evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": SENTENCE}))
     assert evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8).numel()
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int32, torch.uint64], ids=str)
-def test_ids_of_any_integer_type_are_the_same_samples(model, dtype):
-    ids = torch.arange(32).view(4, 8)
-    found = check_samples(model, ids.to(dtype))
-    assert found.ids.dtype == torch.int64
-    assert torch.equal(found.ids, ids)
-    with pytest.raises(CalibrationError, match="expected integers"):
-        check_samples(model, (ids == 3))
-    with pytest.raises(CalibrationError, match="with values from 0 to"):
-        check_samples(model, torch.full((4, 8), 2**64 - 1, dtype=torch.uint64))
 
 
 def test_a_default_length_follows_the_model_and_one_that_was_asked_for_does_not(model):

@@ -1,7 +1,5 @@
 """Long texts: pieces that together are the text, and the tokens of ordinary texts as before."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,10 +7,10 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from permtriton.data import tokenize
-from permtriton.data.tokenize import LONGEST_LINE, pieces, token_ids
+from permtriton.data.tokenize import pieces, token_ids
 from permtriton.errors import CalibrationError
 
-from .sentences import SENTENCE, image_and_text_processor, trained_tokenizer
+from .sentences import SENTENCE, trained_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -81,33 +79,9 @@ def test_no_second_end_token_follows_the_code_of_a_language():
         tokenizer.backend_tokenizer.post_processor = plain
 
 
-@pytest.mark.slow
-def test_a_tokenizer_never_sees_a_longer_line(tokenizer):
-    """However many characters follow each other without a line break or white space, time grows with their number."""
-    seen = []
-
-    class Counting:
-        eos_token_id = None
-
-        def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
-            seen.append(len(text))
-            return {"input_ids": [0] * (len(text) // 1000)}
-
-    start = time.process_time()
-    ids = token_ids("a" * 30_000_000, Counting(), "a.txt")
-    assert time.process_time() - start < 5
-    assert max(seen) == LONGEST_LINE
-    assert ids.numel() > 29_000
-
-
 def test_a_tokenizer_that_fails_names_the_text(tokenizer):
     with pytest.raises(CalibrationError, match=r"a\.jsonl cannot be tokenized by the model's tokenizer"):
         token_ids("\ud800", tokenizer, "a.jsonl")
-
-
-def test_a_processor_reads_text_by_its_tokenizer(tokenizer):
-    found = token_ids(SENTENCE, image_and_text_processor(), "a.txt")
-    assert torch.equal(found, token_ids(SENTENCE, tokenizer, "a.txt"))
 
 
 def test_a_tokenizer_that_cuts_and_pads_reads_the_whole_text_and_stays_as_it_is(tokenizer):

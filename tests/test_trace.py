@@ -87,16 +87,6 @@ def test_tied_parameters_have_one_node_under_the_first_name():
     assert {str(user.target) for user in node.users} == {"aten.embedding.default", "aten.linear.default"}
 
 
-@pytest.mark.slow
-def test_a_meta_model_gives_the_same_parameters_and_outputs():
-    with torch.device("meta"):
-        model = zoo.build("llama")
-    on_meta, on_cpu = trace(model), trace(zoo.build("llama"))
-    assert set(readers(on_meta.graph_module)) == set(readers(on_cpu.graph_module))
-    assert on_meta.hidden_node.meta["val"].shape == on_cpu.hidden_node.meta["val"].shape
-    assert (on_meta.outputs, on_meta.hidden) == (on_cpu.outputs, on_cpu.hidden)
-
-
 def test_buffers_and_constants_are_attributes():
     class Shifted(nn.Module):
         def __init__(self) -> None:

@@ -10,7 +10,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -34,7 +33,7 @@ from permtriton.running.state import StateFile
 from permtriton.running.store import MEMORY
 from permtriton.util.progress import NoProgress
 
-from . import test_seq2seq, zoo
+from . import zoo
 from .updating import PATTERN, Pruned, Recording, facts, interrupt, same, tiny, tiny_model
 
 OPTIONS = {"steps": 8, "batch_size": 2, "learning_rate": 0.02, "micro_batch_size": 2, "activation_checkpointing": False}
@@ -152,14 +151,6 @@ def test_steps_are_those_of_adam_and_what_is_shared_is_tuned_once():
         else:
             assert torch.equal(one[name], start[name])
     assert len(vectors) == len({id(each) for each in vectors.values()}) == 12
-
-
-def test_a_value_that_is_shared_has_one_optimizer_state():
-    pruned = with_tied_norms()
-    values = TunedValues(pruned.model, pruned.plan).values
-    assert len([name for name in values if "input_layernorm" in name]) == 1
-    assert len([name for name in values if name.endswith("up_proj.scale")]) == 1
-    assert len([name for name in values if name.endswith("gate_proj.scale")]) == 1
 
 
 def test_a_harmful_learning_rate_keeps_the_start():
@@ -329,18 +320,6 @@ def test_experts_and_their_biases_move_in_the_storage_they_share():
     assert not torch.equal(experts.gate_up_proj_bias, before["model.layers.0.mlp.experts.gate_up_proj_bias"])
 
 
-@pytest.mark.slow
-def test_both_halves_of_an_encoder_decoder():
-    model = test_seq2seq.build("t5")
-    before = parameters(model)
-    found = compiled("mask,tune", model, test_seq2seq.IDS.repeat(3, 1))
-    entry = found.report["steps"][-1]
-    assert entry["history"][entry["kept"]]["held_out"] < entry["history"][0]["held_out"]
-    moved = {name for name, each in model.named_parameters() if each.ndim == 1 and not torch.equal(each, before[name])}
-    assert moved == {name for name, each in before.items() if each.ndim == 1}
-    assert any(name.startswith("encoder.") for name in moved)
-
-
 # -- in a compilation --------------------------------------------------------------------------------------------------
 
 SMALL = {"tune_steps": 8, "tune_batch_size": 2, "tune_learning_rate": 0.02, "micro_batch_size": 2, "samples": 3}
@@ -395,27 +374,6 @@ def test_it_reads_windows_that_no_other_step_reads(trained_on, tmp_path, windows
         assert not torch.isin(rows, used).any()
 
 
-def test_rows_of_a_file_that_calibration_does_not_draw_are_read(trained_on, tmp_path):
-    save_file({"input_ids": IDS}, tmp_path / "rows.safetensors")
-    source = {"calibration": str(tmp_path / "rows.safetensors"), "activation_checkpointing": False}
-    compiled("mask,tune", ids=None, **source)
-    assert torch.cat(trained_on).unique(dim=0).shape[0] == 16
-    save_file({"input_ids": IDS + 1000 * (torch.arange(18) == 17)[:, None]}, tmp_path / "rows.safetensors")
-    with pytest.raises(CalibrationError, match="expected integers"):
-        compiled("mask,tune", ids=None, **source)
-
-
-@pytest.mark.slow
-def test_it_reads_what_the_dense_model_wrote(trained_on):
-    compiled("mask,tune", ids=IDS[:3], generated=20, activation_checkpointing=False)
-    rows = torch.cat(trained_on)
-    assert rows.unique(dim=0).shape[0] == 16
-    assert not any((row == IDS[:3]).all(1).any() for row in rows)
-    trained_on.clear()
-    compiled("mask,tune", ids=IDS[:3], generated=20, tune_generated=False, activation_checkpointing=False)
-    assert torch.cat(trained_on).unique(dim=0).shape[0] == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_it_continues_to_the_same_end(tmp_path, dtype):
     path = tmp_path / "state.safetensors"
@@ -460,11 +418,6 @@ def test_layers_of_the_dense_model_cannot_run_with_tuned_norms(recipe):
     with pytest.raises(ConfigError, match=r"reconstruct after tune is refused.*put tune after reconstruct"):
         config_from(recipe=recipe)
     config_from(recipe="mask,reconstruct,tune,distill")
-
-
-def test_each_step_has_a_loss_of_its_own():
-    found = compiled("mask,tune,distill", distill_epochs=1, distill_loss="cosine")
-    assert [step["name"] for step in found.report["steps"]] == ["mask", "tune", "distill"]
 
 
 def test_memory_and_time_follow_from_what_it_reads():

@@ -17,9 +17,6 @@ from permtriton.kernels.sinkhorn import (
 
 from ..kernel_inputs import logits_of, poison
 
-SIZES = [1, 7, 16, 33]
-ROUNDS = [0, 1, 2, 5]
-
 
 @pytest.fixture(autouse=True)
 def _poisoned(monkeypatch):
