@@ -44,7 +44,11 @@ CASES = [
     ("llama", "fused"), ("gpt2", "fused"), ("bert", "portable"), ("gemma2", "fused"), ("phi3", "portable"),
     ("olmo2", "free"), ("mixtral", "portable"),
 ]  # fmt: skip
-every_case = pytest.mark.parametrize(("name", "layout"), CASES)
+ALWAYS = ("llama", "gpt2", "bert", "olmo2", "mixtral")
+every_case = pytest.mark.parametrize(
+    ("name", "layout"),
+    [case if case[0] in ALWAYS else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 BATCH = zoo.token_ids(1, 4)
 
 

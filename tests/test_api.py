@@ -221,6 +221,7 @@ def test_a_column_is_named_once_for_both_data(here):
         permtriton.compile("my-model", data=IDS, eval_data={"train": columns, "test": columns}, **QUICK)
 
 
+@pytest.mark.slow
 def test_the_text_that_a_recipe_lets_write_follows_the_number_of_rows(here):
     """And what cannot write is not refused for text that nobody asked for."""
     assert permtriton.dry_run("my-model", data=IDS, recipe="best").config.calibration.generated == 3 * len(IDS)
@@ -238,6 +239,7 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
 
 
 @pytest.mark.parametrize("kind", [None, "torch", "numpy"])
+@pytest.mark.slow
 def test_padding_in_a_dataset_is_not_read(here, kind):
     """As a tokenizer with ``padding="max_length"`` adds it, on either side."""
     rows = [[7 * row + at for at in range(20 + row)] for row in range(8)]
@@ -317,6 +319,7 @@ def test_a_compiled_model_runs_tasks_alone(here):
         compiled_model.evaluate("none", against="my-model", tasks=["foxes"], tasks_dir="tasks")
 
 
+@pytest.mark.slow
 def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
     compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
     monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))

@@ -153,6 +153,7 @@ def test_a_frozen_space_is_refused_and_would_change_outputs():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.slow
 def test_every_axis_is_needed(name):
     """Leaving any one axis out of a fold changes the outputs, so the plan lists none without need."""
     model, plan = zoo.planned(name)

@@ -60,7 +60,7 @@ def compiled_with(name: str, **options: object) -> CompiledModel:
     return compiled_model(zoo.build(name), **options)
 
 
-@pytest.fixture(scope="module", params=["llama_eager", "gpt2", "bert_mlm"])  # other classes: test_zoo.py
+@pytest.fixture(scope="module", params=["llama_eager", "gpt2"])  # other classes: test_zoo.py
 def case(request, tmp_path_factory) -> Case:
     compiled = compiled_with(request.param, **LEARN)
     path = compiled.save_pretrained(tmp_path_factory.mktemp("models") / request.param)
@@ -230,6 +230,7 @@ def test_loads_in_a_process_without_permtriton(tmp_path):
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_patterns(tmp_path):
     compiled = compiled_with("llama", sparsity="4:8", **LEARN)
     reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
@@ -240,6 +241,7 @@ def test_patterns(tmp_path):
     assert difference < 1e-4
 
 
+@pytest.mark.slow
 def test_magnitude_keeps_the_largest_weights():
     compiled = compiled_with("llama", importance="magnitude", **MASK)
     for name, weight in linears_in_layers(zoo.build("llama")).items():
@@ -255,6 +257,7 @@ def hidden_loss(compiled: CompiledModel, name: str) -> float:
     return float(1 - torch.cosine_similarity(compiled.model.base_model(zoo.token_ids())[0], with_order, dim=-1).mean())
 
 
+@pytest.mark.slow
 def test_sparsegpt_with_its_own_mask(tmp_path):
     masked = compiled_with("llama", **HEURISTIC)
     updated = compiled_with("llama", recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
@@ -283,6 +286,7 @@ def test_other_dtypes(name, dtype, tmp_path):
         assert torch.equal(weight, torch.where(weight != 0, expected[linear], 0)), linear
 
 
+@pytest.mark.slow
 def test_a_model_without_a_limit_on_positions():
     """XLNet's config has -1 there."""
     from transformers import XLNetConfig, XLNetLMHeadModel

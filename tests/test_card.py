@@ -126,6 +126,7 @@ def test_the_hub_reads_the_front_matter():
     assert (data.base_model, data.get("base_model_relation"), data.eval_results) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
     folder = shutil.copytree(folders["portable"], tmp_path / "portable")
     name_repository(folder, "me/it")
@@ -166,6 +167,7 @@ def test_saving_and_exporting_write_cards_that_load_what_they_say(folders, tmp_p
     assert "of dense" in (tmp_path / "portable-packed" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_card_says_from_any_folder_what_the_model_was(tmp_path, monkeypatch):
     """It was a folder where the model was compiled; from elsewhere, its path might be a name on the hub."""
     monkeypatch.chdir(tmp_path)

@@ -40,6 +40,7 @@ def test_a_model_in_memory_that_was_compiled_is_not_compiled_again(desk):
         permtriton.compile(model, data=zoo.tiny_ids(4, 16), recipe="mask")
 
 
+@pytest.mark.slow
 def test_a_default_length_follows_the_model(desk):
     """The tiny model has 32 positions, the default is 1024; only a length that was asked for is refused."""
     texts = ("--calibration", desk.text, "--eval-data", desk.text, "--samples", 4)
@@ -142,6 +143,7 @@ def test_tensors_that_the_class_does_not_use_are_named(desk, tmp_path, command):
 @pytest.mark.parametrize(
     ("more", "importance"), [(("--recipe", "mask"), "obs"), ((*LEARN, "--learn-epochs", "1"), "ria")]
 )
+@pytest.mark.slow
 def test_activations_that_overflow(desk, tmp_path, importance, more):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     overflow(model)

@@ -168,6 +168,7 @@ def test_the_schedule_rises_and_falls_to_nothing():
     assert schedule(0, 1) == 1
 
 
+@pytest.mark.slow
 def test_micro_batches_and_checkpointing_do_not_change_the_result():
     pruned = tiny()
     pruned.distill()
@@ -179,8 +180,8 @@ def test_micro_batches_and_checkpointing_do_not_change_the_result():
             torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adam", torch.bfloat16), ("adafactor", torch.float16)])
+@pytest.mark.slow
 def test_small_steps_move_weights_in_half_precision(dtype, optimizer):
     """A step is far below the spacing of these weights: what rounding leaves of it must add up."""
     pruned = tiny(dtype)
@@ -244,6 +245,7 @@ def test_steps_read_new_samples_alone_and_those_of_the_calibration_where_they_ar
     assert start.facts.read_by(config.steps[-1]).sequences == read
 
 
+@pytest.mark.slow
 def test_a_step_before_it_reads_fewer_samples_by_the_same_loss():
     samples = Samples({"input_ids": zoo.tiny_ids(4, 12)}, spare=Samples.of(zoo.tiny_ids(8, 12)[4:]))
     options = {"search_rounds": 1, "distill_further": 1, "distill_epochs": 1, "activation_checkpointing": False}

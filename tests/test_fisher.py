@@ -124,6 +124,7 @@ def test_columns_are_in_the_order_of_the_weight_where_a_linear_gathers():
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.slow
 def test_experts_count_the_tokens_that_come_to_them(name):
     model, plan = planned(name)
     expected = plain(model, plan, "kl")
@@ -147,6 +148,7 @@ def test_an_expert_that_no_token_visits_has_no_information():
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "kl"), ("llama", "cosine"), ("gpt2", "kl")])
+@pytest.mark.slow
 def test_micro_batches_and_checkpointing_change_nothing(name, kind):
     """To the bit, where the model computes the same: sums are in float64."""
     model, plan = planned(name)
@@ -227,6 +229,7 @@ def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama_eager", "kl"), ("bert", "cosine")])
+@pytest.mark.slow
 def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
     model, plan = zoo.planned(name)
     model.double()

@@ -116,6 +116,7 @@ def test_an_encoder_with_a_head_is_written_and_measured(tmp_path):
         (LlamaModel, (LlamaForCausalLM,), "self_attn"),
     ],
 )
+@pytest.mark.slow
 def test_other_classes_compute_the_same_hidden_states(tmp_path, kind, others, part):
     """They name what they share otherwise, and have heads of their own, whose linears are not quantized."""
     torch.manual_seed(0)
@@ -269,6 +270,7 @@ def test_a_row_of_small_weights_keeps_its_precision():
     assert ((back - weight).norm(dim=1) / weight.norm(dim=1) < 0.05).all()
 
 
+@pytest.mark.slow
 def test_compile_saves_it_in_one_command(tmp_path):
     zoo.build("llama").save_pretrained(tmp_path / "dense")
     ids, out = zoo.token_ids(), tmp_path / "out"

@@ -65,7 +65,10 @@ def case_of(case: str) -> tuple[str, CompiledModel]:
     return name, compiled(name, **options)
 
 
-every_case = pytest.mark.parametrize("case", CASES)
+ALWAYS = ("phi3 learned, free", "bert learned", "qwen2_moe")
+every_case = pytest.mark.parametrize(
+    "case", [*ALWAYS, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case not in ALWAYS)]
+)
 
 
 @every_case
@@ -144,6 +147,7 @@ def test_the_hidden_state_keeps_its_order(case):
     torch.testing.assert_close(ordered, dense, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_no_permutation_leaves_the_modules_alone():
     result, dense = compiled("bert", recipe="mask"), zoo.build("bert")
     assert [(n, type(module)) for n, module in result.model.named_modules()] == [
@@ -161,6 +165,7 @@ def test_no_permutation_leaves_the_modules_alone():
 
 
 @pytest.mark.parametrize("case", ["llama learned", "phi3 learned, free"])
+@pytest.mark.slow
 def test_generation_with_a_cache(case):
     name, result = case_of(case)
     prompt = zoo.token_ids(2, 6)
@@ -174,6 +179,7 @@ def test_generation_with_a_cache(case):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_batches_with_padding():
     _, result = case_of("llama learned")
     prompt = zoo.token_ids(1, 6)
@@ -198,6 +204,7 @@ def test_torch_compile_in_one_graph(case):
     torch.testing.assert_close(one, eager, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_norm_that_runs_twice_is_not_fused():
     """ALBERT's layers share one set of weights and norms; whatever its plan is, its outputs stay."""
     from transformers import AlbertConfig, AlbertModel

@@ -215,6 +215,7 @@ def test_the_steps_that_fit_to_the_dense_model_read_it(read):
     assert read["distill"] == 6
 
 
+@pytest.mark.slow
 def test_an_objective_of_the_samples_alone_is_not_taken_for_one_of_all(read):
     """The search measures the samples; what distillation minimises has the text, too."""
     found = compiled("searched,mask,distill", search_rounds=1)
@@ -320,6 +321,7 @@ def test_an_offload_folder_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("length", "first"), [(2, 1), (4, 1), (16, 2)])
+@pytest.mark.slow
 def test_a_text_continues_an_eighth_of_a_sample_and_at_least_a_token(trained_on, length, first):
     ids = zoo.tiny_ids(6, 16)[:, :length]
     config = config_from({"recipe": "mask,distill", "generated": 9, "distill_epochs": 1, "distill_batch_size": 1})

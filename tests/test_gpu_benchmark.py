@@ -35,6 +35,7 @@ def rows(tmp_path_factory) -> dict:
     return measured(tmp_path_factory.mktemp("gpu"), *ON_CPU)
 
 
+@pytest.mark.slow
 def test_every_row_runs(rows):
     assert list(rows) == ON_CPU
     assert [row["failures"] for row in rows.values()] == [[]] * len(rows)

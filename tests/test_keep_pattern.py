@@ -303,6 +303,7 @@ def test_compiled_without_a_break():
     check_kept(model, before, list(kept.patterns))
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_in_place():
     """A module of torch.compile in place of a layer would change the names of its weights, which could not be saved."""
     model = pruned_llama()
@@ -460,6 +461,7 @@ def test_trainer(tmp_path):
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.slow
 def test_trainer_goes_on_from_its_own_checkpoints(tmp_path, fused):
     pytest.importorskip("accelerate")
     folder = folders.save(folders.model_of("llama", fused=fused), tmp_path / "pruned")

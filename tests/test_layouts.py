@@ -101,6 +101,7 @@ def gpt2_with_a_residual_from_the_norm() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_a_conv1d_that_cannot_gather_keeps_its_order():
     plan = find_plan(gpt2_with_a_residual_from_the_norm(), TWO_FOUR, layout="fused")
     by_name = {site.name: site for site in plan.sites}
@@ -153,6 +154,7 @@ def masked(model: PreTrainedModel, plan: Plan, indices: dict[str, Tensor]) -> Pr
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "olmo2", "gpt2"])
+@pytest.mark.slow
 def test_both_layouts_agree_where_their_permutations_are_equal(name):
     portable, fused = plan_of(name, "portable"), plan_of(name)
     indices = zoo.random_indices(portable)

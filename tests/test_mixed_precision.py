@@ -140,6 +140,7 @@ STEPS = {"distill": Pruned.distill, "reconstruct": Pruned.reconstruct, "tune": t
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.slow
 def test_steps_multiply_as_the_config_says_and_measure_in_float32(step, mixed):
     pruned = Pruned(wide(), ids=zoo.tiny_ids(10, FEW))
     with Products() as products:
@@ -233,8 +234,8 @@ def _amx(monkeypatch):
 
 
 @pytest.mark.usefixtures("_amx")
-@pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize("recipe", [ORDER, "sparsegpt", "refit"])
+@pytest.mark.parametrize(("recipe", "mixed"), [(ORDER, True), ("sparsegpt", True), ("refit", True), ("refit", False)])
+@pytest.mark.slow
 def test_fits_round_as_the_config_says_and_orders_never(recipe, mixed):
     options = {"heuristic_row_weights": "fisher"} if recipe == ORDER else {}
     config = config_from({"mixed_precision": mixed, "importance": "obs", **options}, recipe)
@@ -245,6 +246,7 @@ def test_fits_round_as_the_config_says_and_orders_never(recipe, mixed):
 
 
 @pytest.mark.usefixtures("_amx")
+@pytest.mark.slow
 def test_fits_of_a_model_of_half_precision_are_of_float32_and_round():
     with Float32() as products:
         compile_model(wide().bfloat16(), None, config_from({}, "refit"), ids=Samples.of(zoo.tiny_ids(4, FEW)))

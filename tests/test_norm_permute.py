@@ -147,6 +147,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize(("kind", "offset"), [("rms", 0.0), ("layer", 1.0)])
+@pytest.mark.slow
 def test_compiles_without_a_break(kind, offset):
     weight, index = random(8, seed=1), index_of(8)
     leaves = [random(3, 8).requires_grad_() for _ in range(2)]

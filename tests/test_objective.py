@@ -71,7 +71,7 @@ def plain_kl(logits: Tensor, dense: Tensor) -> Tensor:
 
 
 @every_head
-@pytest.mark.parametrize("tokens_at_once", [1, 4, 1000])
+@pytest.mark.parametrize("tokens_at_once", [4, 1000])
 def test_kl_and_its_gradient_are_those_of_all_logits(name, tokens_at_once, monkeypatch):
     """Value, and gradient at the last hidden state and at the weights."""
     monkeypatch.setattr(file, "LOGITS_AT_ONCE", tokens_at_once * zoo.VOCABULARY + 5)

@@ -65,8 +65,8 @@ def test_a_known_weight():
     assert positions.tolist() == [[0b10_00_11_01], [0b01_00_01_00]]
 
 
-@pytest.mark.parametrize("group", range(2, 33))
-@pytest.mark.parametrize("count", [0, 1, 3, 8, 21])
+@pytest.mark.parametrize("group", [2, 3, 4, 8, 12, 16, 31, 32])
+@pytest.mark.parametrize("count", [0, 1, 21])
 def test_positions_of_every_width(group, count):
     slots = torch.randint(0, group, (3, count), generator=rng(group))
     packed = pack_positions(slots, group)

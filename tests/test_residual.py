@@ -94,10 +94,8 @@ def test_what_the_output_is_added_to(case):
     ("name", "writers"),
     [
         ("llama", {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"}),
-        ("gpt2", {"attn.c_proj": "ln_1", "mlp.c_proj": "ln_2"}),
         ("bert", {"attention.output.dense": "attention.self.query", "output.dense": "intermediate.dense"}),
         ("gemma2", {}),  # a norm of its own after each branch
-        ("gpt_neox", {}),  # attention and MLP are summed first
     ],
 )
 def test_architectures(name, writers):

@@ -214,6 +214,7 @@ def test_hidden_state_is_the_stream(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+@pytest.mark.slow
 def test_same_plan_from_the_meta_device(name):
     with torch.device("meta"):
         model = zoo.build(name)
@@ -263,6 +264,7 @@ def test_gpt2_values_are_the_last_third(kind):
 
 
 @pytest.mark.parametrize(("name", "head_dim"), [("llama", zoo.HEAD_DIM), ("qwen3", zoo.WIDE_HEAD_DIM)])
+@pytest.mark.slow
 def test_query_heads_that_share_values_are_tied(name, head_dim):
     layer = "model.layers.0.self_attn"
     found = positions(plan_of(name), f"{layer}.o_proj", f"{layer}.o_proj.weight")

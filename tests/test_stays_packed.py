@@ -52,9 +52,8 @@ def packed_names(model) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "fused", "packed_of_each_layer"),
-    [("llama", False, 7), ("llama", True, 7), ("gemma2", True, 7), ("opt", True, 6), ("phi3", False, 4),
-     ("mixtral", False, 4), ("gpt2", False, 0)],
-)  # fmt: skip
+    [("llama", True, 7), ("phi3", False, 4), ("mixtral", False, 4), ("gpt2", False, 0)],
+)
 def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused, packed_of_each_layer):
     """They are saved packed, too; stacks of experts and transposed weights become dense."""
     loaded, expected = load(place(name, "packed", fused=fused)), load(place(name, "saved", fused=fused))

@@ -198,6 +198,7 @@ def test_micro_batches_and_checkpointing_do_not_change_the_result():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.slow
 def test_in_half_precision_folded_scales_are_never_worse(dtype):
     pruned = pruned_tiny(dtype)
     start, held = parameters(pruned.model), torch.arange(Tune.held_out(len(IDS)))
@@ -277,6 +278,7 @@ def odd_norm(self: nn.Module, hidden: Tensor) -> Tensor:
     return self.weight * hidden / hidden.abs().amax(-1, keepdim=True).clamp_min(1e-3)
 
 
+@pytest.mark.slow
 def test_a_norm_of_an_unknown_kind_is_tuned(monkeypatch):
     model = tiny_model()
     monkeypatch.setattr(type(model.model.norm), "forward", odd_norm)
@@ -358,6 +360,7 @@ def counting(path, windows: int):
 
 
 @pytest.mark.parametrize(("windows", "spare"), [(30, 27), (13, 10)])
+@pytest.mark.slow
 def test_it_reads_windows_that_no_other_step_reads(trained_on, tmp_path, windows, spare):
     """Where the text is too short, it reads the calibration samples, too; no more of them than it needs."""
     source = counting(tmp_path / "text.jsonl", windows)
@@ -391,6 +394,7 @@ def test_it_continues_to_the_same_end(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("recipe", ["mask,tune", "mask,distill"])
+@pytest.mark.slow
 def test_another_text_is_another_run(tmp_path, recipe):
     """Also where only windows differ that calibration does not read."""
     path, options = tmp_path / "state.safetensors", {"sequence_length": 12, "calibration": str(tmp_path / "text.jsonl")}
