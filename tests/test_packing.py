@@ -26,7 +26,7 @@ TWO_OF_FIVE = NMPattern(2, 5)
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (1, 7), (13, 9), (0, 3)])
+@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (13, 9), (0, 3)])
 def test_unpack_undoes_pack_bit_for_bit(pattern, dtype, rows, groups):
     weight = sparse(rows, groups, pattern, dtype)
     values, positions = pack(weight, pattern)
