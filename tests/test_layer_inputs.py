@@ -52,8 +52,14 @@ def model_of(name: str):
     return model, find_plan(model, NMPattern(2, 4))
 
 
-@pytest.mark.parametrize("changing", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "changing"),
+    [
+        *((name, True) for name in MODELS if name not in CLASSES),
+        ("llama_eager", False),
+        *(pytest.param(name, changing, marks=pytest.mark.slow) for name, changing in (("swin", True), ("pvt", False))),
+    ],
+)
 def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
     """Also where layers share weights, so that all of them, or the first and the last one, need the model.
 
