@@ -235,10 +235,9 @@ HEADERS: dict[str, Damage] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_damaged_headers(intact, tmp_path, kind):
-    run(intact, kind, tmp_path, HEADERS)
+def test_damaged_headers(intact, tmp_path):
+    run(intact, "portable packed", tmp_path, HEADERS)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------------
@@ -341,12 +340,10 @@ def test_damaged_quantization_config(intact, tmp_path, soak):
     assert run(intact, "portable packed", tmp_path, cases) > len(cases)
 
 
-@pytest.mark.parametrize("kind", ["portable packed", "fused dense"])
 @pytest.mark.slow
-def test_damaged_config(intact, tmp_path, kind):
-    """Exporting a portable model gives a plain transformers folder, whose config we do not check."""
-    run(intact, kind, tmp_path, CONFIGS, ways=("load_model", "from_pretrained"))
-    run(intact, kind, tmp_path, texts(CONFIG), ways=("export",))
+def test_damaged_config(intact, tmp_path):
+    run(intact, "fused dense", tmp_path, CONFIGS, ways=("load_model", "from_pretrained"))
+    run(intact, "fused dense", tmp_path, texts(CONFIG), ways=("export",))
 
 
 def test_damaged_report(intact, tmp_path):

@@ -20,9 +20,9 @@ from .learning import CPU, PATTERN, QUICK, Problem, tiny
 CONFIG = CompileConfig(sparsity=PATTERN)
 
 
-@pytest.mark.parametrize("block_size", [8, 12, 16])
-@pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.parametrize("layers", ["all", "last:1"])
+@pytest.mark.parametrize(
+    ("block_size", "layout", "layers"), [(8, "portable", "last:1"), (12, "fused", "all"), (16, "portable", "all")]
+)
 @pytest.mark.slow
 def test_every_linear_gets_the_order_of_its_site(block_size, layout, layers):
     """Including tied channels, blocks of two sizes, and layers that do not learn."""
