@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import permtriton
-from permtriton.checkpoint import publishing, save
+from permtriton.checkpoint import publishing
 from permtriton.cli.main import app
-from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, OutputError
+from permtriton.errors import CalibrationError, ConfigError, ModelError, OutputError
 from permtriton.model.source import Source
 from permtriton.util.sparsity import NMPattern
 
@@ -177,27 +177,6 @@ def test_python_and_the_command_line_write_the_same(here):
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def shape(data: object, **options: object) -> tuple[list[int], str]:
-    report = permtriton.compile("my-model", data=data, **{**QUICK, **options}).report
-    return report["calibration"]["shape"], report["config"]["calibration"]
-
-
-@pytest.mark.slow
-def test_tensors_are_the_samples_and_texts_are_cut(here):
-    rows = Dataset.from_dict({"input_ids": IDS.tolist(), "text": ["x"] * 8})
-    assert shape(IDS) == ([4, 16], "Tensor in memory")
-    assert shape(IDS, samples=None)[0] == [8, 16]
-    assert shape(IDS.numpy(), samples=8)[0] == [8, 16]
-    assert shape({"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS})[0] == [4, 16]
-    assert shape(DataLoader([{"input_ids": row} for row in IDS], batch_size=3))[0] == [4, 16]
-    assert shape(DataLoader(torch.utils.data.TensorDataset(IDS, IDS), batch_size=3), samples=None)[0] == [8, 16]
-    assert shape(IDS.tolist(), sequence_length=8) == ([4, 8], "list in memory")
-    assert shape(IDS.flatten().tolist(), sequence_length=8)[0] == [4, 8]
-    assert shape(rows, sequence_length=8)[0] == [4, 8]
-    assert shape(DatasetDict({"a": rows}), split="a", sequence_length=8)[0] == [4, 8]
-    assert shape(rows.with_format("torch"), sequence_length=8)[0] == [4, 8]
-
-
 @pytest.mark.slow
 def test_arguments_of_other_types_are_one_line(here):
     model = AutoModelForCausalLM.from_pretrained("my-model")
@@ -219,16 +198,6 @@ def test_a_column_is_named_once_for_both_data(here):
     assert "dense" in found.report["evaluation"]
     with pytest.raises(CalibrationError, match="has train, test: give one of them alone"):
         permtriton.compile("my-model", data=IDS, eval_data={"train": columns, "test": columns}, **QUICK)
-
-
-@pytest.mark.slow
-def test_the_text_that_a_recipe_lets_write_follows_the_number_of_rows(here):
-    """And what cannot write is not refused for text that nobody asked for."""
-    assert permtriton.dry_run("my-model", data=IDS, recipe="best").config.calibration.generated == 3 * len(IDS)
-    assert permtriton.dry_run("my-model", data=IDS, recipe="best", generated=3).config.calibration.generated == 3
-    torch.manual_seed(0)
-    found = permtriton.dry_run(zoo.build("bert"), data=IDS.clamp(max=60), recipe="best")
-    assert found.config.calibration.samples == 8
 
 
 def test_a_dataset_gives_the_texts_of_its_column(here):
@@ -319,17 +288,6 @@ def test_a_compiled_model_runs_tasks_alone(here):
         compiled_model.evaluate("none", against="my-model", tasks=["foxes"], tasks_dir="tasks")
 
 
-@pytest.mark.slow
-def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
-    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
-    monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**30))
-    with pytest.raises(
-        MemoryTooSmallError, match=r"the dense model .*my-model needs .* beside the other, but 1000 B are"
-    ):
-        compiled_model.evaluate("my-heldout.txt")
-
-
 # -- saving and publishing -------------------------------------------------------------------------------------------
 
 
@@ -373,24 +331,6 @@ def test_publishing(here, monkeypatch):
     monkeypatch.setattr(type(compiled_model), "save_pretrained", lambda *_, **__: pytest.fail("it was saved"))
     with pytest.raises(OutputError, match="you/it cannot be written on the hub: 403 Client Error"):
         compiled_model.push_to_hub("you/it")
-
-
-def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
-    """Transformers would load them in place of shards, and vLLM the shards that their index names; others stay."""
-    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
-    published = here / "hub" / "me" / "it"
-    others = [published / name for name in ("model.png", "model_ema.safetensors", "models/lora/adapter.safetensors")]
-    for size in ("5GB", "20KB", "5GB"):
-        monkeypatch.setattr(save, "SHARD_SIZE", size)
-        compiled_model.push_to_hub("me/it")
-        for other in others:
-            other.parent.mkdir(parents=True, exist_ok=True)
-            other.touch()
-        record = json.loads((published / "permtriton.json").read_text())
-        weights = {path.name for path in published.glob("*.safetensors") if path not in others}
-        assert weights == record["files"].keys()
-        assert (published / "model.safetensors.index.json").exists() == (len(record["files"]) > 1) == (size == "20KB")
-        assert all(other.exists() for other in others)
 
 
 def test_a_model_that_is_divided_between_devices_is_refused():

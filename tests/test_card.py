@@ -1,6 +1,5 @@
 """The model card: valid front matter, the result, how to load it, and never over somebody else's README.md."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -142,12 +141,6 @@ def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
     assert (folder / "permtriton.json").read_bytes() == record
 
 
-def test_a_model_that_was_not_measured():
-    text = model_card(record(versions={"torch": "2.11"}, pruned_weights={"a": 1}), "", ALONE, "out")
-    assert "| held-out evaluation | `not measured` |" in text
-    assert "| versions | `torch 2.11` |" in text
-
-
 def test_names_are_no_markup():
     text = model_card({**REPORT, "model": "/x/<script>a|b`\n# c"}, "", ALONE, "out")
     assert "# `<script>a?b??# c`, pruned to 2:4" in text
@@ -179,16 +172,6 @@ def test_a_card_says_from_any_folder_what_the_model_was(tmp_path, monkeypatch):
     text = Path("packed", "README.md").read_text()
     assert "base_model" not in front(text)
     assert "# `tiny`, pruned to 2:4" in text
-
-
-def test_export_carries_a_card_that_somebody_edited(folders, tmp_path):
-    source = shutil.copytree(folders["portable"], tmp_path / "source")
-    (source / "README.md").write_text("# My own words\n")
-    export(source, tmp_path / "packed")
-    assert (tmp_path / "packed" / "README.md").read_text() == "# My own words\n"
-    export(tmp_path / "packed", tmp_path / "dense", "dense")
-    assert (tmp_path / "dense" / "README.md").read_text() == "# My own words\n"
-    assert json.loads((tmp_path / "dense" / "permtriton.json").read_text())["card"] is None
 
 
 def test_a_folder_with_a_readme_alone_is_not_replaced(compiled, tmp_path):

@@ -128,23 +128,12 @@ def test_other_parameters_are_a_difference():
 # -- permute -----------------------------------------------------------------------------------------------------------
 
 
-def test_permuted_rows_are_read_in_the_order_of_the_index():
-    before, after = found(graph_of()), found(permuted(("gate.weight", 0), ("up.weight", 0), ("up.bias", 0)))
-    assert (before.axes["down.weight", 1] == before.axes["up.weight", 0]).all()
-    assert (after.axes["down.weight", 1] == after.axes["up.weight", 0][INDEX.numpy()]).all()
-
-
 def test_two_permutations_of_a_parameter_compose():
     graph_module = permuted(*FOLD)
     other = index_node(graph_module, inverse(INDEX))
     for name, dim in FOLD:
         insert(graph_module, next(iter(node_named(graph_module, name).users)).name, OPS.permute.default, (other, dim))
     assert channel_unions(graph_module).partition() == BEFORE.partition()
-
-
-def test_a_permuted_activation_that_is_not_undone_is_named():
-    assert channel_unions(permuted(("mul", -1))).first_new(BEFORE) == "linear_3"
-    assert channel_unions(permuted(("mul", -1), ("down.weight", 1))).partition() == BEFORE.partition()
 
 
 def test_a_transposed_weight_is_permuted_along_its_present_dimension():

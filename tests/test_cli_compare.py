@@ -10,7 +10,6 @@ from typer.testing import Result
 
 from permtriton.cli import compare as module
 from permtriton.cli.main import app
-from permtriton.comparison.record import read_comparison
 
 from .desk import RUNNER, Desk, check_refusal
 from .folders import read_only
@@ -94,36 +93,6 @@ def test_every_format_has_the_same_numbers(desk, tasks):
     assert report["rows"][0]["kl"] == 0
     assert "lm_eval" in report["versions"]
     assert all(row["kl"] > 0 and row["cosine"] < 1 and row["peak_bytes"] > 2**20 for row in report["rows"][1:])
-
-
-def test_a_comparison_with_a_score_that_is_no_number_continues_and_is_shown(desk, tasks):
-    desk.write("tasks/metrics.py", "def nothing(values):\n    return float('nan')\n")
-    desk.write(
-        "tasks/short.yaml",
-        TASK.replace(
-            "acc_norm, aggregation: mean", "acc_norm, aggregation: !function metrics.nothing, higher_is_better: true"
-        ),
-    )
-    more = ("--methods", "magnitude", "--tasks", "short", "--tasks-dir", tasks)
-    compare(desk, *more, "--output", "t.json", "--output", "t.csv")
-    assert "2 of 2 results" in compare(desk, *more, "--output", "t.json", "--output", "t.csv").stderr
-    rows = read_comparison(desk.folder / "t.json")["rows"]
-    assert [row["tasks"]["short acc_norm"] for row in rows] == [None, None]
-    table = list(csv.DictReader((desk.folder / "t.csv").read_text().splitlines()))
-    assert [row["short acc_norm"] for row in table] == ["", ""]
-
-
-@pytest.mark.slow
-def test_an_ablation_from_the_command_line(desk):
-    file = desk.write("c.toml", '[learned]\ninit = "random"\n')
-    options = ("--learn-epochs", 1, "--micro-batch-size", 4, "--config", file)
-    options = ("--methods", "wanda + learned", *options, "--json")
-    result = compare(desk, "--ablate", "learn-block-size", "--values", "8,16", *options)
-    rows = json.loads(result.stdout)["rows"]
-    assert [(row["method"], row["setting"]) for row in rows] == [
-        ("dense", ""), ("wanda + learned", "learn_block_size 8"), ("wanda + learned", "learn_block_size 16"),
-    ]  # fmt: skip
-    assert all(row["compile_seconds"] > 0 for row in rows[1:])
 
 
 @pytest.mark.parametrize(

@@ -96,18 +96,6 @@ def test_recipes_are_compared_where_they_are_named():
     assert rows[-1].config.steps[0].epochs == 1, "the user's options win over the recipe's"
 
 
-def test_steps_may_be_joined_to_a_method():
-    joined, fused = method_rows(given(), ("heuristic + refit + tune", "mask (fused)"), ())
-    assert (joined.config.recipe, joined.config.layout, joined.config.importance) == (
-        "heuristic,refit,tune", "portable", "obs",
-    )  # fmt: skip
-    assert (fused.config.recipe, fused.config.layout) == ("mask", "fused")
-    with pytest.raises(ConfigError, match=r"method 'wandas' is unknown: did you mean wanda; or join steps"):
-        method_rows(given(), ("wandas",), ())
-    with pytest.raises(ConfigError, match="recipe"):
-        method_rows(given(), ("refit + heuristic",), ())
-
-
 ABLATIONS = {
     "learn_block_size": (("32", "64"), ("wanda + learned", "ria + learned")),
     "refit_exchanges": (("0", "2", "4", "8"), ()),
@@ -199,19 +187,6 @@ def test_encoders_are_compared_by_the_cosine():
     assert results[0].mean == pytest.approx(1, abs=1e-6)
     assert results[1].mean == pruned.cosine < 0.999
     assert results[1].average(lambda each: each.kl) is None
-
-
-def test_memory_that_cannot_be_counted_anew_is_not_reported(model, monkeypatch):
-    write = Path.write_text
-
-    def refused(path: Path, *arguments: object, **named: object) -> int:
-        if path.name == "clear_refs":
-            raise PermissionError
-        return write(path, *arguments, **named)
-
-    monkeypatch.setattr(Path, "write_text", refused)
-    results = compare(Benchmark(model, None, WINDOWS), method_rows(given(), ("wanda",), ()), ids=IDS)
-    assert results[1].measured[0].peak_bytes is None
 
 
 # -- kept results --------------------------------------------------------------------------------------------------

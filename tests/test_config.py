@@ -16,7 +16,6 @@ from permtriton.methods.steps import STEPS
 from permtriton.methods.train.reconstruct import Reconstruct
 from permtriton.recipe import (
     RECIPES,
-    SMALL,
     all_options,
     build_config,
     check_given,
@@ -147,11 +146,6 @@ def test_each_option_lands_and_survives_a_round_trip(name):
     assert config_from(options) == config
 
 
-def test_a_config_holds_the_options_of_its_steps_alone():
-    found = set(config_from({}, "heuristic,mask").to_dict())
-    assert {name for name in found if name in OPTIONS and OPTIONS[name].step} == {"heuristic_row_weights"}
-
-
 def test_steps_may_be_given_as_they_are():
     named = config_from({"reconstruct_epochs": 3}, "sparsegpt,reconstruct")
     steps = config_from({}, named.steps)
@@ -239,19 +233,6 @@ def test_options_of_steps_are_reachable_by_file(tmp_path, name, table):
     text = f"[{option.step}]\n{option.field} = {toml(value)}\n" if table else f"{name} = {toml(value)}\n"
     config = build(recipe=recipe_with(name), file=written(tmp_path, text))
     assert config.to_dict()[name] == value
-
-
-def test_the_demo_model_is_small_in_every_recipe():
-    assert build("demo") == config_from(model="demo") == config_from({k: SMALL[k] for k in SMALL})
-    assert build("demo", recipe="learned,mask").steps[0].epochs == SMALL["learn_epochs"]
-    assert build("demo", calibration="c4").calibration.calibration == "c4"
-    assert build("demo-like") == config_from()
-    for recipe in RECIPES:
-        small, large = build("demo", recipe=recipe), build(recipe=recipe)
-        assert (small.calibration.samples, small.calibration.calibration) == (64, "demo")
-        assert large.calibration == CalibrationConfig(generated=RECIPES[recipe].generated * 128)
-        assert small.calibration.generated == RECIPES[recipe].generated * 64
-        assert [step.name for step in large.steps] == RECIPES[recipe].names.split(",")
 
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(2048, 1), (1024, 1), (1000, 2), (512, 2), (256, 4), (16, 8)])

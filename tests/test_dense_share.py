@@ -93,16 +93,6 @@ def test_what_an_update_leaves_of_the_scores(rows):
     assert _share_left(torch.zeros(16, rows), independent, Curvature.of(independent), TWO_FOUR) == 1
 
 
-def test_what_an_update_leaves_decides():
-    model = zoo.build("llama")
-    plan, importances, rows = alike(model)
-    before = costliest(model, plan, importances, importances, rows, 0.3)
-    left = {name: 1e-3 if name in before else 1.0 for _, name in plan.linears()}
-    after = costliest(model, plan, importances, importances, rows, 0.3, left)
-    assert after
-    assert not {*before} & {*after}
-
-
 def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
     """A run that continues measures no shares, and its order must be the same."""
     model, ids = zoo.build("llama"), Samples.of(zoo.token_ids(4, 12))

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
-import transformers
 from torch import nn
-from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
-from permtriton.errors import VerificationError
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import (
     UnstackedExperts,
@@ -35,19 +32,6 @@ def test_outputs_stay(name, implementation, dtype, tolerance):
     assert unstack_experts(model).names == NAMES
     assert sum(isinstance(module, UnstackedExperts) for module in model.modules()) == 2
     assert zoo.difference(before, zoo.outputs(model, ids)) <= tolerance
-
-
-def test_experts_of_other_devices_are_left_out():
-    """Expert parallelism marks experts of other devices by numbers past the end."""
-    holder = Holder(Stack())
-    unstack_experts(holder)
-    tokens, index, weights = torch.randn(2, 8), torch.tensor([[0, 3], [3, 3]]), torch.rand(2, 2)
-    with torch.no_grad():
-        found = holder.experts(tokens, index, weights)
-        alone = holder.experts(tokens, torch.tensor([[0], [1]]), torch.stack([weights[:1, 0], torch.zeros(1)]))
-    assert torch.equal(found, alone)
-    assert bool(found[0].any())
-    assert not bool(found[1].any())
 
 
 def test_weights_are_shared_and_nothing_is_copied():
@@ -213,20 +197,6 @@ def test_what_does_not_match_is_refused(make, reason):
     assert unstack_experts(Holder(Stack())).names == ("experts",), "and the plain one is not"
 
 
-def test_other_3d_weights_are_no_experts():
-    """Not even the gates of a recurrent layer, which are called with positions: integers, as chosen experts are."""
-    config = transformers.RecurrentGemmaConfig(lru_width=8, num_attention_heads=2)
-    gates, positions = RecurrentGemmaRglru(config), torch.arange(3)[None]
-    model = nn.ModuleList([nn.Conv1d(4, 4, 3), nn.MultiheadAttention(8, 2), gates])
-    found, routing = unstack_experts(model), Routing(model)
-    assert found.names == ()
-    assert found.refused == {}
-    with routing.recorded():
-        gates(torch.randn(1, 3, 8), positions)
-    with routing.replayed():
-        gates(torch.randn(1, 3, 8), positions.flip(1))
-
-
 # -- routing -----------------------------------------------------------------------------------------------------------
 
 
@@ -256,17 +226,6 @@ def test_replaying_sends_tokens_where_they_went():
         assert not torch.allclose(holder.experts(tokens, other, weights)[0], expected[0], rtol=1e-3)
         with routing.replayed():
             assert torch.allclose(holder.experts(tokens, other, weights), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_another_router_is_found_out():
-    model, _ = unstacked("mixtral")
-    ids, routing = zoo.token_ids(4), Routing(model)
-    with routing.recorded():
-        zoo.outputs(model, ids)
-    router = model.get_parameter("model.layers.1.mlp.gate.weight")
-    router.data = router.data.roll(1, dims=1)
-    with pytest.raises(VerificationError, match="choices of experts"), routing.replayed():
-        zoo.outputs(model, ids)
 
 
 # -- the pipeline ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
@@ -125,26 +124,6 @@ def test_it_copies_the_other_files(source, tmp_path):
     }
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert len(modes) == 1
-
-
-def test_what_git_and_the_hub_keep_in_a_folder_stays_there(source, tmp_path):
-    """An export is a model of its own, and may be published without the history of the other."""
-    for name in (".git/config", ".cache/huggingface/trees.json", "inner/.cache/log", ".gitattributes"):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text("theirs")
-    export(source, tmp_path / "packed")
-    hidden = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").rglob(".*")}
-    assert hidden == {".gitattributes"}
-
-
-def test_files_that_may_only_be_read_are_exported_as_files_that_may_be_written(source, tmp_path):
-    """Root may write to any file, so the test asks for their modes."""
-    export(source, tmp_path / "packed")
-    for path in (tmp_path / "packed").iterdir():
-        path.chmod(0o444)
-    export(tmp_path / "packed", tmp_path / "dense", "dense")
-    assert [path.name for path in (tmp_path / "dense").iterdir() if not path.stat().st_mode & stat.S_IWUSR] == []
-    assert 'from_pretrained("dense")' in (tmp_path / "dense" / "README.md").read_text()
 
 
 def test_each_file_is_written_under_its_name(sources, tmp_path):

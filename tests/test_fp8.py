@@ -93,17 +93,6 @@ def test_the_record_and_the_card_say_what_it_is(written):
     assert "vLLM loads it by itself" in card
 
 
-def test_an_encoder_with_a_head_is_written_and_measured(tmp_path):
-    """Its last hidden state is computed by the encoder inside, and not by the model that was loaded."""
-    folder, dense = folders.save(folders.model_of("bert_mlm"), tmp_path / "saved"), folder_of("bert_mlm", tmp_path)
-    assert export(folder, tmp_path / "fp8", "fp8")["reloaded"] == "same weights"
-    exact, measured = (
-        permtriton.evaluate(each, zoo.token_ids(), against=dense).cosine for each in (folder, tmp_path / "fp8")
-    )
-    assert measured != exact
-    assert measured == pytest.approx(exact, abs=0.05)
-
-
 @pytest.mark.parametrize(
     ("kind", "others", "part"),
     [
@@ -163,23 +152,6 @@ def test_a_dense_linear_beside_pruned_ones_is_quantized_too(tmp_path):
     result = export(folder, tmp_path / "out", "fp8")
     assert load_file(tmp_path / "out" / WEIGHTS)[name].dtype == FLOAT8
     assert (result["quantized"], result["weights"]) == (14, 13)
-
-
-def test_linears_elsewhere_stay_and_are_listed(tmp_path):
-    folder = saved(tmp_path / "saved")
-
-    def no_attention(record):
-        record["pruned_weights"] = {name: dim for name, dim in record["pruned_weights"].items() if "mlp" in name}
-
-    folders.edit_json(folder / "permtriton.json", no_attention)
-    export(folder, tmp_path / "out", "fp8")
-    stored = load_file(tmp_path / "out" / WEIGHTS)
-    assert {name for name, tensor in stored.items() if tensor.dtype == FLOAT8} == {
-        n for n in stored if n[-11:] == "proj.weight" and "mlp" in n
-    }
-    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-    stay = [f"layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"]
-    assert ignored == [*sorted(["lm_head", *stay, *(f"model.{name}" for name in stay)]), OUTSIDE_LAYERS]
 
 
 def test_a_packed_folder_gives_the_same(source, written, tmp_path):

@@ -55,15 +55,6 @@ def test_a_model_that_the_pattern_fits_nowhere_is_refused():
         find_plan(zoo.build("llama"), NMPattern(3, 24), skip_indivisible=True)
 
 
-def test_a_linear_that_writes_its_product_as_a_matmul_is_found():
-    """Falcon's linears compute ``x @ weight.T``."""
-    from transformers import FalconConfig, FalconForCausalLM
-
-    config = FalconConfig(**zoo.SIZES, new_decoder_architecture=False, parallel_attn=False, bias=False)
-    plan = find_plan(FalconForCausalLM(config).eval(), TWO_FOUR)
-    assert "transformer.h.0.mlp.dense_4h_to_h" in [linear for _, linear in plan.linears()]
-
-
 class _TorchConfig(PretrainedConfig):
     model_type = "layers_of_torch"
 

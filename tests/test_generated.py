@@ -205,17 +205,6 @@ def read(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_steps_that_fit_to_the_dense_model_read_it(read):
-    found = compiled("heuristic,refit,reconstruct,distill", heuristic_row_weights="fisher")
-    assert read == {"refit": 11, "reconstruct": 11, "distill": 11, "fisher_information": 6}
-    assert found.report["calibration"]["shape"] == [6, 12]
-    assert found.report["generated"]["shape"] == [5, 12]
-    assert found.report["seconds"]["generate"] > 0
-    assert compiled("mask,distill", generated=0).report["generated"] is None
-    assert read["distill"] == 6
-
-
-@pytest.mark.slow
 def test_an_objective_of_the_samples_alone_is_not_taken_for_one_of_all(read):
     """The search measures the samples; what distillation minimises has the text, too."""
     found = compiled("searched,mask,distill", search_rounds=1)
@@ -318,21 +307,6 @@ def test_samples_of_more_than_tokens_are_refused():
 def test_an_offload_folder_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"`generated=5`: with an offload folder, each token"):
         compiled("mask,reconstruct", offload=OffloadFolder(tmp_path))
-
-
-@pytest.mark.parametrize(("length", "first"), [(2, 1), (4, 1), (16, 2)])
-@pytest.mark.slow
-def test_a_text_continues_an_eighth_of_a_sample_and_at_least_a_token(trained_on, length, first):
-    ids = zoo.tiny_ids(6, 16)[:, :length]
-    config = config_from({"recipe": "mask,distill", "generated": 9, "distill_epochs": 1, "distill_batch_size": 1})
-    found = compile_model(tiny_model(), None, config, ids=ids)
-    assert found.report["generated"]["shape"][1] == length
-    texts = [row for row in torch.cat(trained_on) if not (ids == row).all(1).any()]
-    starts = beginnings(Samples.of(ids), 9, first)
-    assert texts
-    assert all((starts == text[:first]).all(1).any() for text in texts)
-    if length > 4:
-        assert not all((ids.unfold(1, 4, 1) == text[:4]).all(-1).any() for text in texts), "no more of it"
 
 
 def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):

@@ -16,10 +16,8 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-import permtriton
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
-from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model.load import config_of, load_empty_model, load_model, load_original, unchanged_weights
 from permtriton.model.prunable import check_original
@@ -28,7 +26,6 @@ from permtriton.model.tokenizer import load_tokenizer
 from permtriton.util.extras import install_command
 from permtriton.util.progress import Event, EventProgress
 
-from . import zoo
 from .desk import RUNNER, Desk
 from .gguf_files import llama, write_gguf, write_tokenizer
 from .sentences import SENTENCE, trained_tokenizer
@@ -92,15 +89,6 @@ def test_a_file_beside_a_hub_name(pristine, monkeypatch):
     source = Source("someone/model", gguf_file=FILE)
     same_as_file(load_original(source)[0], pristine)
     assert asked == [("someone/model", FILE)]
-
-
-def test_a_file_of_a_revision(pristine, monkeypatch):
-    """It lies in the cache of the hub, which is a folder on this machine."""
-    asked = []
-    path = str(pristine / FILE)
-    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *names, **hub: asked.append(hub) or path)
-    same_as_file(load_model(Source("someone/model", gguf_file=FILE, revision="v1")), pristine)
-    assert asked == [{"revision": "v1"}]
 
 
 def test_a_file_of_the_same_name_in_the_current_folder_is_another_model(pristine, tmp_path, monkeypatch):
@@ -372,15 +360,6 @@ def test_compile(pristine, workplace):
     measured = json.loads(result.stdout)
     assert measured["dense_perplexity"] == pytest.approx(record["evaluation"]["dense"])
     assert measured["kl"] > 0
-
-
-@pytest.mark.slow
-def test_a_model_that_transformers_loaded_from_a_file_is_saved(pristine, tmp_path):
-    """transformers marks it as quantized and would refuse to save it, though its weights are dequantized."""
-    model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
-    compiled = compile_model(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
-    folder = compiled.save_pretrained(tmp_path / "out")
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
 def test_weights_that_are_still_blocks_are_refused(pristine):

@@ -1,7 +1,6 @@
 """``python -m benchmarks.gpu``: all rows on tiny sizes, its result file, and what it does when a row fails."""
 
 import dataclasses
-import os
 import re
 import sys
 import time
@@ -61,27 +60,6 @@ def test_kernels_are_compared_with_their_floor(rows):
         assert result["figures"]["of the floor's speed"] == pytest.approx(result["floor_us"] / ours, rel=1e-2)
 
 
-def test_every_goal_has_a_result(rows):
-    """Of those that tiny sizes on a CPU have."""
-    absent = (
-        "64 tokens",
-        "128 tokens",
-        "256 tokens",
-        "512 tokens",
-        "1024 tokens",
-        "4096x4096",
-        "16384 rows",
-        "batch 64",
-    )
-    no_peer = (f"{table.SPEED}the kernel in CUDA", f"{table.SPEED}{table.BARE}, tuned")
-    figures = {(f"{result['name']}: {result['case']}", figure) for row in rows.values() for result in row["results"]
-               for figure in result["figures"]}  # fmt: skip
-    for start, goals in table.GOALS.items():
-        for goal in goals:
-            found = any(name.startswith(start) and goal == figure for name, figure in figures)
-            assert found or goal in no_peer or any(one in start for one in absent), (start, goal)
-
-
 def test_the_table_of_results_and_of_goals(rows):
     page = table.markdown(rows)
     assert "tests, counters, memcheck, racecheck | - | - | - | - | not run yet" in page
@@ -133,34 +111,6 @@ def test_a_row_that_was_cut_off_is_continued(tmp_path):
     assert measured(tmp_path, "permute")["permute"]["results"][0] != first
 
 
-def test_a_row_that_has_lost_its_gpu_goes_on_in_another_process(tmp_path, monkeypatch):
-    ends = [bench.DEAD, bench.DEAD, 0]
-
-    def process(*_arguments, **_environment):
-        if (code := ends.pop(0)) == 0:
-            command.run("permute", Settings(tmp_path, tiny=True))
-        return checks.Ran(code, "", 1.0)
-
-    monkeypatch.setattr(checks, "process", process)
-    monkeypatch.setattr(command, "_ahead", lambda *_: None)
-    monkeypatch.setattr(caches, "work", lambda: tmp_path / "caches")
-    assert command.main(["--out", str(tmp_path), "--tiny", "--only", "permute"]) == 0
-    assert ends == []
-
-
-def test_a_fault_of_the_gpu_ends_the_process(tmp_path, monkeypatch):
-    row, ended = bench.Bench("permute", Settings(tmp_path, tiny=True)), []
-    row.device = torch.device("cuda")
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    row.end_if_dead()
-    assert ended == []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: 1 / 0)
-    row.end_if_dead()
-    assert ended == [bench.DEAD]
-    assert row.record["seconds"] is None
-
-
 def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeypatch):
     started = []
 
@@ -190,24 +140,6 @@ def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeyp
     assert "swap_gains" in (tmp_path / "table.md").read_text()
     assert command.main([*arguments, "--again"]) == 0
     assert len(started) == 6
-
-
-@pytest.mark.parametrize("peer", [False, True])
-def test_what_is_wrong_gets_no_time(tmp_path, monkeypatch, peer):
-    make = kernels.permute_case
-
-    def broken(*args):
-        case = make(*args)
-        return dataclasses.replace(case, run=lambda x, index: case.run(x, index) + 1)
-
-    if peer:
-        monkeypatch.setattr(kernels, "_index_select", lambda inputs: lambda: inputs[0])
-    else:
-        monkeypatch.setattr(kernels, "permute_case", broken)
-    row = measured(tmp_path, "permute")["permute"]
-    assert all("is wrong" in failure["why"] for failure in row["failures"])
-    assert (len(row["results"]), len(row["failures"])) == ((2, 0) if peer else (0, 2))
-    assert all("index_select" not in result["times"] for result in row["results"])
 
 
 def test_a_packed_model_must_give_the_same_logits(tmp_path, monkeypatch):
@@ -240,65 +172,6 @@ def test_a_process_that_hangs_dies_or_cannot_begin_costs_only_its_row(tmp_path, 
     assert started == ["first_look", "inference"]
     rows = read(settings.file)
     assert all(re.search(why, rows[name]["failures"][0]["why"]) for name in started)
-
-
-BARE = """
-import importlib.metadata as metadata, re, runpy, sys
-from importlib.machinery import PathFinder
-
-def name_of(text):
-    return re.sub("[-_.]+", "-", re.match(r"[\\w.-]+", text)[0]).lower()
-
-there, todo = set(), ["torch", "triton", "transformers", "scipy"]
-while todo:
-    if (name := name_of(todo.pop())) not in there:
-        there.add(name)
-        try:
-            todo += [each for each in metadata.requires(name) or [] if "extra ==" not in each]
-        except metadata.PackageNotFoundError:
-            pass
-there -= {"pydantic", "pydantic-core"}
-hidden = {top for top, of in metadata.packages_distributions().items() if not there & set(map(name_of, of))}
-
-class OnlyThere(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name in hidden - {"permtriton"} else PathFinder.find_spec(name, path, target)
-
-sys.meta_path = [OnlyThere if finder is PathFinder else finder for finder in sys.meta_path
-                 if "editable" not in repr(finder)]
-version = metadata.version
-def version_there(name):
-    if name_of(name) not in there:
-        raise metadata.PackageNotFoundError(name)
-    return version(name)
-metadata.version = version_there
-assert "psutil" in hidden
-sys.argv = ["benchmarks.gpu", *sys.argv[1:]]
-runpy.run_module("benchmarks.gpu", run_name="__main__")
-"""
-
-
-SUMMARY = "===== ERROR SUMMARY: {} errors\n"
-
-
-def test_the_small_cases_run(capsys):
-    checks.small_cases("cpu")
-    assert checks.verdict(checks.Ran(0, capsys.readouterr().out + SUMMARY.format(0), 1.0))[1]
-
-
-def test_the_plan_is_four_calls_of_ten_minutes(capsys):
-    assert command.main(["--plan"]) == 0
-    printed = capsys.readouterr().out
-    assert len(table.CALLS) == 4
-    for call in table.CALLS:
-        rows = [row for row in table.ROWS.values() if row.call == call]
-        assert sum(row.seconds for row in rows) + table.AHEAD_SECONDS / 2 <= table.CALL_SECONDS, call
-        assert all(row.seconds < row.limit for row in rows)
-        assert f"--only {call} " in printed
-    assert "permtriton autotune" not in printed
-    assert "pip download" in printed
-    assert set(command.MEASURES) == set(table.ROWS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

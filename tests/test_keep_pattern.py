@@ -94,24 +94,6 @@ def test_one_optimizer_of_all_weights_may_step_inside_the_backward_pass(keep):
         check_kept(model, before, list(kept.patterns))
 
 
-def test_a_step_without_any_gradient_is_kept():
-    """Such as that of an optimizer of order zero, or of one that clears gradients."""
-
-    class Noise(torch.optim.Optimizer):
-        def step(self, closure=None):
-            for each in self.param_groups[0]["params"]:
-                each.data.add_(torch.randn_like(each), alpha=0.01)
-                each.grad = None
-
-    model = pruned_llama()
-    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), Noise(model.parameters(), {})
-    optimizer.step()
-    check_kept(model, before, list(kept.patterns))
-    loss_of(model).backward()
-    optimizer.step()
-    check_kept(model, before, list(kept.patterns))
-
-
 def test_weights_copied_from_masters_are_for_restore():
     model = pruned_llama()
     before, kept = zeros_of(model), permtriton.keep_pattern(model)
@@ -268,26 +250,6 @@ def test_it_ends_when_asked_and_with_the_model():
     assert count() == before
     with pytest.raises(ModelError, match="does not exist any more"):
         kept.save_pretrained("anywhere")
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_norms_that_liger_took_the_place_of_are_refused(before):
-    """As its functions do, it sets the forward of the norms that are there; it runs on GPUs alone."""
-
-    class LigerRMSNorm:
-        def forward(self, hidden_states):
-            return hidden_states
-
-    LigerRMSNorm.forward.__module__ = "liger_kernel.transformers.rms_norm"
-    model = pruned_llama()
-    folders.fuse(model, ["model.norm"], [])
-    if not before:
-        permtriton.keep_pattern(model)
-    norm = model.model.norm
-    norm.__dict__["forward"] = LigerRMSNorm.forward.__get__(norm)
-    begin = permtriton.keep_pattern if before else lambda model: train(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(ModelError, match=r"model\.norm permutes channels, and Liger's norm.*'rms_norm': False"):
-        begin(model)
 
 
 # -- what wraps a model ----------------------------------------------------------------------------------------------
@@ -458,29 +420,6 @@ def test_trainer(tmp_path):
     check_kept(model, before, list(keep.kept.patterns))
     permtriton.export(keep.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
     assert len(torch_optimizer._global_optimizer_post_hooks) == 0
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.slow
-def test_trainer_goes_on_from_its_own_checkpoints(tmp_path, fused):
-    pytest.importorskip("accelerate")
-    folder = folders.save(folders.model_of("llama", fused=fused), tmp_path / "pruned")
-    rows = [{"input_ids": row, "labels": row} for row in zoo.tiny_ids(8, 8)]
-    options = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_steps": 1, "learning_rate": 1e-2}
-
-    def trained(steps: int, where: str, start: bool = False, **more: object) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        arguments = TrainingArguments(str(tmp_path / where), max_steps=steps, **options, **more)
-        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[permtriton.KeepPattern()])
-        trainer.train(resume_from_checkpoint=start)
-        return model
-
-    whole = trained(2, "whole", lr_scheduler_type="constant")
-    trained(1, "parts", lr_scheduler_type="constant")
-    continued = trained(2, "parts", start=True, lr_scheduler_type="constant")
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(continued.get_parameter(name), parameter)
-    trained(2, "best", load_best_model_at_end=True, eval_strategy="steps", eval_steps=1)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -156,17 +156,6 @@ def test_damaged_folders(folder, case):
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize(
-    "case", ["no config", "unknown class", "class of another kind", "size is a word", "unknown quantization"]
-)
-def test_damaged_folders_that_only_inspect_reads(folder, case):
-    damage, words = DAMAGED[case]
-    damage(folder)
-    with pytest.raises(ModelError) as caught:
-        load_empty_model(Source(str(folder)))
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
 def test_a_file_is_not_a_model(folder):
     with pytest.raises(ModelError, match="is not a folder"):
         load_model(Source(str(folder / "config.json")))
@@ -313,26 +302,6 @@ def in_the_cache(folder: Path, name: str, cache: Path, monkeypatch) -> Path:
     return repository / "snapshots" / commit
 
 
-def test_a_model_from_the_hub_is_checked_as_a_folder_is(folder, tmp_path, monkeypatch):
-    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
-    expected = load_model(Source(str(folder)))
-    found = load_model(Source("someone/model"))
-    assert all(map(torch.equal, found.parameters(), expected.parameters()))
-    as_shard(snapshot)
-    quantize(LAST_UP)(snapshot)
-    with pytest.raises(ModelError, match=rf"{LAST_UP} is I8, expected floating-point.*dequantized model"):
-        load_model(Source("someone/model"))
-    (snapshot / "model.safetensors").unlink()
-    load_model(Source("someone/model"))
-    quantize(LAST_UP, "shard.safetensors")(snapshot)
-    with pytest.raises(ModelError, match=rf"{LAST_UP} is I8"):
-        load_model(Source("someone/model"))
-    name_weights("adapter_model.bin")(snapshot)
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
-    with pytest.raises(ModelError, match=r"transformers_weights"):
-        load_model(Source("someone/model"))
-
-
 @pytest.mark.parametrize("revision", ["v1", "0" * 40])
 def test_a_revision_of_the_hub_is_loaded_where_the_main_branch_is_not_in_the_cache(
     folder, tmp_path, monkeypatch, revision
@@ -345,21 +314,6 @@ def test_a_revision_of_the_hub_is_loaded_where_the_main_branch_is_not_in_the_cac
     quantize(LAST_UP)(snapshot)
     with pytest.raises(ModelError, match=rf"{LAST_UP} is I8"):
         load_model(source)
-
-
-def test_what_a_folder_is_refused_for_is_refused_of_a_hub_name(folder, tmp_path, monkeypatch):
-    compiled, broken = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("compiled", "broken"))
-    (compiled / "permtriton.json").write_text("{}")
-    (broken / "tokenizer.json").write_text("{")
-    for name in ("compiled", "broken"):
-        in_the_cache(tmp_path / name, f"someone/{name}", tmp_path / "cache", monkeypatch)
-    for name in (str(compiled), "someone/compiled"):
-        with pytest.raises(ModelError, match="has already been compiled"):
-            load.load_original(Source(name))
-        load_model(Source(name))
-    for name in (str(broken), "someone/broken"):
-        with pytest.raises(ModelError, match=r"its tokenizer cannot be loaded|cannot be read as JSON"):
-            load.load_original(Source(name))
 
 
 def known_to_be_missing(file: str, snapshot: Path) -> None:

@@ -153,19 +153,6 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     ] == []
 
 
-@pytest.mark.parametrize(("optimizer", "advised"), [("adam", True), ("adafactor", False)])
-def test_the_smaller_optimizer_is_advised(optimizer, advised):
-    config = config_from({"distill_optimizer": optimizer}, "mask,distill")
-    onloaded = {"way": Way.ONLOADED, "offloaded": {memory.IN_PLACE: 0, "copies": 1000}}
-    for needs in (
-        memory.Needs(0, 0, 0, {"distill": {"moments": 1000}}),
-        memory.Needs(0, 0, 0, {"distill": {}}, **onloaded),
-    ):
-        message = memory.refusal(needs, memory.Devices("cuda", 1, 999, host=999), config.steps)
-        assert ("`distill_optimizer=adafactor`" in message) == advised
-        assert "are free" in message
-
-
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
     free_memory(monkeypatch, 1000)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -215,18 +202,6 @@ def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_m
     asked = spared(model, 0, activation_checkpointing=True)
     assert not asked.recomputes
     assert asked.stages["tune"] == recomputed.stages["tune"]
-
-
-def test_a_step_of_one_sequence_at_a_time_measures_several(model, plan):
-    """So it holds the larger of a backward pass of one and of a pass without gradients of all of them."""
-    (one, four), alone = (
-        [
-            needs(model, plan, recipe="mask,tune", micro_batch_size=size).stages["tune"]["activations"]
-            for size in (1, 4)
-        ],
-        needs(model, plan, recipe="mask,tune", tune_batch_size=4, micro_batch_size=4).stages["tune"]["activations"],
-    )
-    assert one <= four < alone
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 
-from benchmarks.architectures import tiny
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.methods.measure import objective as file
@@ -164,24 +163,9 @@ def test_an_error_in_the_head_leaves_the_model_as_it_was(name):
     assert model.base_model.forward == given
 
 
-def test_a_forward_that_someone_else_replaced_comes_back():
-    model = zoo.build("llama")
-    mine = model.model.forward
-    model.model.forward = lambda *arguments, **named: mine(*arguments, **named)
-    replaced = model.model.forward
-    Head(model, Samples.of(IDS))(hidden_states(model, Samples.of(IDS), 2))
-    assert vars(model.model)["forward"] is replaced
-
-
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(ConfigError, match=r"BertModel has none: choose the loss cosine"):
         dense_objective(zoo.build("bert"), "kl", Samples.of(IDS), 2)
-
-
-def test_a_head_that_cannot_run_on_some_of_the_tokens_is_refused():
-    model = tiny.build("ProphetNetForConditionalGeneration")
-    with pytest.raises(ConfigError, match=r"ProphetNet\w+ cannot run alone, so .*`distill_loss=cosine`\): shape"):
-        dense_objective(model, "kl", Samples(tiny.inputs(model)), 2)
 
 
 def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():

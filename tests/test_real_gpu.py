@@ -85,14 +85,6 @@ def test_rows_are_pruned_and_measured_on_the_device(stand):
     assert fast["evaluation"] == {"perplexity": 7.0, **COST}
 
 
-def test_other_ids_add_rows_and_nothing_is_measured_twice(stand):
-    first = stand("dense,fast")
-    rows = stand("dense,fast", "text.txt", samples=4, length=32)
-    assert stand.calls[0] == "prune fast, 4x32, cpu"
-    assert rows[:2] == first
-    assert [row.get("calibration") for row in rows] == [None, "ids 2x8", "text 4x32"]
-
-
 @pytest.mark.parametrize(
     ("ran", "error"),
     [

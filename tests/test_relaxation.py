@@ -140,18 +140,6 @@ def test_hardens_to_the_matrices_given():
         assert torch.equal(found[name], index)
 
 
-def test_indices_of_every_space_are_one_in_a_row():
-    """Units are numbered through all spaces, whatever the order of their blocks, which goes by size."""
-    spaces = [space_of(12, 20, name="a"), space_of(8, name="b"), space_of(4, name="c")]
-    relaxation = relaxation_of(*spaces, init="random")
-    soft = relaxation.soft(0.5)
-    row, indices = relaxation.assign(soft), relaxation.harden(soft)
-    assert is_permutation(row)
-    assert torch.equal(row, torch.cat([indices["a"], 32 + indices["b"], 40 + indices["c"]]))
-    assert torch.equal(relaxation.join(indices), row)
-    assert SiteBlocks(relaxation, tied_site(spaces[1])).units.tolist() == [*range(32, 40)] * 2
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_soft_permutation_that_is_not_finite_is_refused(value, place):
@@ -227,13 +215,6 @@ def test_the_gradient_added_is_that_of_autograd(segments, site_of):
         torch.testing.assert_close(one, 1 + other)
 
 
-def test_channels_of_a_block_that_are_apart_are_a_bug():
-    space = space_of(16)
-    site = Site("apart", ("linear",), 16, torch.arange(16).view(2, 8).T.reshape(-1), space)
-    with pytest.raises(AssertionError, match="apart"):
-        SiteBlocks(relaxation_of(space), site)
-
-
 @pytest.mark.parametrize(
     ("segments", "sizes"), [((20,), [8, 8, 4]), ((12, 12), [8, 4, 8, 4]), ((4, 16), [4, 8, 8]), ((6,), [6])]
 )
@@ -248,36 +229,6 @@ def test_a_smaller_last_block(segments, sizes):
     for matrix, size in zip(matrices(blocks.flat(soft), blocks.sizes), sizes, strict=True):
         assert torch.equal(matrix, soft[relaxation.sizes.index(size)][taken[size]])
         taken[size] += 1
-
-
-def test_sites_of_two_spaces_take_their_own_blocks():
-    spaces = [space_of(16, name="a"), space_of(12, name="b")]
-    relaxation = relaxation_of(*spaces, init="random")
-    soft = relaxation.soft(1.0)
-    by_size = dict(zip(relaxation.sizes, soft, strict=True))
-    flats = [SiteBlocks(relaxation, plain_site(space)).flat(soft) for space in spaces]
-    assert torch.equal(flats[0], by_size[8][:2].reshape(-1))
-    assert torch.equal(flats[1], torch.cat((by_size[8][2].reshape(-1), by_size[4][0].reshape(-1))))
-
-
-def test_a_block_larger_than_the_space_is_the_full_permutation():
-    space = space_of(12)
-    relaxation = relaxation_of(space, block_size=64)
-    assert SiteBlocks(relaxation, plain_site(space)).sizes == [12]
-    assert [tuple(weight.shape) for weight in relaxation.weights] == [(1, 12, 12)]
-
-
-def test_everything_learns():
-    """A step along the gradient reaches every block and every scale."""
-    spaces = [space_of(16, 4, name="a"), space_of(12, name="b")]
-    relaxation = relaxation_of(*spaces)
-    generator = torch.Generator().manual_seed(0)
-    loss = sum((s * torch.rand(s.shape, generator=generator)).sum() for s in relaxation.soft(0.7))
-    loss.backward()
-    for parameter in relaxation.parameters():
-        assert (
-            parameter.grad.flatten(1).abs().amax(1).gt(0).all() if parameter.dim() > 1 else parameter.grad.ne(0).all()
-        )
 
 
 def test_learns_a_target_permutation():

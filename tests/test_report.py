@@ -232,19 +232,6 @@ def compared(path: Path, rows: list[dict], **more: object) -> tuple[str, Table]:
     return sections._compared(found).svg, sections._comparison(found)
 
 
-def test_rows_of_a_comparison_are_told_apart(tmp_path):
-    rows = [row("dense"), *(row(f"wanda{end}", pattern, mean, compile_seconds=seconds)
-            for end, pattern, mean, seconds in (("", "2:4", 15.0, 7.0), (" (fused)", "2:4", 14.0, 8.0),
-                                                ("", "4:8", 13.0, 9.0), (" (fused)", "4:8", 15.5, 9.5)))]  # fmt: skip
-    svg, table = compared(tmp_path / "c.json", rows, patterns=["2:4", "4:8"], ablation=None)
-    assert re.findall(r">(wanda[^<]*)<", svg) == ["wanda, 2:4", "wanda, 4:8", "wanda, 2:4"], "the last one is worse"
-    assert svg.count('fill="none" stroke="var(--c0)"') == 2, "rings for the layout fused"
-    assert table.head[:4] == ["method", "pattern", "perplexity", "against dense"]
-    assert table.head[4:] == ["KL, nats", "cosine", "foxes acc", "seconds"]
-    assert table.rows[3] == ("wanda", "4:8", "13.00", "1.30", "0.250", "0.750", "0.500", "9.00")
-    assert table.rows[0][:2] == ("dense", "")
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -326,12 +313,6 @@ def test_folders_are_told_apart(folders, tmp_path):
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]
 
 
-def test_sizes_follow_from_the_pattern(folders):
-    dense, packed = read_folders([folders["portable"], folders["portable-packed"]])
-    assert dense.sizes["packed"] == pytest.approx(packed.stored_bytes, rel=0.02)
-    assert packed.sizes["dense"] == pytest.approx(dense.stored_bytes, rel=0.02)
-
-
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
@@ -375,21 +356,6 @@ def test_outputs_are_not_replaced_by_chance(folders, tmp_path):
     assert RUNNER.invoke(app, [*arguments, "--overwrite"]).exit_code == 0
     assert output.read_text().startswith("<!DOCTYPE html>")
     assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
-
-
-def test_a_comparison_of_another_form_is_refused(folders, tmp_path):
-    other = tmp_path / "other.json"
-    other.write_text('{"rows": [{"method": "wanda"}]}')
-    arguments = ["report", str(folders["wanda"]), "--output", str(tmp_path / "out.html"), "--comparison", str(other)]
-    result = RUNNER.invoke(app, arguments)
-    check_refusal(result.exit_code, result.stderr, (str(other), "model is missing"))
-
-
-def test_the_form_is_what_saving_and_exporting_write(folders):
-    for name, path in folders.items():
-        written = json.loads((path / "permtriton.json").read_text())
-        found = read_record(path)
-        assert (found, list(found)) == (written, list(written)), name
 
 
 @pytest.mark.parametrize(

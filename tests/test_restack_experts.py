@@ -115,50 +115,11 @@ def test_an_interrupt_while_restacking_loses_nothing(monkeypatch, name, number, 
     assert zoo.difference(before, zoo.outputs(model, ids)) <= 1e-5
 
 
-def test_a_model_that_is_a_stack_itself_stays():
-    stack = Stack()
-    assert unstack_experts(stack).names == ()
-    assert stack.gate_up_proj.numel() > 0
-
-
-def test_restacking_copies_one_layer_at_a_time(monkeypatch):
-    """Learning leaves every linear with a storage of its own; two models' worth of experts may not fit."""
-    layers = 4
-    model = nn.ModuleList(Holder(Stack()) for _ in range(layers))
-    stacks = [parameter for holder in model for parameter in holder.experts.parameters()]
-    unstack_experts(model)
-    linears = [parameter for name, parameter in model.named_parameters()]
-    for parameter in linears:
-        parameter.data = parameter.data.clone()
-    total, held, stack = sum(p.nbytes for p in linears), [], torch.stack
-
-    def stacked(weights):
-        result = stack(weights)
-        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in (*linears, *stacks, result)}
-        held.append(sum(storages.values()))
-        return result
-
-    monkeypatch.setattr(torch, "stack", stacked)
-    restack_experts(model)
-    assert len(held) == 2 * layers
-    assert max(held) <= total * (1 + 1 / layers)
-    assert sum(p.untyped_storage().nbytes() for p in linears) == 0
-
-
 def test_an_error_inside_leaves_the_original_modules():
     model = zoo.build("mixtral")
     with pytest.raises(ZeroDivisionError), unstacked_experts(model):
         raise ZeroDivisionError
     assert not any(isinstance(module, UnstackedExperts) for module in model.modules())
-
-
-def test_inside_another_unstacking_nothing_happens():
-    model = zoo.build("mixtral")
-    with unstacked_experts(model):
-        with unstacked_experts(model) as inner:
-            assert inner.names == ()
-        assert isinstance(model.get_submodule(NAMES[0]), UnstackedExperts)
-    assert not isinstance(model.get_submodule(NAMES[0]), UnstackedExperts)
 
 
 def test_a_module_that_two_layers_share_stays_shared():

@@ -69,12 +69,6 @@ def test_a_factor_per_row_changes_no_mask():
         assert torch.equal(top_n_mask(scores, TWO_FOUR), top_n_mask(plain(name, 1), TWO_FOUR))
 
 
-def test_without_weights_every_linear_counts_alike():
-    found = space_scores(Linears(), [SITE], importances(), None).split((6, 40), 1)
-    for name, scores in zip(SITE.linears, found, strict=True):
-        torch.testing.assert_close(scores, plain(name, 1) / plain(name, 1).mean())
-
-
 def test_the_heavy_row_decides_the_order():
     """Only one row counts: its largest scores are spread over the groups, and all of what it can keep is kept."""
     for row in (0, 4):
@@ -86,13 +80,6 @@ def test_the_heavy_row_decides_the_order():
         assert retained(scores, index, TWO_FOUR) == pytest.approx(best, rel=1e-3)
         assert retained(scores, torch.arange(CHANNELS), TWO_FOUR) < 0.99 * best
     assert not torch.equal(order(None), index)
-
-
-def test_an_equal_weight_of_all_rows_leaves_linears_their_sizes():
-    """Unlike without weights, where a small linear counts as much as a large one."""
-    ones = {"small": torch.ones(6), "large": torch.ones(40)}
-    found = space_scores(Linears(), [SITE], importances(), ones)
-    torch.testing.assert_close(found, torch.cat([plain("small", 1), plain("large", 1)], 1))
 
 
 @pytest.mark.parametrize("power", [1, 2])

@@ -250,27 +250,8 @@ def test_phi3_values_are_the_last_rows_of_the_packed_projection():
     assert found == {unit: [q_and_k + unit] for unit in range(zoo.KEY_VALUE_HEADS * zoo.HEAD_DIM)}
 
 
-def test_phi3_gate_and_up_rows_move_together():
-    layer = "model.layers.1"
-    found = positions(plan_of("phi3"), f"{layer}.mlp.down_proj", f"{layer}.mlp.gate_up_proj.weight")
-    assert found == {unit: [unit, zoo.INTERMEDIATE + unit] for unit in range(zoo.INTERMEDIATE)}
-
-
 @pytest.mark.parametrize("kind", ["weight", "bias"])
 def test_gpt2_values_are_the_last_third(kind):
     layer = "transformer.h.1.attn"
     found = positions(plan_of("gpt2"), f"{layer}.c_proj", f"{layer}.c_attn.{kind}")
     assert found == {unit: [2 * zoo.HIDDEN + unit] for unit in range(zoo.HIDDEN)}
-
-
-@pytest.mark.parametrize(("name", "head_dim"), [("llama", zoo.HEAD_DIM), ("qwen3", zoo.WIDE_HEAD_DIM)])
-@pytest.mark.slow
-def test_query_heads_that_share_values_are_tied(name, head_dim):
-    layer = "model.layers.0.self_attn"
-    found = positions(plan_of(name), f"{layer}.o_proj", f"{layer}.o_proj.weight")
-    expected = {}
-    for head in range(zoo.KEY_VALUE_HEADS):
-        for channel in range(head_dim):
-            first = 2 * head * head_dim + channel
-            expected[head * head_dim + channel] = [first, first + head_dim]
-    assert found == expected

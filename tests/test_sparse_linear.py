@@ -13,7 +13,7 @@ from permtriton.kernels import sparse_linear as sparse_linear_file
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack
-from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, ROUTE_CONFIGS, routed, sparse_linear
+from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, routed, sparse_linear
 from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.timing import Timing
@@ -159,18 +159,6 @@ def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possi
     assert set(map(str, routes.requested)) == ({str(expected)} if len(possible) > 1 else set())
 
 
-@pytest.mark.parametrize(
-    ("tokens", "channels", "expected"), [(256, 128, MMA), (257, 128, CUSPARSELT), (256, 96, CUSPARSELT)]
-)
-def test_on_hopper_more_tokens_take_our_kernel(tokens, channels, expected, monkeypatch):
-    weight = sparse(64, channels // 4, TWO_FOUR, torch.bfloat16)
-    routes = Routes(monkeypatch, weight)
-    monkeypatch.setattr(mma, "limits_of", lambda _: mma.GpuLimits(132, has_wgmma=True))
-    x, form = torch.ones(tokens, channels).bfloat16(), weight.new_zeros(64 * channels * 9 // 16)
-    routed(x, *pack(weight, TWO_FOUR), None, None, channels, TWO_FOUR, form)
-    assert routes.taken == [expected]
-
-
 def test_nothing_is_asked_of_an_amd_gpu_that_only_nvidia_says(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: pytest.fail("asked"))
@@ -192,23 +180,6 @@ def test_other_patterns_are_unpacked(monkeypatch):
     routes = Routes(monkeypatch, weight)
     routed(torch.ones(1, 32).bfloat16(), *pack(weight, NMPattern(4, 8)), None, None, 32, NMPattern(4, 8), None)
     assert routes.taken == [DENSE]
-
-
-def test_the_table_of_routes_is_read_from_what_was_measured():
-    weight = sparse(16, 8, TWO_FOUR, torch.bfloat16)
-    with autotune.requests() as requested:
-        routed(
-            torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, None
-        )  # 16 rows: no mma
-        assert requested == []
-        with pytest.raises(RuntimeError):  # there is no cuSPARSELt here
-            routed(
-                torch.ones(65, 32).bfloat16(), *pack(weight, TWO_FOUR), None, None, 32, TWO_FOUR, weight.new_zeros(288)
-            )
-    assert [(one.op, one.configs, one.shape) for one in requested] == [
-        ("sparse_linear_route", (ROUTE_CONFIGS[1], ROUTE_CONFIGS[2]), (65, 16, 32)),
-        ("cusparselt", cusparselt.CONFIGS, (65, 16, 32)),
-    ]
 
 
 @pytest.mark.parametrize(("tokens", "padded"), [(1, 8), (8, 8), (77, 80)])
@@ -306,20 +277,6 @@ def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):
     monkeypatch.setattr(autotune, "_STATE", autotune._State())
     tuning.requests_of(case)
     assert not files[0].exists(), "what is asked for while tuning is kept by tuning"
-
-
-def test_cusparselt_reads_a_bias_from_its_first_element_on(monkeypatch):
-    given = []
-
-    def multiply(compressed, dense_CT, bias, **_options):
-        given.append(bias)
-        return dense_CT.t()
-
-    monkeypatch.setattr(torch, "_cslt_sparse_mm", multiply)
-    bias = torch.arange(64.0).bfloat16()[::2]
-    cusparselt.product(torch.ones(16, 32).bfloat16(), torch.zeros(32 * 18).bfloat16(), bias, 32)
-    assert given[0].is_contiguous()
-    assert torch.equal(given[0], bias)
 
 
 @pytest.mark.parametrize(

@@ -206,16 +206,6 @@ def test_being_divided_by_fsdp2_while_loading_is_refused(place, monkeypatch):
         load(fused)
 
 
-def test_adapters_and_models_may_read_the_dtype_and_the_device_of_a_packed_weight(as_on_a_gpu, place):
-    peft = pytest.importorskip("peft")
-    model = load(place("llama", "packed"))
-    weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
-    assert (weight.dtype, weight.device.type) == (torch.bfloat16, "cpu")
-    expected = model(IDS).logits
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"])  # which begins with no effect
-    assert torch.equal(peft.get_peft_model(model, config)(IDS).logits, expected)
-
-
 @pytest.mark.parametrize("elsewhere", ["disk", "cpu"])
 def test_offloading_is_refused_whenever_it_is_known(place, elsewhere):
     model = load(place("llama", "packed", fused=True))

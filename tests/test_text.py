@@ -99,18 +99,6 @@ def test_more_of_a_text_is_drawn_for_steps_that_read_it(tmp_path, further, expec
     assert len(drawn) - expected in (0, 1), "as many as are asked for, and what a document has beside them"
 
 
-@pytest.mark.parametrize("tokens", [63, 64])
-def test_exactly_enough_is_enough_and_one_less_is_not(tmp_path, tokens):
-    source = config(counting_file(tmp_path / "a.jsonl", tokens))
-    if tokens == 64:
-        assert calibration_ids(source, None, 1000, 0).flatten().sort().values.tolist() == list(range(64))
-        return
-    with pytest.raises(
-        CalibrationError, match=r"holds 63 tokens, 3 sequences of 16, but 4 are needed\. Lower `samples=`"
-    ):
-        calibration_ids(source, None, 1000, 0)
-
-
 def test_documents_end_with_the_end_token(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one fox"}\n\n{"text": "two dogs"}\n', encoding="utf-8")
@@ -151,12 +139,6 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
     assert evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
 
 
-def test_hash_distinguishes_ids_and_shapes():
-    ids = torch.arange(12).view(3, 4)
-    assert Samples.of(ids).sha256 == Samples.of(ids.to(torch.int32)).sha256
-    assert len({Samples.of(each).sha256 for each in (ids, ids.view(4, 3), ids + 1, {"decoder_input_ids": ids})}) == 4
-
-
 # -- sources that cannot be used -----------------------------------------------------------------------------------
 
 BAD_FILES = {
@@ -187,24 +169,6 @@ def test_bad_files(tmp_path, tokenizer, case):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     check_refused(path, tokenizer, words)
-
-
-BAD_COLUMNS = {
-    "no known column": ({"words": ["a"]}, ["words", "text or input_ids"]),
-    "missing text": ({"text": ["a", None]}, ["text"]),
-    "text is a number": ({"text": [5]}, ["text"]),
-    "ids are fractions": ({"input_ids": [[1.5, 2.5]]}, ["input_ids"]),
-    "ids are strings": ({"input_ids": [["a"]]}, ["input_ids"]),
-    "a shorter mask": ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, ["document 1", "mask"]),
-    "no rows": ({"text": pyarrow.array([], pyarrow.string())}, ["a.parquet"]),
-    "id too large": ({"input_ids": [[1, 1000]]}, ["1 to 1000", "vocabulary"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COLUMNS)
-def test_bad_parquet(tmp_path, tokenizer, case):
-    columns, words = BAD_COLUMNS[case]
-    check_refused(write_parquet(tmp_path / "a.parquet", **columns), tokenizer, words)
 
 
 def check_refused(path, tokenizer, words):
@@ -409,16 +373,6 @@ def test_activations_that_are_not_finite_name_the_site(model, plan, ids, value):
         weight.data.copy_(before)
 
 
-def test_the_mark_before_a_text_is_no_token(tmp_path, tokenizer):
-    """Some editors put a byte order mark before UTF-8."""
-    for name, content in (("a.txt", SENTENCE * 8), ("a.jsonl", json.dumps({"text": SENTENCE * 8}))):
-        found = []
-        for mark in ("", "\ufeff"):
-            (tmp_path / name).write_text(mark + content, encoding="utf-8")
-            found.append(evaluation_ids(str(tmp_path / name), tokenizer, len(tokenizer), 8))
-        assert torch.equal(*found)
-
-
 def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
     """Rows for training a decoder, whose labels are its inputs, would give every sequence the same text twice."""
     rows = [[(5 * row + column) % 60 for column in range(20)] for row in range(30)]
@@ -440,14 +394,6 @@ def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
     assert drawn[0].shape == (4, 16)
     assert torch.equal(*drawn)
     assert torch.equal(*held_out)
-
-
-def test_ids_in_quotes_are_no_text(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"input_ids": "12"}\n')
-    with pytest.raises(CalibrationError, match="document 1 is '12': expected input_ids as integers"):
-        evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": SENTENCE}))
-    assert evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8).numel()
 
 
 def test_a_default_length_follows_the_model_and_one_that_was_asked_for_does_not(model):

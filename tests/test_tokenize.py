@@ -18,17 +18,6 @@ def tokenizer():
     return trained_tokenizer()
 
 
-@pytest.mark.slow
-@settings(derandomize=True, database=None, deadline=None)
-@given(st.text("ab \n\t", max_size=60), st.integers(1, 9), st.integers(1, 20))
-def test_pieces_are_the_text_and_short(text, longest_line, longest_piece):
-    found = list(pieces(text, longest_line, longest_piece))
-    assert "".join(found) == text
-    assert max(len(line) for piece in found for line in piece.split("\n")) <= longest_line
-    assert max(map(len, found)) <= longest_piece + longest_line + 1
-    assert all(found) or not text
-
-
 @settings(derandomize=True, database=None, deadline=None)
 @given(st.lists(st.text("ab ", max_size=9), max_size=9))
 def test_a_text_of_short_lines_is_one_piece(lines):
@@ -40,11 +29,6 @@ def test_long_lines_are_cut_before_white_space_where_there_is_some():
     found = list(pieces("aaa bbb ccc ddd\nee", 8, 1000))
     assert found == ["aaa bbb", " ccc ddd", "\nee"]
     assert list(pieces("a" * 20, 8, 1000)) == ["a" * 8, "a" * 8, "a" * 4]
-
-
-def test_long_texts_are_cut_at_line_breaks():
-    found = list(pieces("aaaa\n" * 10, 8, 12))
-    assert found == ["aaaa\naaaa\n"] * 5
 
 
 def test_the_tokens_of_a_text_in_pieces_are_those_of_the_text(tokenizer, monkeypatch):

@@ -128,32 +128,6 @@ def test_what_export_cannot_follow_is_refused_in_one_line(capfd):
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_run_by_itself_is_said_so():
-    words = r"does not run by itself on input_ids \[1, 4\]: RuntimeError at .*The size of tensor.*Check config.json"
-    for device in ("cpu", "meta"):
-        with pytest.raises(ModelError, match=words):
-            trace(zoo.build("llama", num_key_value_heads=3).to(device))
-
-
-class Branching(nn.Module):
-    def forward(self, x):
-        return x * 2 if x.isfinite().all() else x
-
-
-@pytest.mark.slow
-def test_a_branch_that_all_samples_take_is_traced():
-    model = zoo.build("llama")
-    model.model.norm = Branching()
-    graph_module = trace(model).graph_module
-    with torch.no_grad():
-        assert torch.equal(graph_module(ids())[0], zoo.outputs(model, ids())[0])
-    assert OTHER_VALUES not in graph_module.meta
-    on_meta = trace(model.to("meta")).graph_module
-    assert str(on_meta.graph) == str(graph_module.graph)
-    assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
-
-
-@pytest.mark.slow
 def test_all_rows_are_taken_where_a_mask_selects_some():
     model = zoo.build("llama")
     mlp = model.model.layers[0].mlp
