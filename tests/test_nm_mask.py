@@ -59,9 +59,13 @@ def test_exact_count_in_every_group(pattern):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize(
+    ("form", "dtype", "column_major"),
+    [
+        *((form, torch.float32, False) for form in FORMS),
+        *((FORMS[0], torch.bfloat16, True), (FORMS[-1], torch.float64, True)),
+    ],
+)
 def test_forward_equals_dense_matrices(pattern, form, dtype, column_major):
     group = pattern.group
     sizes = [2 * group, group, 2 * group]
@@ -105,10 +109,9 @@ def dense_gradient(
     return torch.cat(blocks)
 
 
-@pytest.mark.parametrize("sizes", [[16], [8, 8, 8], [8, 4, 12, 8], [4]])
+@pytest.mark.parametrize("sizes", [[8, 8, 8], [8, 4, 12, 8]])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group_scale", [False, True])
-@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize(("group_scale", "column_major"), [(False, True), (True, False)])
 def test_gradient_equals_autograd_through_dense_matrices(sizes, form, group_scale, column_major):
     rows, channels = 11, sum(sizes)
     weight = torch.randn(rows, channels, generator=rng(1), dtype=torch.float64)
