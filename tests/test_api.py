@@ -333,6 +333,24 @@ def test_publishing(here, monkeypatch):
         compiled_model.push_to_hub("you/it")
 
 
+def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
+    """Transformers would load them in place of shards, and vLLM the shards that their index names; others stay."""
+    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
+    published = here / "hub" / "me" / "it"
+    others = [published / name for name in ("model.png", "model_ema.safetensors", "models/lora/adapter.safetensors")]
+    for size in ("5GB", "20KB", "5GB"):
+        monkeypatch.setattr(save, "SHARD_SIZE", size)
+        compiled_model.push_to_hub("me/it")
+        for other in others:
+            other.parent.mkdir(parents=True, exist_ok=True)
+            other.touch()
+        record = json.loads((published / "permtriton.json").read_text())
+        weights = {path.name for path in published.glob("*.safetensors") if path not in others}
+        assert weights == record["files"].keys()
+        assert (published / "model.safetensors.index.json").exists() == (len(record["files"]) > 1) == (size == "20KB")
+        assert all(other.exists() for other in others)
+
+
 def test_a_model_that_is_divided_between_devices_is_refused():
     """As ``device_map="auto"`` loads a large one."""
     with PretendGpu().here():

@@ -126,6 +126,16 @@ def test_it_copies_the_other_files(source, tmp_path):
     assert len(modes) == 1
 
 
+def test_what_git_and_the_hub_keep_in_a_folder_stays_there(source, tmp_path):
+    """An export is a model of its own, and may be published without the history of the other."""
+    for name in (".git/config", ".cache/huggingface/trees.json", "inner/.cache/log", ".gitattributes"):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text("theirs")
+    export(source, tmp_path / "packed")
+    hidden = {str(path.relative_to(tmp_path / "packed")) for path in (tmp_path / "packed").rglob(".*")}
+    assert hidden == {".gitattributes"}
+
+
 def test_each_file_is_written_under_its_name(sources, tmp_path):
     result = export(sources["sharded"], tmp_path / "out")
     names = {file.name for file in sources["sharded"].glob("*.safetensors")}

@@ -361,6 +361,41 @@ def test_what_the_hub_may_have_is_not_left_out_in_silence(folder, tmp_path, monk
     assert load_tokenizer(Source("someone/model")) is None
 
 
+@pytest.mark.slow
+def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatch):
+    """Only config and headers: the estimate is that of the folder, but for the time."""
+    headers = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        headers[name] = SimpleNamespace(shape=list(tensor.shape), dtype="F32")
+    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
+    options = {"recipe": "heuristic,sparsegpt", "data": zoo.tiny_ids(4, 12), "output": tmp_path / "out"}
+    expected = permtriton.dry_run(str(folder), **options)
+    assert permtriton.dry_run("someone/model", **options).forecast.seconds
+    (snapshot / "model.safetensors").unlink()
+    asked = []
+
+    def metadata(_api: object, name: str, revision: str | None) -> SimpleNamespace:
+        asked.append((name, revision))
+        return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=headers)})
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "get_safetensors_metadata", metadata)
+    found = permtriton.dry_run("someone/model", **options)
+    assert asked == [("someone/model", None)]
+    assert not found.forecast.seconds
+    assert (found.parameters, found.pruned_parameters) == (expected.parameters, expected.pruned_parameters)
+    assert found.forecast.disk == expected.forecast.disk
+    assert found.forecast.needs.stages == expected.forecast.needs.stages
+    half = permtriton.dry_run("someone/model", dtype="bfloat16", **options)
+    edit_json(snapshot / "config.json", lambda config: config.pop("dtype"))
+    for tensor in headers.values():
+        tensor.dtype = "BF16"
+    assert permtriton.dry_run("someone/model", **options).forecast.needs.model == half.forecast.needs.model
+    assert 2 * half.forecast.needs.model == found.forecast.needs.model
+    headers["model.norm.weight"].shape = [7]
+    with pytest.raises(ModelError, match=r"model.norm.weight has the shape \[7\]"):
+        permtriton.dry_run("someone/model", **options)
+
+
 LOST = "[Errno -2] Name or service not known"
 
 

@@ -149,6 +149,18 @@ def test_the_states_of_stages_go_once_the_result_is_saved(compiled, place, monke
     assert ["out/permtriton.json" in there for there in deleted] == [True, True]
 
 
+def test_existing_output_needs_overwrite(compiled, place, earlier):
+    with pytest.raises(OutputError, match="exists: choose another folder, or replace it with `overwrite=True`"):
+        compiled.save_pretrained(place / "out")
+    assert folders.files(place) == earlier
+
+
+def test_missing_parent(compiled, place):
+    with pytest.raises(OutputError, match="does not exist; make it first"):
+        compiled.save_pretrained(place / "no" / "out")
+    assert list(place.iterdir()) == []
+
+
 # -- where it may be saved -----------------------------------------------------------------------------------------
 
 
