@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import permtriton
-from permtriton.checkpoint import publishing
+from permtriton.checkpoint import publishing, save
 from permtriton.cli.main import app
 from permtriton.errors import CalibrationError, ConfigError, ModelError, OutputError
 from permtriton.model.source import Source

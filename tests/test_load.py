@@ -30,7 +30,7 @@ from permtriton.model.source import Source, resolve_device
 from permtriton.model.tokenizer import TOKENIZERS, load_tokenizer
 
 from . import zoo
-from .folders import LAST_UP, configure, edit_tensors
+from .folders import LAST_UP, configure, edit_json, edit_tensors
 
 
 @pytest.fixture(scope="module")
