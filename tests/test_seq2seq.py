@@ -10,15 +10,11 @@ from transformers import (
     BartForConditionalGeneration,
     DynamicCache,
     EncoderDecoderCache,
-    MarianConfig,
-    MarianMTModel,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
     T5ForConditionalGeneration,
     T5Model,
-    UMT5Config,
-    UMT5EncoderModel,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -35,7 +31,6 @@ from permtriton.methods.train.reconstruction import _layers
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.passes.plan import Placement
-from permtriton.running.layer_calls import find_chains
 
 from .zoo import VOCABULARY, fold, random_indices, randomize, token_ids
 
@@ -124,25 +119,6 @@ def test_a_headless_model_keeps_the_order_of_both_states():
 
 
 @pytest.mark.slow
-def test_tables_that_are_not_saved_keep_their_order():
-    """Marian makes its tables of sines when it is loaded, so that no permutation can be folded into them."""
-    model = MarianMTModel._from_config(MarianConfig(**BART)).eval()
-    plans = {layout: find_plan(model, NMPattern(2, 4), layout=layout) for layout in ("portable", "fused")}
-    frozen = {layout: [space.reason for space in plan.spaces if space.frozen] for layout, plan in plans.items()}
-    assert frozen["fused"] == []
-    assert frozen["portable"] == [
-        "model.decoder.embed_positions.weight is not saved with the model, so that its order cannot change"
-    ]
-
-
-@pytest.mark.slow
-def test_an_encoder_alone_is_no_encoder_decoder():
-    model = UMT5EncoderModel._from_config(UMT5Config(**T5))
-    assert arguments_of(model, {"input_ids": IDS}).keys() == {"input_ids"}
-    assert len(list(find_plan(model, NMPattern(2, 4)).linears())) == 2 * 7
-
-
-@pytest.mark.slow
 def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     """The output of ``wo`` makes the stream float32; the norms go back to float16."""
     torch.manual_seed(0)
@@ -154,11 +130,8 @@ def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     assert Placement.IN_NORM in {space.placement for space in compiled.plan.spaces}
 
 
-@pytest.mark.parametrize("name", ["t5", "bart"])
-@pytest.mark.slow(but=["bart"])
-def test_a_window_of_mlp_divides_every_layer(name):
-    """T5 holds its attentions and its MLP in a list inside of each layer, BART beside each other."""
-    model = build(name)
+def test_a_window_of_mlp_divides_every_layer():
+    model = build("bart")
     layers, left = _layers(model, find_plan(model, NMPattern(2, 4)), Reconstruct(window="mlp"))
     sizes = [[len(part) for part in layer.parts] for layer in layers.values()]
     assert not left
@@ -221,20 +194,6 @@ def test_sequences_may_fill_both_halves():
     assert max_tokens(build("bart")) == 32
     with pytest.raises(CalibrationError, match="32 positions"):
         check_samples(build("bart"), token_ids(2, 33))
-
-
-@pytest.mark.slow
-def test_both_halves_are_chains_of_layers():
-    """The decoder's layers read the encoder's output, which does not depend on the decoder's weights."""
-    model = build("t5")
-    plan = find_plan(model, NMPattern(2, 4))
-    layers = {path: model.get_submodule(path) for site in plan.sites for path in sorted(site.layer_paths)}
-    weights = [model.get_submodule(linear).weight for _, linear in plan.linears()]
-    before = [weight.clone() for weight in weights]
-    chains, problems = find_chains(model, layers, samples_of(model, IDS[:1]), weights)
-    assert [len(chain) for chain in chains] == [2, 2]
-    assert not problems
-    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def library(tmp_path_factory):
     return ctypes.CDLL(str(there / "h.so"))
 
 
-@pytest.fixture(params=[(False, 0), (True, 0), (True, 7)], ids=["late", "eager", "shuffled"])
+@pytest.fixture(params=[(False, 0), (True, 7)], ids=["late", "shuffled"])
 def emulated(library, request, monkeypatch):
     """Makes kernels run in the emulation; asynchronous copies land late or at once, threads run in any order."""
 
@@ -143,12 +143,11 @@ def product(x, weight, bias, index):
 
 
 @pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
-@pytest.mark.parametrize("channels", [32, 416])
-@pytest.mark.slow(but=[f"shuffled-416-{one.kernel.name}" for one in EMULATED])
-def test_the_product_in_float64(emulated, variant, channels, monkeypatch):
+@pytest.mark.slow(but=[f"shuffled-{one.kernel.name}" for one in EMULATED])
+def test_the_product_in_float64(emulated, variant, monkeypatch):
     """Ragged rows and channels (by wgmma those are whole), strided inputs that are not aligned, outputs poisoned."""
     poison(monkeypatch)
-    channels = 4 * channels if variant.wide else channels
+    channels = 1664 if variant.wide else 416
     rows, tokens = max(variant.rows, 64) + 3, variant.tokens + variant.tokens // 2 + 1
     weight = sparse(rows, channels // 4, dtype=variant.dtype)
     values, positions = pack(weight, TWO_FOUR)

@@ -208,12 +208,6 @@ def test_a_rank_that_hangs_is_noticed_without_torchrun(torchrun, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_may_start_later_than_others_may_be_silent(torchrun, tmp_path):
-    command = torchrun.command(tmp_path / "out", "--recipe", "mask")
-    assert torchrun.run(command, command, LATE="8") == [0, 0], torchrun.said(0)
-
-
-@pytest.mark.slow
 def test_a_rank_that_ends_before_it_has_joined_ends_the_run(torchrun, tmp_path):
     assert torchrun.run(torchrun.command(tmp_path / "out"), None, LATE="5") == [2, 1]
     (line,) = errors(torchrun.said(0))
@@ -238,6 +232,7 @@ def test_an_error_of_one_rank_is_said_with_its_number(torchrun, tmp_path):
     assert "rank 1: ./missing" in second
 
 
+@pytest.mark.slow
 def test_other_commands_refuse_several_ranks(torchrun, model_folder):
     command = ["evaluate", str(model_folder)]
     assert torchrun.run(command, command, agent=False) == [2, 2]
