@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit
 
-.PHONY: demo test lint types unit slow numeric processors soak vllm vllm-install real peers install clean
+.PHONY: demo test lint types unit interpreted slow numeric processors soak vllm vllm-install real peers install clean
 
 install: $(INSTALLED)
 
@@ -24,9 +24,12 @@ demo: $(INSTALLED)
 	$(BIN)/permtriton compile demo --sparsity 2:4 --output demo-2of4 --overwrite
 	$(BIN)/permtriton compare demo --sparsity 2:4 --methods "$(DEMO_METHODS)"
 
+# The quick tests in two processes; beside them the linters, the type checker and Triton's interpreter in a third, whose
+# output follows at the end.
 test: $(INSTALLED)
-	$(MAKE) --no-print-directory -j2 lint types
-	$(MAKE) --no-print-directory unit
+	@output=$$(mktemp); $(MAKE) --no-print-directory lint types interpreted >$$output 2>&1 & checks=$$!; \
+	$(MAKE) --no-print-directory unit; unit=$$?; wait $$checks; checks=$$?; cat $$output; rm $$output; \
+	exit $$((unit > checks ? unit : checks))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -36,20 +39,22 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(BIN)/mypy -p permtriton
 
-# Two processes with a thread each, a file at a time, so that what a file's tests share is made once.
-# Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has processes of its own. Each process that a test
-# starts would compile the library's files anew, were they not kept.
+# Two processes with a thread each, a file at a time, so that what a file's tests share is made once. Each process that
+# a test starts would compile the library's files anew, were they not kept.
 IN_TWO := -n 2 --dist loadfile --max-worker-restart 0
-unit slow: export PYTHONDONTWRITEBYTECODE :=
-unit slow: export OMP_NUM_THREADS := 1
+unit interpreted slow: export PYTHONDONTWRITEBYTECODE :=
+unit interpreted slow: export OMP_NUM_THREADS := 1
 unit: $(INSTALLED)
-	$(BIN)/python -m pytest $(IN_TWO)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) tests/interpreted
+	$(BIN)/python -m pytest $(IN_TWO) --no-loadscope-reorder
+
+# Triton reads TRITON_INTERPRET when a kernel is made: its interpreter has a process of its own.
+interpreted: $(INSTALLED)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpreted
 
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest $(IN_TWO) --soak -m "slow and not soak"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --soak -m slow tests/interpreted
+	$(BIN)/python -m pytest $(IN_TWO) --slow -m "slow and not soak"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --slow -m slow tests/interpreted
 
 # The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
 NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \

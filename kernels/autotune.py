@@ -11,7 +11,7 @@ counts share one measurement.
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,7 @@ class _State:
     """State of the process: entries read from files, and configurations that are forced."""
 
     measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Any] = field(default_factory=dict)
+    decisions: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # of `decided`
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
     beside_models: list[Path] = field(default_factory=list)
     forced: Mapping[str, Config] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class _State:
     def forget(self) -> None:
         """Makes the next launch read the files again."""
         self.measured.clear()
+        self.decisions.clear()
         self.entries.clear()
 
 
@@ -93,6 +95,22 @@ def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: tor
         return Config(**entry)
     # A stored configuration is used only if the table still has it and this call can use it.
     return next((config for config in configs if stored(config) == entry), configs[0])
+
+
+def decided(key: tuple[Any, ...], decide: Callable[..., Any]) -> Any:
+    """Returns ``decide(*key)``, which asks `config_for`, from the second call on without asking again.
+
+    While something is forced or collected, and while a CUDA graph is captured, it is asked each time: what is decided
+    then need not hold afterwards.
+    """
+    state = _STATE
+    if state.forced or state.requests is not None or state.choices is not None:
+        return decide(*key)
+    if key not in state.decisions:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return decide(*key)
+        state.decisions[key] = decide(*key)
+    return state.decisions[key]
 
 
 def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:

@@ -11,13 +11,15 @@ What it finds is kept in the user's cache; `permtriton autotune` compares it wit
 """
 
 import threading
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from permtriton.kernels.autotune import collecting, config_for, is_open, keep
+from permtriton.kernels.autotune import bucket, collecting, config_for, is_open, keep
 from permtriton.kernels.launch import Config, has_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -46,7 +48,18 @@ def serves(device: torch.device) -> bool:
     So it serves each rank of a group of processes, and in a single process with several GPUs one of them.
     """
     first = getattr(_THREAD, "device", None)
-    return first is None or first == _number(device)
+    if first is None or first == (number := _number(device)):
+        return True
+    _warn_once(
+        f"cuSPARSELt runs on one GPU of a process, here on GPU {first}: on GPU {number}, packed weights are unpacked "
+        "for many tokens, which is slower than a dense model; start a process for each GPU"
+    )
+    return False
+
+
+@cache
+def _warn_once(words: str) -> None:
+    warnings.warn(f"sparse_linear: {words}", UserWarning, stacklevel=2)
 
 
 def _number(device: torch.device) -> int:
@@ -98,8 +111,15 @@ def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
     shape, configs = (x_TC.shape[0], out_features, x_TC.shape[1]), [*CONFIGS]
     if collecting() and (config := searched(x_TC, compressed, bias, out_features)) not in configs:
         configs.append(config)
-    if is_open("cusparselt", shape, x_TC.dtype) and not (collecting() or torch.cuda.is_current_stream_capturing()):
-        keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
+    if not collecting() and is_open("cusparselt", shape, x_TC.dtype):
+        if not torch.cuda.is_current_stream_capturing():
+            keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
+        elif x_TC.dtype in SEARCHED:
+            _warn_once(
+                f"cuSPARSELt's algorithm for {'x'.join(map(str, bucket(shape)))} was not searched before this CUDA "
+                "graph is captured, so that the graph keeps its default, which may be 1.5 times slower: run each "
+                "number of tokens once before"
+            )
     return config_for("cusparselt", configs, shape, x_TC.dtype, searched=True)
 
 

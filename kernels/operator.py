@@ -8,11 +8,12 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, ParamSpec, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from permtriton.errors import ModelError
 from permtriton.kernels.launch import has_kernels, triton
 
 P = ParamSpec("P")
@@ -54,27 +55,67 @@ def operator(
         reference = parameters.flattened(function, check)
         made: Any = torch.library.custom_op(f"permtriton::{name}", reference, mutates_args=())
         made.register_fake(parameters.flattened(fake, check))
+        on_gpu = None
         if launcher is not None and triton is not None:
-            plain: Callable[..., Any] = function
-            there = parameters.flattened(
-                lambda *given: (launcher if supports is None or supports(*given) else plain)(*given), check
-            )
-
-            def on_gpu(*flat: Any) -> Any:
-                with torch.cuda.device(flat[0].device):
-                    return (there if _has_kernels(flat[0].device) else reference)(*flat)
-
-            made.register_kernel("cuda")(on_gpu)
+            on_gpu = _on_the_gpu_of_its_arguments(name, function, launcher, check, supports)
+            flat_on_gpu = parameters.flattened(on_gpu, None)
+            made.register_kernel("cuda")(lambda *flat: flat_on_gpu(*flat))
         if gradient is not None:
             _register_gradient(made, parameters, gradient, keeps)
+        count = len(parameters.types) if on_gpu is not None and not parameters.hold_tensors else -1
 
         @functools.wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
+            if len(arguments) == count and _is_plain(arguments):
+                assert on_gpu is not None
+                return on_gpu(*arguments)
             return getattr(torch.ops.permtriton, name)(*parameters.flat(arguments, named))
 
         return call
 
     return decorate
+
+
+def _on_the_gpu_of_its_arguments(
+    name: str,
+    function: Callable[..., Any],
+    launcher: Callable[..., Any],
+    check: Callable[..., None] | None,
+    supports: Callable[..., bool] | None,
+) -> Callable[..., Any]:
+    """Returns the operator as it runs on a GPU, of the function's own arguments."""
+
+    def on_gpu(*arguments: Any) -> Any:
+        if check is not None:
+            check(*arguments)
+        device = arguments[0].device
+        for one in arguments:  # a kernel takes what it is given for a pointer on its own GPU
+            if isinstance(one, Tensor) and one.device != device:
+                raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
+        with torch.cuda.device(device):
+            launches = _has_kernels(device) and (supports is None or supports(*arguments))
+            return (launcher if launches else function)(*arguments)
+
+    return on_gpu
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _is_plain(arguments: Sequence[Any]) -> bool:
+    """Whether torch needs to know nothing of a call: on a GPU, and no gradients, subclasses, transforms or modes.
+
+    Such a call goes around torch's dispatcher, whose Python takes longer than the kernel.
+    """
+    if torch.compiler.is_compiling() or not _on_gpu(arguments[0]):
+        return False
+    learns = torch.is_grad_enabled()
+    for one in arguments:
+        if isinstance(one, Tensor) and (type(one) not in (Tensor, nn.Parameter) or (learns and one.requires_grad)):
+            return False
+    modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
+    return not modes and torch._C._functorch.peek_interpreter_stack() is None
 
 
 class _Parameters:
@@ -91,6 +132,12 @@ class _Parameters:
             self.parts[name] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
             inner = get_type_hints(kind) if self.parts[name] else {}
             self.flat_types |= {f"{name}_{part}": inner[part] for part in self.parts[name]} or {name: kind}
+
+    @property
+    def hold_tensors(self) -> bool:
+        """Whether a dataclass among them has a tensor as a field."""
+        inner = [self.flat_types[f"{name}_{part}"] for name, parts in self.parts.items() for part in parts]
+        return any(kind is Tensor or Tensor in get_args(kind) for kind in inner)
 
     def flattened(self, run: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
         """Returns a function of the operator's arguments, with the signature that torch reads, from one of ours."""

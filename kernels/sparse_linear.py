@@ -15,7 +15,6 @@ measured it (benchmarks/NOTES.md); no other GPU did.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from torch.nn.functional import linear
 from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels.autotune import config_for, note
+from permtriton.kernels.autotune import config_for, decided, note
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
 from permtriton.kernels.packing import PATTERN, check_packed_shapes, unpack
@@ -63,26 +62,31 @@ def routed(
     compressed: Tensor | None,
 ) -> Tensor:
     """Computes the product on a GPU by the fastest measured route, or else by the default one, see above."""
-    tokens, out_features = x.numel() // max(in_features, 1), values.shape[0]
-    shape = (tokens, out_features, in_features, x.dtype)
-    arguments = (x, values, positions, bias, index, in_features, pattern)
-    possible: dict[int, Callable[[], Tensor]] = {}
-    if mma.runs_on(x.device) and mma.takes(*shape, pattern):
-        possible[MMA] = partial(mma.sparse_linear_mma, *arguments)
-    if compressed is not None and tokens and pattern == PATTERN and cusparselt.serves(x.device):
-        possible[CUSPARSELT] = partial(_by_cusparselt, x, compressed, bias, index, out_features)
-    possible[DENSE] = partial(sparse_linear_reference, *arguments)
-    first = MMA if tokens <= (mma.MAX_TOKENS if mma.is_wide(in_features, x.device) else MMA_TOKENS) else CUSPARSELT
-    route = _route(*shape, first, list(possible))
-    if route == MMA:  # the kernel may turn out not to be right here
-        variant = mma.chosen(*shape, x.device)
-        if variant is None:
-            del possible[MMA]
-            route = _route(*shape, first, list(possible))
-        else:
-            possible[MMA] = partial(mma.sparse_linear_mma, *arguments, variant)
+    tokens = x.numel() // max(in_features, 1)
+    shape = (tokens, values.shape[0], in_features, x.dtype)
+    has_form = compressed is not None and tokens > 0 and pattern == PATTERN and cusparselt.serves(x.device)
+    route, variant = decided(("sparse_linear", shape, x.device, pattern, has_form), _decide)
+    if route == MMA:
+        return mma.sparse_linear_mma(x, values, positions, bias, index, in_features, pattern, variant)
+    if route == CUSPARSELT:
+        assert compressed is not None
+        return _by_cusparselt(x, compressed, bias, index, values.shape[0])
+    return sparse_linear_reference(x, values, positions, bias, index, in_features, pattern)
+
+
+def _decide(
+    _: str, shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern, has_form: bool
+) -> tuple[int, mma.Variant | None]:
+    """Returns the route of a product ``(tokens, O, C, dtype)``, and the variant of its kernel."""
+    tokens, out_features, in_features, _dtype = shape
+    by_mma = mma.runs_on(device) and mma.takes(*shape, pattern)
+    possible = [route for route, can in ((MMA, by_mma), (CUSPARSELT, has_form), (DENSE, True)) if can]
+    first = MMA if tokens <= (mma.MAX_TOKENS if mma.is_wide(in_features, device) else MMA_TOKENS) else CUSPARSELT
+    route, variant = _route(*shape, first, possible), None
+    if route == MMA and (variant := mma.chosen(*shape, device)) is None:  # the kernel is not right here
+        route = _route(*shape, first, [other for other in possible if other != MMA])
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
-    return possible[route]()
+    return route, variant
 
 
 def _route(

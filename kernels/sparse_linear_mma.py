@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -262,31 +263,47 @@ def chosen(
 ) -> Variant | None:
     """Returns the variant for a product that `takes` accepts, or None if the kernel is not to be trusted.
 
-    Where the clusters of a launch would not run all at once, they get a block less; where a variant is not right, the
+    Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant is not right, the
     same one that begins late is tried.
     """
     shape, gpu = (tokens, out_features, in_features), limits_of(device)
     variant = variant_of(
         config_for("sparse_linear_mma", configs_for(tokens, in_features, gpu), shape, dtype), *shape, dtype, gpu
     )
-    while is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
+    variant = _in_clusters_that_fit(variant, tokens, out_features, device)
+    if is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
         early = variant.early and _TRUSTED.get((variant, device), False)  # not tried while captured
         variant = replace(variant, early=early)
-        if not _too_many_clusters(variant, tokens, out_features, device):
-            note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
-            return variant
-        variant = replace(variant, splits=variant.splits - 1)
+        note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
+        return variant
     note(f"rejected {tokens}x{out_features}x{in_features}", variant.kernel.name)
     return None
 
 
-@functools.cache
-def _too_many_clusters(variant: Variant, tokens: int, out_features: int, device: torch.device) -> bool:
-    if variant.splits == 1 or device.type != "cuda":
-        return False
+_SPLITS: dict[tuple[Variant, tuple[int, int, int], torch.device], int] = {}
+
+
+def _in_clusters_that_fit(variant: Variant, tokens: int, out_features: int, device: torch.device) -> Variant:
+    """Returns a variant with as many blocks per cluster as all run at once; a GPU may schedule none of some size.
+
+    While a CUDA graph is captured the driver cannot be asked: what it said before counts, else the variant stays.
+    """
+    key = variant, variant.grid(tokens, out_features), device
+    if key not in _SPLITS:
+        if variant.splits == 1 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return variant
+        with torch.cuda.device(device):
+            counts = range(variant.splits, 1, -1)
+            _SPLITS[key] = next((n for n in counts if _fits(replace(variant, splits=n), tokens, out_features)), 1)
+    return replace(variant, splits=_SPLITS[key])
+
+
+def _fits(variant: Variant, tokens: int, out_features: int) -> bool:
+    """Whether all clusters of a launch run at once on the current GPU."""
     grid = variant.grid(tokens, out_features)
-    with torch.cuda.device(device):
-        return variant.kernel.active_clusters(grid) < grid[0] * grid[2]
+    with suppress(PermTritonError):  # clusters of this size cannot be scheduled; a kernel that fails is told of later
+        return variant.kernel.active_clusters(grid) >= grid[0] * grid[2]
+    return False
 
 
 def sparse_linear_mma(

@@ -31,11 +31,6 @@ EXPERTS = {
 }
 EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
     "llama": ("model.layers", LLAMA),
-    "llama_tied": ("model.layers", LLAMA),
-    "llama_eager": ("model.layers", LLAMA),
-    "mistral": ("model.layers", LLAMA),
-    "qwen2": ("model.layers", LLAMA),
-    "qwen3": ("model.layers", LLAMA),
     "phi3": (
         "model.layers",
         {
@@ -46,40 +41,6 @@ EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
         },
     ),
     "gemma2": ("model.layers", {**LLAMA, "mlp.gate_proj+up_proj": "pre_feedforward_layernorm"}),
-    "opt": (
-        "model.decoder.layers",
-        {
-            "self_attn.q_proj+k_proj+v_proj": "self_attn_layer_norm",
-            "self_attn.out_proj": "nothing",
-            "fc1": "final_layer_norm",
-            "fc2": "nothing",
-        },
-    ),
-    "gpt_neox": (
-        "gpt_neox.layers",
-        {
-            "attention.query_key_value": "input_layernorm",
-            "attention.dense": "nothing",
-            "mlp.dense_h_to_4h": "post_attention_layernorm",
-            "mlp.dense_4h_to_h": "nothing",
-        },
-    ),
-    "phi": (  # attention and MLP read the same norm
-        "model.layers",
-        {
-            "self_attn.q_proj+self_attn.k_proj+self_attn.v_proj+mlp.fc1": "input_layernorm",
-            "self_attn.dense": "nothing",
-            "mlp.fc2": "nothing",
-        },
-    ),
-    "falcon": (
-        "transformer.h",
-        {
-            "self_attention.query_key_value+mlp.dense_h_to_4h": "input_layernorm",
-            "self_attention.dense": "nothing",
-            "mlp.dense_4h_to_h": "nothing",
-        },
-    ),
     "olmo2": (  # no norm before them: the residual stream itself is read
         "model.layers",
         {**LLAMA, "self_attn.q_proj+k_proj+v_proj": 3, "mlp.gate_proj+up_proj": 2},
@@ -91,8 +52,6 @@ EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
     "bert_mlm": ("bert.encoder.layer", BERT),  # its norms write the residual stream, too
     "bert": ("encoder.layer", BERT),
     "mixtral": ("model.layers", EXPERTS),
-    "qwen3_moe": ("model.layers", EXPERTS),
-    "olmoe": ("model.layers", EXPERTS),
     "qwen2_moe": (
         "model.layers",
         {
@@ -103,5 +62,4 @@ EXPECTED: dict[str, tuple[str, dict[str, str | int]]] = {
             **{f"mlp.experts.{n}.down_proj": "nothing" for n in EXPERT_NUMBERS},
         },
     ),
-    "gpt_oss": ("model.layers", EXPERTS),
 }

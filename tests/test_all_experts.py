@@ -117,27 +117,6 @@ def test_the_statistics_are_those_of_all_tokens():
             assert (found[True][site.name] >= found[False][site.name]).all()
 
 
-@pytest.mark.slow
-def test_a_rare_expert_is_pruned_better():
-    """What an expert makes of tokens that it was not sent while it was calibrated, over several mixtures."""
-    differences = []
-    for seed in range(2):
-        errors = {}
-        for wanted in (False, True):
-            model = mixture(seed)
-            permtriton.compile(
-                model, data=zoo.token_ids(4, 24, seed), recipe="mask", calibrate_all_experts=wanted, importance="wanda"
-            )
-            experts = [each.model.layers[0].mlp.experts for each in (model, mixture(seed))]
-            states = torch.randn(200, 64, generator=torch.Generator().manual_seed(seed))
-            sent = torch.full((200, 1), RARE), torch.ones(200, 1)
-            with torch.no_grad():
-                pruned, exact = (each(states, *sent) for each in experts)
-            errors[wanted] = float((pruned - exact).norm() / exact.norm())
-        differences.append(errors[False] - errors[True])
-    assert min(differences) > 0, differences
-
-
 def test_it_needs_experts():
     with pytest.raises(permtriton.PermTritonError, match="has no effect on a LlamaForCausalLM"):
         permtriton.compile(zoo.build("llama"), data=zoo.token_ids(), recipe="mask", calibrate_all_experts=True)

@@ -12,19 +12,15 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from huggingface_hub.utils import filter_repo_objects
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import permtriton
-from permtriton import api
 from permtriton.checkpoint import publishing, save
 from permtriton.cli.main import app
-from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, OutputError
+from permtriton.errors import CalibrationError, ConfigError, ModelError, OutputError
 from permtriton.model.source import Source
-from permtriton.recipe import all_options
-from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
@@ -126,8 +122,8 @@ PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pre
 LONG_EXAMPLES = {"compile", "KeepPattern", "inspect", "dry_run", "CompiledModel.push_to_hub"}  # the pages show the same
 
 
-@pytest.mark.slow(only=["compare"])
-@pytest.mark.parametrize("name", zoo.slow_but([name for name in PUBLIC if name not in LONG_EXAMPLES], PUBLIC))
+@pytest.mark.slow(only=["compare", *LONG_EXAMPLES])
+@pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_described_and_their_examples_run(here, name):
     value = permtriton
     for part in name.split("."):
@@ -178,52 +174,7 @@ def test_python_and_the_command_line_write_the_same(here):
     ).read_bytes()
 
 
-def test_compile_names_every_argument_of_the_command():
-    """An option of the command is one of `permtriton.compile`, or says how the command prints."""
-    command = {each.name for each in app.registered_commands[0].callback.__signature__.parameters.values()}
-    named = set(inspect.signature(permtriton.compile).parameters)
-    assert command - named - set(all_options()) == {"dry_run", "devices", "json", "help_all"}
-
-
 # -- data ------------------------------------------------------------------------------------------------------------
-
-
-def shape(data: object, **options: object) -> tuple[list[int], str]:
-    report = permtriton.compile("my-model", data=data, **{**QUICK, **options}).report
-    return report["calibration"]["shape"], report["config"]["calibration"]
-
-
-@pytest.mark.slow
-def test_tensors_are_the_samples_and_texts_are_cut(here):
-    rows = Dataset.from_dict({"input_ids": IDS.tolist(), "text": ["x"] * 8})
-    assert shape(IDS) == ([4, 16], "Tensor in memory")
-    assert shape(IDS, samples=None)[0] == [8, 16]
-    assert shape(IDS.numpy(), samples=8)[0] == [8, 16]
-    assert shape({"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS})[0] == [4, 16]
-    assert shape(DataLoader([{"input_ids": row} for row in IDS], batch_size=3))[0] == [4, 16]
-    assert shape(DataLoader(torch.utils.data.TensorDataset(IDS, IDS), batch_size=3), samples=None)[0] == [8, 16]
-    assert shape(IDS.tolist(), sequence_length=8) == ([4, 8], "list in memory")
-    assert shape(IDS.flatten().tolist(), sequence_length=8)[0] == [4, 8]
-    assert shape(rows, sequence_length=8)[0] == [4, 8]
-    assert shape(DatasetDict({"a": rows}), split="a", sequence_length=8)[0] == [4, 8]
-    assert shape(rows.with_format("torch"), sequence_length=8)[0] == [4, 8]
-
-
-@pytest.mark.slow
-def test_a_file_of_options_counts_as_arguments_do(here):
-    """For data of every kind; what the call names wins, the data themselves included."""
-    file = here / "options.toml"
-    file.write_text('recipe = "mask"\nsamples = 4\nsequence-length = 8\ncalibration = "c4"\n')
-    unset = {"recipe": None, "samples": None, "sequence_length": None, "config": file}
-    assert shape(IDS, **unset) == ([4, 16], "Tensor in memory")
-    assert shape(DataLoader([{"input_ids": row} for row in IDS], batch_size=3), **unset)[0] == [4, 16]
-    assert shape(IDS.tolist(), **unset) == ([4, 8], "list in memory")
-    assert shape(TEXTS, **unset)[0] == [4, 8]
-    assert shape(IDS, **{**unset, "samples": 6})[0] == [6, 16]
-    assert permtriton.dry_run("my-model", data=IDS, config=file).config.calibration.samples == 4
-    file.write_text("samples = 9")
-    with pytest.raises(CalibrationError, match="data holds 8 samples, but 9 are needed"):
-        shape(IDS, **unset)
 
 
 @pytest.mark.slow
@@ -249,31 +200,6 @@ def test_a_column_is_named_once_for_both_data(here):
         permtriton.compile("my-model", data=IDS, eval_data={"train": columns, "test": columns}, **QUICK)
 
 
-@pytest.mark.slow
-def test_held_out_data_are_of_the_same_kinds(here):
-    rows = Dataset.from_dict({"text": TEXTS})
-    for held_out in (IDS, IDS.numpy(), {"input_ids": IDS}, TEXTS, rows):
-        report = permtriton.compile("my-model", data=IDS, eval_data=held_out, **QUICK).report
-        assert (
-            report["evaluation"]["text"] == f"{type(held_out).__name__ if held_out is not rows else 'Column'} in memory"
-        )
-        assert "dense" in report["evaluation"]
-
-
-def test_the_text_that_a_recipe_lets_write_follows_the_number_of_rows(here):
-    """And what cannot write is not refused for text that nobody asked for."""
-    assert permtriton.dry_run("my-model", data=IDS, recipe="best").config.calibration.generated == 3 * len(IDS)
-    assert permtriton.dry_run("my-model", data=IDS, recipe="best", generated=3).config.calibration.generated == 3
-    torch.manual_seed(0)
-    found = permtriton.dry_run(zoo.build("bert"), data=IDS.clamp(max=60), recipe="best")
-    assert found.config.calibration.samples == 8
-
-
-def test_the_sequences_of_a_step_follow_their_length(here):
-    assert permtriton.dry_run("my-model", data=IDS).config.steps[-1].batch_size == 8
-    assert permtriton.dry_run("my-model", data=IDS, distill_batch_size=1).config.steps[-1].batch_size == 1
-
-
 def test_a_dataset_gives_the_texts_of_its_column(here):
     columns = Dataset.from_dict({"body": TEXTS, "text": ["other"] * len(TEXTS)})
     run = {"data": columns, **QUICK}
@@ -282,6 +208,7 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
 
 
 @pytest.mark.parametrize("kind", [None, "torch", "numpy"])
+@pytest.mark.slow
 def test_padding_in_a_dataset_is_not_read(here, kind):
     """As a tokenizer with ``padding="max_length"`` adds it, on either side."""
     rows = [[7 * row + at for at in range(20 + row)] for row in range(8)]
@@ -349,36 +276,7 @@ def test_a_function_gets_every_step(here):
     assert "loading my-model" in [event.text for event in events if not event.stage]
 
 
-@pytest.mark.slow
-def test_true_draws_what_the_command_draws_and_false_nothing(here, capfd):
-    permtriton.inspect("my-model")
-    capfd.readouterr()
-    permtriton.compile("my-model", data=TEXTS, **QUICK)
-    assert "loading my-model" not in capfd.readouterr().err
-    permtriton.compile("my-model", data=TEXTS, progress=True, **QUICK)
-    assert "loading my-model" in capfd.readouterr().err
-    mine = NoProgress()
-    assert api.reporter(mine) is mine
-
-
 # -- evaluating ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_dense_model_is_read_again_or_given(here, monkeypatch):
-    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
-    found = compiled_model.evaluate("my-heldout.txt")
-    by_name = permtriton.evaluate(compiled_model.save_pretrained("out"), "my-heldout.txt", against="my-model")
-    assert (found.kl, found.dense_perplexity) == (by_name.kl, by_name.dense_perplexity)
-    assert found.kl > 0
-    assert compiled_model.evaluate("my-heldout.txt", against=False).kl is None
-    model, tokenizer = (kind.from_pretrained("my-model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    in_memory = permtriton.compile(model, tokenizer=tokenizer, data=TEXTS, **QUICK)
-    alone = in_memory.evaluate(TEXTS[:8])
-    assert (alone.kl, alone.dense_perplexity) == (None, None), "the dense model is gone"
-    assert alone.text == "list in memory"
-    again = AutoModelForCausalLM.from_pretrained("my-model")
-    assert in_memory.evaluate("my-heldout.txt", against=again).kl == pytest.approx(found.kl)
 
 
 def test_a_compiled_model_runs_tasks_alone(here):
@@ -390,43 +288,7 @@ def test_a_compiled_model_runs_tasks_alone(here):
         compiled_model.evaluate("none", against="my-model", tasks=["foxes"], tasks_dir="tasks")
 
 
-def test_a_dense_model_that_does_not_fit_a_gpu_is_refused(here, monkeypatch):
-    compiled_model = permtriton.compile("my-model", data=TEXTS, **QUICK)
-    monkeypatch.setattr(type(compiled_model.model), "device", torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2**30))
-    with pytest.raises(
-        MemoryTooSmallError, match=r"the dense model .*my-model needs .* beside the other, but 1000 B are"
-    ):
-        compiled_model.evaluate("my-heldout.txt")
-
-
 # -- saving and publishing -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.slow
-def test_a_packed_folder_is_what_export_makes_of_the_dense_one(here, layout):
-    compiled_model = permtriton.compile("my-model", data=TEXTS, layout=layout, **{**QUICK, "recipe": "heuristic,mask"})
-    compiled_model.save_pretrained("dense")
-    compiled_model.save_pretrained("packed", format="packed")
-    permtriton.export("dense", "exported")
-    assert (here / "packed" / "model.safetensors").read_bytes() == (
-        here / "exported" / "model.safetensors"
-    ).read_bytes()
-    assert (
-        load_file(here / "packed" / "model.safetensors").keys()
-        != load_file(here / "dense" / "model.safetensors").keys()
-    )
-    if layout == "fused":
-        with pytest.raises(ConfigError, match="permutes channels at run time"):
-            compiled_model.save_pretrained("plain", format="plain")
-    with pytest.raises(ConfigError, match="format 'zip' is unknown"):
-        compiled_model.save_pretrained("zip", format="zip")
-    with pytest.raises(OutputError, match="packed exists"):
-        compiled_model.save_pretrained("packed", format="packed")
-    assert sorted(path.name for path in here.glob("*")) == sorted(
-        ["my-model", "Qwen", "my-text.txt", "my-heldout.txt", "dense", "packed", "exported"]
-    )
 
 
 def interrupted(*_arguments: object, **_named: object) -> None:
@@ -487,25 +349,6 @@ def test_weights_of_an_earlier_upload_are_deleted(here, monkeypatch):
         assert weights == record["files"].keys()
         assert (published / "model.safetensors.index.json").exists() == (len(record["files"]) > 1) == (size == "20KB")
         assert all(other.exists() for other in others)
-
-
-@pytest.mark.slow
-def test_a_relative_model_stays_where_it_was_read(here, tmp_path, monkeypatch):
-    compiled = permtriton.compile("my-model", data="my-text.txt", eval_data="my-text.txt", **QUICK)
-    text = Path("my-text.txt").absolute()
-    monkeypatch.chdir("/")
-    assert compiled.source.folder == here / "my-model"
-    assert compiled.evaluate(str(text)).dense_perplexity is not None
-
-
-@pytest.mark.slow
-def test_the_dense_model_is_measured_where_the_compiled_one_is(here, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with PretendGpu().here():
-        for onload in (False, True):
-            compiled = permtriton.compile("my-model", data="my-text.txt", onload=onload, **QUICK)
-            assert compiled.source is not None
-            assert compiled.source.device == compiled.model.device.type == ("cpu" if onload else "cuda")
 
 
 def test_a_model_that_is_divided_between_devices_is_refused():
@@ -577,33 +420,3 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=message):
             permtriton.compile("my-model", **{"data": TEXTS, **QUICK, **options})
-
-
-@pytest.mark.slow
-def test_defaults_of_torch_that_the_caller_has_set_change_nothing():
-    """The meta device stands for a GPU, whose tensors numpy cannot read either."""
-    model, ids = zoo.tiny_llama(), zoo.tiny_ids(4, 12)
-    options = {"data": ids, "eval_data": "none", "recipe": "learned,mask", "learn_epochs": 1, "samples": 4}
-    expected = permtriton.compile(zoo.tiny_llama(), **options).report["permutations"]
-    plan = permtriton.inspect(model)
-    torch.set_default_dtype(torch.float64)
-    torch.set_default_device("meta")
-    try:
-        assert permtriton.inspect(model) == plan
-        assert permtriton.find_plan(model, permtriton.NMPattern(2, 4)).sites
-        with torch.inference_mode():
-            assert permtriton.compile(model, **options).report["permutations"] == expected
-        assert (torch.get_default_dtype(), torch.get_default_device().type) == (torch.float64, "meta")
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
-
-
-@pytest.mark.slow
-def test_parameters_that_share_memory_are_refused():
-    model = zoo.tiny_llama(tie_word_embeddings=False)
-    model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight)
-    with pytest.raises(ModelError, match=r"lm_head.weight and model.embed_tokens.weight share memory"):
-        permtriton.compile(model, data=zoo.tiny_ids(4, 12), recipe="mask")
-    model.lm_head.weight = model.model.embed_tokens.weight
-    permtriton.compile(model, data=zoo.tiny_ids(4, 12), recipe="mask", eval_data="none")

@@ -14,22 +14,20 @@ from permtriton.util.permutation import compose, inverse
 from . import zoo
 from .zoo import fold
 
-ARCHITECTURES = zoo.slow_but(zoo.TELLING, zoo.ARCHITECTURES)
+ARCHITECTURES = zoo.TELLING
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.slow(only=["0-gemma2"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_outputs_stay_in_float64(name, seed):
+def test_outputs_stay_in_float64(name):
     model, plan = zoo.planned(name)
     model.double()
     with zoo.float32_means_float64():
         before = zoo.outputs(model, zoo.token_ids())
-        fold(model, plan, zoo.random_indices(plan, seed))
+        fold(model, plan, zoo.random_indices(plan, 0))
         after = zoo.outputs(model, zoo.token_ids())
     assert before[0].dtype == torch.float64
     assert zoo.difference(before, after) < 1e-9
@@ -81,8 +79,7 @@ def test_two_folds_are_the_fold_of_their_composition(name):
         assert torch.equal(parameter, once.get_parameter(parameter_name)), parameter_name
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "opt", "falcon", "bert_mlm"])
-@pytest.mark.slow(but=["gpt2", "bert_mlm"])
+@pytest.mark.parametrize("name", ["gpt2", "bert_mlm"])
 def test_a_tied_embedding_is_folded_once(name):
     model, plan = zoo.planned(name)
     embedding, index = model.get_input_embeddings(), zoo.random_index(plan.hidden.space)
@@ -93,9 +90,8 @@ def test_a_tied_embedding_is_folded_once(name):
         assert model.get_output_embeddings().weight is embedding.weight
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "bert_mlm"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert_mlm"])
 @torch.no_grad()
-@pytest.mark.slow(but=["llama", "gpt2", "bert_mlm"])
 def test_the_hidden_state_comes_out_in_the_order_of_its_index(name):
     model, plan = zoo.planned(name)
     index = zoo.random_index(plan.hidden.space)
@@ -131,8 +127,7 @@ def test_generation_with_a_cache_stays():
 # -- what must not be folded -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "phi3", "gpt_neox", "phi", "gpt2", "bert"])
-@pytest.mark.slow(but=["llama", "phi3", "gpt2", "bert"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "bert"])
 def test_a_move_across_heads_changes_outputs(name):
     """Channels must stay in their segments, and these tests see a fold that ignores that."""
     model, plan = zoo.planned(name)
@@ -158,6 +153,7 @@ def test_a_frozen_space_is_refused_and_would_change_outputs():
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.slow
 def test_every_axis_is_needed(name):
     """Leaving any one axis out of a fold changes the outputs, so the plan lists none without need."""
     model, plan = zoo.planned(name)

@@ -14,15 +14,11 @@ from transformers import PreTrainedModel, RobertaConfig, RobertaModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import CompiledModel, config_from
-from permtriton.comparison.methods import method_rows
-from permtriton.comparison.run import Benchmark, compare
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
-from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import max_tokens
 
 from . import zoo
-from .updating import Recording
 from .zoo import fold
 
 LEARN = {
@@ -35,8 +31,6 @@ LEARN = {
 }
 HEURISTIC = {"recipe": "heuristic,mask"}
 MASK = {"recipe": "mask"}
-# Each ties, joins, transposes or biases weights as none of the others does. Other classes: `tests/test_zoo.py`.
-COMPILED = ("llama_tied", "llama_eager", "phi3", "gemma2", "opt", "falcon", "gpt2", "bert_mlm")
 HEADS = ("lm_head", "pooler", "cls.")  # parts of names that no plan may prune
 
 
@@ -66,7 +60,7 @@ def compiled_with(name: str, **options: object) -> CompiledModel:
     return compiled_model(zoo.build(name), **options)
 
 
-@pytest.fixture(scope="module", params=zoo.slow_but(["llama_eager", "gpt2", "bert_mlm"], COMPILED))
+@pytest.fixture(scope="module", params=["llama_eager", "gpt2"])  # other classes: test_zoo.py
 def case(request, tmp_path_factory) -> Case:
     compiled = compiled_with(request.param, **LEARN)
     path = compiled.save_pretrained(tmp_path_factory.mktemp("models") / request.param)
@@ -99,7 +93,6 @@ def folded(case_name: str, compiled: CompiledModel, **changes: object) -> PreTra
 # -- each architecture, with the learned permutation -------------------------------------------------------------------
 
 
-@pytest.mark.slow(but=["llama_eager"])
 def test_reloaded_model_is_the_compiled_one(case):
     assert type(case.reloaded) is type(case.dense)
     in_memory = dict(case.compiled.model.named_parameters())
@@ -237,77 +230,24 @@ def test_loads_in_a_process_without_permtriton(tmp_path):
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["4:8", "1:4", "3:4", "8:16"])
-@pytest.mark.slow(but=["4:8"])
-def test_patterns(pattern, tmp_path):
-    compiled = compiled_with("llama", sparsity=pattern, **LEARN)
+@pytest.mark.slow
+def test_patterns(tmp_path):
+    compiled = compiled_with("llama", sparsity="4:8", **LEARN)
     reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
-    kept, group = map(int, pattern.split(":"))
     for name, weight in linears_in_layers(reloaded).items():
-        assert kept_in_groups(weight, group) == {kept}, name
+        assert kept_in_groups(weight, 8) == {4}, name
     ids = zoo.token_ids(seed=2)
     difference = zoo.difference(zoo.outputs(zoo.build("llama"), ids), zoo.outputs(folded("llama", compiled), ids))
     assert difference < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("importance", "options"),
-    [("magnitude", LEARN), ("ria", LEARN), ("obs", LEARN), ("wanda", HEURISTIC), ("obs", MASK)],
-)
 @pytest.mark.slow
-def test_importances_and_orders(importance, options):
-    compiled = compiled_with("llama", importance=importance, **options)
-    for name, weight in linears_in_layers(compiled.model).items():
-        assert kept_in_groups(weight, 4) == {2}, name
-    expected = linears_in_layers(folded("llama", compiled))
-    for name, weight in linears_in_layers(compiled.model).items():
-        assert torch.equal(weight, torch.where(weight != 0, expected[name], 0)), name
-    for space in compiled.plan.spaces:
-        identity = torch.equal(compiled.indices[space.name], torch.arange(space.units))
-        assert identity == (options is MASK), space.name
-
-
 def test_magnitude_keeps_the_largest_weights():
     compiled = compiled_with("llama", importance="magnitude", **MASK)
     for name, weight in linears_in_layers(zoo.build("llama")).items():
         groups = weight.unflatten(1, (-1, 4))
         expected = groups * (groups.abs() >= groups.abs().sort(-1).values[..., 2:3])
         assert torch.equal(linears_in_layers(compiled.model)[name], expected.flatten(1)), name
-
-
-@pytest.mark.slow
-def test_importances_choose_different_weights():
-    chosen = [
-        linears_in_layers(compiled_with("llama", importance=importance, **MASK).model)
-        for importance in ("magnitude", "wanda", "ria", "obs")
-    ]
-    for name in chosen[0]:
-        masks = {tuple((weights[name] != 0).flatten().tolist()) for weights in chosen}
-        assert len(masks) == 4, name
-
-
-@pytest.mark.slow
-def test_spaces_that_do_not_learn_keep_the_order_of_the_step_before():
-    compiled = compiled_with("llama", learn_layers="last:1", **LEARN)
-    heuristic = compiled_with("llama", **HEURISTIC)
-    for space in compiled.plan.spaces:
-        learns = space.name.startswith("model.layers.1.")
-        same = torch.equal(compiled.indices[space.name], heuristic.indices[space.name])
-        assert same != learns, space.name
-
-
-@pytest.mark.slow
-def test_learning_never_ends_worse_than_it_starts():
-    learned = step_of(compiled_with("llama", **{**LEARN, "learn_keep": "best"}).report, "learned")
-    losses = [epoch["loss"] for epoch in learned["history"]]
-    assert losses[learned["kept"]] == min(losses)
-
-
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_weights():
-    first, second, other = (compiled_with("gpt2", seed=seed, **LEARN).model for seed in (0, 0, 1))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
 @torch.no_grad()
@@ -317,36 +257,22 @@ def hidden_loss(compiled: CompiledModel, name: str) -> float:
     return float(1 - torch.cosine_similarity(compiled.model.base_model(zoo.token_ids())[0], with_order, dim=-1).mean())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.slow
-def test_sparsegpt_with_the_importances_mask(name, tmp_path):
-    masked = compiled_with(name, **HEURISTIC)
-    updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="keep")
-    reloaded = type(updated.model).from_pretrained(updated.save_pretrained(tmp_path / "model"))
-    before, after = linears_in_layers(masked.model), linears_in_layers(reloaded)
-    for linear, weight in after.items():
-        assert torch.equal(weight != 0, before[linear] != 0), linear
-        assert not torch.equal(weight, before[linear]), linear
-    assert hidden_loss(updated, name) < hidden_loss(masked, name)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.slow(but=["llama"])
-def test_sparsegpt_with_its_own_mask(name, tmp_path):
-    masked = compiled_with(name, **HEURISTIC)
-    updated = compiled_with(name, recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
+def test_sparsegpt_with_its_own_mask(tmp_path):
+    masked = compiled_with("llama", **HEURISTIC)
+    updated = compiled_with("llama", recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
     reloaded = type(updated.model).from_pretrained(updated.save_pretrained(tmp_path / "model"))
     masks = []
     for linear, weight in linears_in_layers(reloaded).items():
         assert kept_in_groups(weight, 4) == {2}, linear
         masks.append(torch.equal(weight != 0, linears_in_layers(masked.model)[linear] != 0))
     assert not all(masks)
-    assert hidden_loss(updated, name) < hidden_loss(masked, name)
+    assert hidden_loss(updated, "llama") < hidden_loss(masked, "llama")
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("llama", torch.bfloat16), ("gpt2", torch.bfloat16), ("llama", torch.float16), ("llama", torch.float64)],
+    [("gpt2", torch.bfloat16), ("llama", torch.float16)],
 )
 @pytest.mark.slow
 def test_other_dtypes(name, dtype, tmp_path):
@@ -361,22 +287,6 @@ def test_other_dtypes(name, dtype, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_indivisible_layer_stays_dense_and_is_named_first(tmp_path):
-    model, config, progress = (
-        zoo.build("llama", intermediate_size=110),
-        config_from({"skip_indivisible": True, **LEARN}),
-        Recording(),
-    )
-    compiled = compile_model(model, None, config, ids=zoo.token_ids(), progress=progress)
-    reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
-    expected = dict(folded("llama", compiled, intermediate_size=110).named_parameters())
-    for layer in range(zoo.LAYERS):
-        name = f"model.layers.{layer}.mlp.down_proj.weight"
-        assert torch.equal(reloaded.get_parameter(name), expected[name])
-        assert kept_in_groups(reloaded.get_parameter(name.replace("down", "gate")), 4) == {2}
-    assert progress.lines[0].startswith("left dense: model.layers.0-1.mlp.down_proj: its 110 input channels are not")
-
-
 def test_a_model_without_a_limit_on_positions():
     """XLNet's config has -1 there."""
     from transformers import XLNetConfig, XLNetLMHeadModel
@@ -394,16 +304,6 @@ def test_a_layer_that_runs_twice_is_calibrated_on_both_runs():
     zoo.randomize(model)
     dense = copy.deepcopy(model)
     check_most_important_kept(dense, compiled_model(model, **MASK).model)
-
-
-def test_compare_resets_what_a_row_does_not_name():
-    base = {"importance": "obs", "layout": "fused"}
-    ids = torch.randint(0, zoo.VOCABULARY, (4, 16))
-    model = zoo.build("llama")
-    rows = compare(Benchmark(model, None, ids), method_rows(base, ("magnitude",), ()), ids=ids)
-    config = config_from({"importance": "magnitude", **MASK})
-    pruned = compile_model(copy.deepcopy(model), None, config, ids=ids).model
-    assert rows[1].mean == pytest.approx(perplexity(pruned, ids, 4), rel=1e-5)
 
 
 def test_positions_counted_from_behind_the_padding_are_respected():

@@ -14,9 +14,8 @@ from typer.testing import CliRunner
 
 import permtriton
 from permtriton import kernels
-from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
-from permtriton.errors import ConfigError, OutputError
+from permtriton.errors import OutputError
 from permtriton.kernels import autotune, sparse_linear_mma
 from permtriton.kernels.autotune import config_for, entry_key, stored
 from permtriton.kernels.launch import Config, triton
@@ -25,8 +24,6 @@ from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.cases import KERNELS, permute
 from permtriton.kernels.tools.timing import Timing
-
-from . import folders
 
 TABLE = (Config({"SIZE": 64}), Config({"SIZE": 128}), Config({"SIZE": 256}, num_warps=8))
 DEMO = Path(permtriton.__file__).parent / "demo"
@@ -65,9 +62,6 @@ class TestChoice:
         keep("NVIDIA H200, triton 3.9.0, torch 2.13.0", TABLE[1])
         assert chosen() is TABLE[0]
 
-    def test_without_a_file_the_default(self, gpu):
-        assert chosen() is TABLE[0]
-
     def test_a_winner_is_used(self, gpu):
         keep(gpu, TABLE[2])
         assert chosen() is TABLE[2]
@@ -84,10 +78,6 @@ class TestChoice:
         keep(gpu.replace(*change), TABLE[1])
         assert chosen() is TABLE[0]
 
-    def test_one_that_left_the_table_is_not(self, gpu):
-        keep(gpu, Config({"SIZE": 512}))
-        assert chosen() is TABLE[0]
-
     def test_what_a_library_found_needs_no_table(self, gpu):
         keep(gpu, TABLE[1])
         assert config_for("gather", TABLE[:1], (16, 4096), torch.bfloat16, searched=True) == TABLE[1]
@@ -101,31 +91,12 @@ class TestChoice:
         assert autotune.use_beside(tmp_path)
         assert chosen() is TABLE[2]
 
-    def test_files_are_read_once(self, gpu, monkeypatch):
-        keep(gpu, TABLE[1])
-        assert chosen() is TABLE[1]
-        monkeypatch.setattr(autotune, "_read", lambda path: pytest.fail("a file was read at a launch"))
-        assert chosen() is TABLE[1]
-        assert chosen(rows=4) is TABLE[0]
-
-    def test_a_second_launch_looks_nothing_up(self, gpu, monkeypatch):
-        keep(gpu, TABLE[1])
-        chosen()
-        monkeypatch.setattr(autotune, "_look_up", lambda *_: pytest.fail("looked up again"))
-        assert chosen() is TABLE[1]
-
     def test_each_call_chooses_of_what_it_can_use(self, gpu):
         """Calls of one shape may differ in that: a layer with cuSPARSELt's form of its weight, and one without."""
         keep(gpu, TABLE[1])
         assert chosen() is TABLE[1]
         assert config_for("gather", (TABLE[0], TABLE[2]), (16, 4096), torch.bfloat16) is TABLE[0]
         assert chosen() is TABLE[1]
-
-    def test_forcing_one_table_leaves_the_others_as_they_were_measured(self, gpu):
-        keep(gpu, TABLE[1])
-        with autotune.forced("scatter", TABLE[2]):
-            assert chosen() is TABLE[1]
-            assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[2]
 
     def test_forced_and_requested(self, gpu):
         keep(gpu, TABLE[1])
@@ -144,17 +115,6 @@ class TestChoice:
             autotune.note("route", "dense")
         chosen(64)
         assert ran == {KEY: "SIZE=128 num_warps=4 num_stages=2", "route": "dense"}
-
-    def test_torch_compile_does_not_see_it(self, gpu):
-        keep(gpu, TABLE[2])
-
-        @torch.library.custom_op("permtriton_tests::tuned", mutates_args=())
-        def tuned(x: torch.Tensor) -> torch.Tensor:
-            return x * config_for("gather", TABLE, (16, 4096), torch.bfloat16).constants["SIZE"]
-
-        tuned.register_fake(torch.empty_like)
-        compiled = torch.compile(lambda x: tuned(x) + 1, fullgraph=True, backend="aot_eager")
-        assert compiled(torch.ones(2)).tolist() == [257, 257]
 
 
 class TestFile:
@@ -203,10 +163,6 @@ class TestFile:
         assert autotune.cache_file().read_text() == before
         assert [path.name for path in autotune.cache_file().parent.iterdir()] == ["autotune.json"]
 
-    def test_a_relative_cache_folder_is_none(self, monkeypatch):
-        monkeypatch.setenv("XDG_CACHE_HOME", "here")
-        assert autotune.cache_file() == Path.home() / ".cache" / "permtriton" / "autotune.json"
-
 
 class Tuned:
     """A kernel on the CPU whose configurations are right or wrong and take what the test says."""
@@ -248,10 +204,6 @@ class TestSearch:
         assert entry["config"] == stored(TABLE[2])
         assert "wrong" in entry["trials"][autotune.describe(TABLE[1])]["error"]
 
-    def test_all_wrong_leaves_the_default(self, monkeypatch):
-        entry = Tuned(monkeypatch, {}, wrong=(64, 128, 256)).tune()[KEY]
-        assert entry["config"] == stored(TABLE[0])
-
     def test_an_interrupted_run_goes_on(self, monkeypatch):
         times = {64: 3.0, 256: 2.0}
         tuned = Tuned(monkeypatch, times)
@@ -272,14 +224,6 @@ class TestSearch:
         tuning.tune([again.case], torch.device("cpu"), "here", [autotune.cache_file()], trials.append)
         assert [trial.known for trial in trials] == [True, False, False]
         assert autotune.read_entries(autotune.cache_file(), "here")[KEY]["config"] == stored(TABLE[1])
-
-    def test_a_second_run_tries_nothing(self, monkeypatch, tmp_path):
-        Tuned(monkeypatch, {64: 3.0, 128: 1.0, 256: 2.0}).tune()
-        again = Tuned(monkeypatch, {})
-        beside = tmp_path / autotune.BESIDE_MODEL
-        assert again.tune(autotune.cache_file(), beside)[KEY]["config"] == stored(TABLE[1])
-        assert again.checked == [64], "only to ask which table is read"
-        assert KEY in autotune.read_entries(beside, "here")
 
 
 class TestCommand:
@@ -328,26 +272,6 @@ class TestCommand:
         shown = self.run("--model", str(DEMO), "--kernel", "nm_mask", "--dtype", "bfloat16", "--dry-run", "--json")
         assert "nm_mask 704x256 bfloat16" in json.loads(shown.stdout)["cases"]
 
-    @pytest.mark.slow
-    def test_winners_go_beside_a_folder_only(self, tmp_path):
-        shown = self.run("--model", "demo", "--save", "--dry-run")
-        assert shown.exit_code == 2
-        assert "a folder" in shown.output
-        shown = self.run("--model", str(DEMO), "--save", "--dry-run", "--kernel", "assignment")
-        assert str(DEMO / autotune.BESIDE_MODEL) in shown.output.replace("\n", "")
-
-    @pytest.mark.parametrize("format", ["saved", "packed"])
-    @pytest.mark.slow
-    def test_the_shapes_of_a_compiled_model_are_those_of_the_original(self, format, tmp_path):
-        folder = folders.save(folders.model_of("llama", fused=True), tmp_path / "saved")
-        if format == "packed":
-            folder = tmp_path / "packed"
-            export(tmp_path / "saved", folder)
-        shown = self.run("--model", str(folder), "--kernel", "packing", "--dry-run", "--json")
-        assert shown.exit_code == 0, shown.output
-        shapes = ("64x64", "32x64", "128x64", "112x64", "224x64", "64x112")  # with those that vLLM joins
-        assert set(json.loads(shown.stdout)["cases"]) == {f"packing {shape} float32" for shape in shapes}
-
 
 @needs_triton
 def test_every_configuration_is_tried_in_some_case(monkeypatch):
@@ -373,22 +297,6 @@ def test_a_choice_between_kernels_is_tuned_after_them():
 
     case = Case("it", "8", torch.int8, lambda seed: (), run, run, lambda *_: 0.0, 0.0, 1)
     assert [request.op for request in tuning.requests_of(case)] == ["inner", "outer"]
-
-
-def test_a_kernel_is_tuned_though_another_was_chosen_before(gpu, monkeypatch):
-    """The outer table's winner, measured earlier, does not call the inner kernel at all."""
-    tried = []
-
-    def run() -> None:
-        if config_for("outer", TABLE[:2], (8,), torch.int8) is TABLE[0]:
-            tried.append(config_for("inner", TABLE[1:], (8,), torch.int8))
-
-    case = Case("it", "8", torch.int8, lambda seed: (), run, lambda: None, lambda *_: 0.0, 0.0, 1)
-    before = {"case": "it", "trials": {}, "config": stored(TABLE[1])}
-    autotune.write_entries(autotune.cache_file(), gpu, {entry_key("outer", (8,), torch.int8): before})
-    monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
-    tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
-    assert {config.constants["SIZE"] for config in tried} == {128, 256}
 
 
 def test_tuning_stops_when_the_time_is_up_and_goes_on_later(gpu, monkeypatch):
@@ -428,11 +336,6 @@ def test_the_kernels_of_every_route_are_tuned_on_it(gpu, monkeypatch):
     entries = tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
     chosen = {key.rsplit(" ", 2)[0]: entry["config"]["constants"] for key, entry in entries.items()}
     assert chosen == {"kernel 0": {"SIZE": 128}, "kernel 2": {"SIZE": 128}, "route": {"ROUTE": 2}}
-
-
-def test_an_unknown_kernel_is_refused():
-    with pytest.raises(ConfigError, match="unknown"):
-        tuning.cases_for([(64, 128)], [1], torch.float32, torch.device("cpu"), "gemm")
 
 
 def test_the_cases_are_right_on_the_references():

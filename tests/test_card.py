@@ -1,6 +1,5 @@
 """The model card: valid front matter, the result, how to load it, and never over somebody else's README.md."""
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -18,9 +17,8 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
 from permtriton.util.extras import WHERE, install_command
 
-from . import media, zoo
+from . import zoo
 from .folders import record
-from .test_seq2seq import IDS, build
 
 REPORT = record(
     pruned_weights={"a": 1},
@@ -118,22 +116,6 @@ def test_content():
     assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON, "out")
 
 
-@pytest.mark.slow(only=["text"])
-@pytest.mark.parametrize(
-    ("model", "data", "words"),
-    [
-        (lambda: build("t5"), IDS, "6 x 16 tokens"),
-        (lambda: build("t5"), {"input_ids": IDS[:, :11], "labels": IDS[:, :7]}, "6 x 18 tokens"),
-        (lambda: media.build("vit"), media.inputs("vit"), r"\d+ x \d+ positions"),
-    ],
-    ids=["text", "pairs", "images"],
-)
-def test_a_card_counts_all_that_was_read(tmp_path, model, data, words):
-    """Of an encoder-decoder, what both halves read; images hold no tokens."""
-    folder = permtriton.compile(model(), recipe="mask", data=data).save_pretrained(tmp_path / "out")
-    assert re.search(rf"\| calibration \| `.*, {words}` \|", (folder / "README.md").read_text())
-
-
 def test_the_hub_reads_the_front_matter():
     card = ModelCard(model_card(REPORT, "LlamaForCausalLM", ALONE, "out"), ignore_metadata_errors=False)
     [result] = card.data.eval_results
@@ -143,12 +125,7 @@ def test_the_hub_reads_the_front_matter():
     assert (data.base_model, data.get("base_model_relation"), data.eval_results) == (None, None, None)
 
 
-def test_a_card_says_why_it_needs_permtriton():
-    fused = {**REPORT, "config": {**REPORT["config"], "layout": "fused"}}
-    text = model_card(fused, "LlamaForCausalLM", WITH_PERMTRITON, "out")
-    assert f"(`{install_command()}`{WHERE}), because it permutes channels at run time: it loads after" in text
-
-
+@pytest.mark.slow
 def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
     folder = shutil.copytree(folders["portable"], tmp_path / "portable")
     name_repository(folder, "me/it")
@@ -162,20 +139,6 @@ def test_a_pushed_card_loads_from_its_repository(folders, tmp_path):
     name_repository(folder, "me/other")
     assert (folder / "README.md").read_text() == 'mine: from_pretrained("me/it")'
     assert (folder / "permtriton.json").read_bytes() == record
-
-
-def test_a_pushed_card_loads_from_its_repository_where_the_folder_is_a_link(compiled, tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    compiled["portable"].save_pretrained(tmp_path / "link")
-    name_repository(tmp_path / "link", "me/it")
-    assert 'from_pretrained("me/it")' in (tmp_path / "real" / "README.md").read_text()
-
-
-def test_a_model_that_was_not_measured():
-    text = model_card(record(versions={"torch": "2.11"}, pruned_weights={"a": 1}), "", ALONE, "out")
-    assert "| held-out evaluation | `not measured` |" in text
-    assert "| versions | `torch 2.11` |" in text
 
 
 def test_names_are_no_markup():
@@ -197,17 +160,7 @@ def test_saving_and_exporting_write_cards_that_load_what_they_say(folders, tmp_p
     assert "of dense" in (tmp_path / "portable-packed" / "README.md").read_text()
 
 
-def test_a_card_tells_the_checks_of_an_export_from_those_before_it(folders, tmp_path):
-    export(folders["portable"], tmp_path / "packed")
-    before, after = ((each / "README.md").read_text() for each in (folders["portable"], tmp_path / "packed"))
-    checks = re.findall(r"^- (pruned weights read back|reloaded with transformers): (.*)", before, re.MULTILINE)
-    assert len(checks) == 2
-    for check, result in checks:
-        assert f"- {check}, before the export: {result}\n" in after
-        assert f"- {check}: " not in after
-    assert "- export: the same bit for bit\n- export reloaded: same model\n" in after
-
-
+@pytest.mark.slow
 def test_a_card_says_from_any_folder_what_the_model_was(tmp_path, monkeypatch):
     """It was a folder where the model was compiled; from elsewhere, its path might be a name on the hub."""
     monkeypatch.chdir(tmp_path)
@@ -219,25 +172,6 @@ def test_a_card_says_from_any_folder_what_the_model_was(tmp_path, monkeypatch):
     text = Path("packed", "README.md").read_text()
     assert "base_model" not in front(text)
     assert "# `tiny`, pruned to 2:4" in text
-
-
-def test_a_card_names_a_model_of_the_hub_beside_a_folder_of_that_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path(REPORT["model"]).mkdir(parents=True)
-    text = model_card({**REPORT, "on_hub": True}, "LlamaForCausalLM", ALONE, "out")
-    assert front(text)["base_model"] == REPORT["model"]
-    assert f"# `{REPORT['model']}`, pruned" in text
-    assert "base_model" not in front(model_card(REPORT, "LlamaForCausalLM", ALONE, "out")), "as the folder says"
-
-
-def test_export_carries_a_card_that_somebody_edited(folders, tmp_path):
-    source = shutil.copytree(folders["portable"], tmp_path / "source")
-    (source / "README.md").write_text("# My own words\n")
-    export(source, tmp_path / "packed")
-    assert (tmp_path / "packed" / "README.md").read_text() == "# My own words\n"
-    export(tmp_path / "packed", tmp_path / "dense", "dense")
-    assert (tmp_path / "dense" / "README.md").read_text() == "# My own words\n"
-    assert json.loads((tmp_path / "dense" / "permtriton.json").read_text())["card"] is None
 
 
 def test_a_folder_with_a_readme_alone_is_not_replaced(compiled, tmp_path):

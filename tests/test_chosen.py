@@ -79,11 +79,9 @@ def test_targets_and_ignore_have_the_same_errors(option):
         config_from({option: [""]})
 
 
-@pytest.mark.slow(but=["targets1-names no linear"])
-@pytest.mark.parametrize(("targets", "reason"), [(["lm_head"], "not named by targets"), (["*.mlp"], "names no linear")])
-def test_targets_of_which_none_can_be_pruned(targets, reason):
-    with pytest.raises((ConfigError, ModelError), match=reason):
-        find_plan(zoo.build("llama"), TWO_FOUR, targets=targets)
+def test_targets_of_which_none_can_be_pruned():
+    with pytest.raises((ConfigError, ModelError), match="names no linear"):
+        find_plan(zoo.build("llama"), TWO_FOUR, targets=["*.mlp"])
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])

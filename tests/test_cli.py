@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.main import get_command
 
 from permtriton.cli.main import app
-from permtriton.cli.options import COMMON
 from permtriton.driver import job
 from permtriton.errors import ConfigError
 from permtriton.recipe import all_options, defaults
@@ -53,51 +52,16 @@ def test_help_speaks_of_no_type_and_keeps_to_the_width(command):
     assert max(map(len, text.splitlines())) < 80
 
 
-def test_a_wrong_call_names_the_model_as_help_does():
-    result = RUNNER.invoke(app, ["compile"])
-    assert result.exit_code == 2
-    assert "compile MODEL [OPTIONS]" in result.stderr
-    assert "{" not in result.stderr
-
-
-def test_help_begins_with_what_decides_most():
-    lines = shown("compile", "--help").splitlines()
-    named = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert named[:3] == ["--recipe", "--calibration", "--output"]
-    hub = lines[next(number for number, line in enumerate(lines) if line.startswith("Where the model comes from")) :]
-    assert {"--revision", "--token", "--push-to-hub", "--private"} <= {line.split()[0] for line in hub if line.strip()}
-
-
 def test_compare_offers_only_what_its_rows_leave_open():
     assert flags_of("compare") & {"--importance", "--layout", "--seed", "--patterns"} == set()
     assert {"--sparsity", "--pattern", "--seeds"} <= flags_of("compare")
-
-
-def test_help_shows_the_options_of_an_ordinary_compilation():
-    words = set(shown("compile", "--help").split())
-    running = ("recipe", "eval-data", "device", "dtype", "output", "overwrite", "config", "json", "trust-remote-code",
-               "dry-run", "restart", "help-all")  # fmt: skip
-    assert {f"--{flag}" for flag in (*running, *(name.replace("_", "-") for name in COMMON))} <= words
-    hidden = {option.flag for name, option in all_options().items() if name not in COMMON}
-    hidden |= {"--shard", "--devices"}
-    listed = {
-        line.split()[0].rstrip(",") for line in shown("compile", "--help").splitlines() if line.startswith("  --")
-    }
-    assert hidden & listed == set()
-    everything = shown("compile", "--help-all")
-    assert hidden <= {word.rstrip(",") for word in everything.split()}
-    assert set(shown("compile", "--help").split()) == words, "what --help-all shows stays hidden in the next --help"
 
 
 def test_version():
     assert RUNNER.invoke(app, ["--version"]).stdout == f"permtriton {metadata.version('permtriton')}\n"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], ["compile", "--help-all"], ["recipes"], ["compile", "demo", "--learn-epochs", "0"]],
-)
-@pytest.mark.slow(but=["arguments0", "arguments4"])
+@pytest.mark.parametrize("arguments", [["--help"], ["compile", "demo", "--learn-epochs", "0"]])
 def test_help_and_wrong_options_import_no_library(arguments):
     """torch and transformers take seconds to import."""
     code = (
@@ -111,40 +75,6 @@ def test_help_and_wrong_options_import_no_library(arguments):
 
 
 # -- outputs -------------------------------------------------------------------------------------------------------
-
-
-def test_existing_output_needs_overwrite(desk):
-    arguments = [argument for argument in desk.compile() if argument != "--overwrite"]
-    desk.refuses(arguments, str(desk.out), "exists", "--overwrite")
-
-
-def test_overwrite_spares_a_folder_that_is_not_ours(desk):
-    (desk.out / "permtriton.json").rename(desk.out / "thesis.json")
-    desk.refuses(desk.compile(), str(desk.out), "not written by permtriton", "choose another folder")
-
-
-def test_overwrite_spares_a_file(desk):
-    desk.refuses(desk.compile(output=desk.write("notes", "mine")), "not written by permtriton")
-
-
-def test_missing_parent(desk):
-    desk.refuses(desk.compile(output=desk.folder / "no" / "out"), str(desk.folder / "no"), "make it first")
-
-
-@pytest.mark.slow(but=["options0"])
-@pytest.mark.parametrize("options", [(), (*LEARN, "--learn-epochs", "1", "--micro-batch-size", "16")])
-def test_full_disk(desk, monkeypatch, options):
-    def full(_model: object, folder: object, **_kwargs: object) -> None:
-        if str(folder).startswith(str(desk.folder)):  # not where saving is rehearsed
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full)
-    state = desk.folder / ".out.learned.safetensors"
-    arguments = desk.compile(*options)
-    if options:  # the learning state stays, so that the same command continues from it
-        RUNNER.invoke(app, arguments)
-        assert state.is_file()
-    desk.refuses(arguments, "No space left on device", str(desk.out))
 
 
 def test_interruption(desk, monkeypatch):
@@ -208,11 +138,3 @@ def test_inspect_needs_no_weights(desk, tmp_path):
     assert len(plan["sites"]) == 8
     assert "stream" in {site["permutation"] for site in plan["sites"]}
     assert RUNNER.invoke(app, ["inspect", str(model)]).stdout.startswith("Sites")
-
-
-@pytest.mark.slow
-def test_inspect_demo():
-    result = RUNNER.invoke(app, ["inspect", "demo", "--json"])
-    assert result.exit_code == 0, result.stderr
-    names = [site["name"] for site in json.loads(result.stdout)["sites"]]
-    assert names[:2] == ["model.layers.0.self_attn.q_proj+k_proj+v_proj", "model.layers.0.self_attn.o_proj"]

@@ -9,8 +9,6 @@ from typer.testing import Result
 
 from permtriton.cli import compare as module
 from permtriton.cli.main import app
-from permtriton.comparison import run as comparison
-from permtriton.comparison.record import read_comparison
 
 from .desk import RUNNER, Desk, check_refusal
 from .folders import read_only
@@ -61,31 +59,6 @@ def names(report: dict) -> list[tuple[str, str]]:
     return [(row["method"], row["pattern"]) for row in report["rows"]]
 
 
-def numbers(report: dict) -> list[dict]:
-    """The rows without times and memory."""
-    found = json.loads(json.dumps(report["rows"]))
-    for row in found:
-        for each in (row, *row["by_seed"]):
-            for name in ("seconds", "compile_seconds", "peak_bytes"):
-                each.pop(name)
-    return found
-
-
-@pytest.fixture
-def interrupted(monkeypatch):
-    """Lets the second compilation be interrupted, the first time."""
-    calls, compile = [], comparison.compile_model
-
-    def sometimes(*arguments, **options):
-        calls.append(arguments[2])
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return compile(*arguments, **options)
-
-    monkeypatch.setattr(comparison, "compile_model", sometimes)
-    return calls
-
-
 @pytest.mark.slow
 def test_the_file_has_what_is_printed(desk, tasks):
     output = desk.folder / "table.json"
@@ -104,114 +77,6 @@ def test_the_file_has_what_is_printed(desk, tasks):
     assert report["rows"][0]["kl"] == 0
     assert "lm_eval" in report["versions"]
     assert all(row["kl"] > 0 and row["cosine"] < 1 and row["peak_bytes"] > 2**20 for row in report["rows"][1:])
-
-
-@pytest.mark.slow
-def test_a_group_of_tasks_counts_once_in_the_mean(desk, tasks):
-    for name, answers in (("other", "{{1 - answer}}"), ("third", "{{answer}}")):
-        text = TASK.replace("task: short", f"task: {name}").replace("{{answer}}", answers)
-        desk.write(f"tasks/{name}.yaml", text)
-    group = {"group": "both", "task": ["short", "other"], "aggregate_metric_list": [{"metric": "acc"}]}
-    desk.write("tasks/both.yaml", json.dumps(group))
-    more = ("--methods", "magnitude", "--tasks-dir", tasks, "--json")
-    report = json.loads(compare(desk, *more, "--tasks", "both,third").stdout)
-    scores = report["rows"][0]["tasks"]
-    assert (scores["both acc"], scores["short acc"]) == (0.5, scores["third acc"])
-    mean = (0.5 + scores["third acc"]) / 2
-    assert report["rows"][0]["accuracy"] == pytest.approx(mean)
-    assert "mean acc" not in compare(desk, *more[:-1], "--tasks", "both").stdout, "of one result"
-
-
-def test_a_comparison_with_a_score_that_is_no_number_continues_and_is_shown(desk, tasks):
-    desk.write("tasks/metrics.py", "def nothing(values):\n    return float('nan')\n")
-    desk.write(
-        "tasks/short.yaml",
-        TASK.replace(
-            "acc_norm, aggregation: mean", "acc_norm, aggregation: !function metrics.nothing, higher_is_better: true"
-        ),
-    )
-    more = ("--methods", "magnitude", "--tasks", "short", "--tasks-dir", tasks)
-    compare(desk, *more, "--output", "t.json")
-    assert "2 of 2 results" in compare(desk, *more, "--output", "t.json").stderr
-    rows = read_comparison(desk.folder / "t.json")["rows"]
-    assert [row["tasks"]["short acc_norm"] for row in rows] == [None, None]
-
-
-@pytest.mark.slow
-def test_a_comparison_in_the_folder_of_its_tasks_continues(desk, tasks, monkeypatch):
-    """Its own files do not count, nor what Python and others keep there; the data of a task do."""
-    monkeypatch.chdir(tasks)
-    more = ("--methods", "magnitude", "--tasks", "short", "--tasks-dir", ".", "--output", "t.json")
-    compare(desk, *more)
-    for folder in (".git", "__pycache__"):
-        (tasks / folder).mkdir()
-        desk.write(f"tasks/{folder}/new", "anything")
-    assert "2 of 2 results" in compare(desk, *more).stderr
-    desk.write("tasks/short.jsonl", (tasks / "short.jsonl").read_text() * 2)
-    assert "0 of 2 results" in compare(desk, *more).stderr
-
-
-@pytest.mark.slow
-def test_an_interrupted_comparison_continues(desk, interrupted):
-    arguments = ("--methods", "magnitude,wanda", "--output", desk.folder / "t.json")
-    result = RUNNER.invoke(app, command(desk, *arguments))
-    assert result.exit_code == 130
-    assert "continues after the last round, epoch, layer or row" in result.stderr.splitlines()[-1]
-    assert not (desk.folder / "t.json").exists()
-    continued = compare(desk, *arguments)
-    assert "2 of 3 results" in continued.stderr
-    assert [config.importance for config in interrupted] == ["magnitude", "wanda", "wanda"]
-    report = json.loads((desk.folder / "t.json").read_text())
-    again = compare(desk, *arguments, "--json")
-    assert (len(interrupted), json.loads(again.stdout)) == (3, report), "finished: nothing is measured again"
-    compare(desk, *arguments, "--methods", "wanda", "--overwrite")
-    assert len(interrupted) == 4
-    assert numbers(json.loads((desk.folder / "t.json").read_text())) == [numbers(report)[0], numbers(report)[2]]
-
-
-@pytest.mark.slow
-def test_without_an_output_nothing_stays_behind(desk, interrupted):
-    before = desk.files()
-    arguments = ("--methods", "magnitude,wanda")
-    assert RUNNER.invoke(app, command(desk, *arguments)).exit_code == 130
-    assert set(desk.files()) - set(before) == {".compare-tiny.rows.json"}
-    result = compare(desk, *arguments)
-    assert "2 of 3 results" in result.stderr
-    assert len(interrupted) == 3
-    assert desk.files() == before
-    for word in ("magnitude", "wanda", "perplexity", "cosine", "KL", "seconds"):
-        assert word in result.stdout
-
-
-@pytest.mark.slow
-def test_what_only_saves_memory_does_not_decide_what_is_kept(desk):
-    """It is what a command advises where memory ran out in its second row."""
-    compare(desk, "--methods", "wanda + distill", "--output", "t.json")
-    more = ("--methods", "wanda + distill,magnitude", "--micro-batch-size", 2, "--activation-checkpointing")
-    assert "2 of 3 results" in compare(desk, *more, "--output", "t.json").stderr
-    assert read_comparison(desk.folder / "t.json")["rows"][2]["config"]["micro_batch_size"] == 2
-
-
-@pytest.mark.slow
-def test_where_something_else_is_compared_all_is_measured_anew(desk):
-    arguments = ("--methods", "magnitude", "--output", "t.json")
-    compare(desk, *arguments)
-    other = desk.write("other.txt", desk.text.read_text() + " the end")
-    for more, known in ((("--samples", "3"), 1), (("--eval-data", other), 0), (("--calibration", other), 1)):
-        assert f"{known} of 2 results" in compare(desk, *arguments, *more).stderr
-
-
-@pytest.mark.slow
-def test_an_ablation_from_the_command_line(desk):
-    file = desk.write("c.toml", '[learned]\ninit = "random"\n')
-    options = ("--learn-epochs", 1, "--micro-batch-size", 4, "--config", file)
-    options = ("--methods", "wanda + learned", *options, "--json")
-    result = compare(desk, "--ablate", "learn-block-size", "--values", "8,16", *options)
-    rows = json.loads(result.stdout)["rows"]
-    assert [(row["method"], row["setting"]) for row in rows] == [
-        ("dense", ""), ("wanda + learned", "learn_block_size 8"), ("wanda + learned", "learn_block_size 16"),
-    ]  # fmt: skip
-    assert all(row["compile_seconds"] > 0 for row in rows[1:])
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,6 @@ def test_a_flag_can_turn_off_what_a_file_or_a_protocol_turns_on():
     assert all(flags[name] == [f"--no-{name.replace('_', '-')}"] for name in switches)
 
 
-def test_cuda_without_a_gpu(desk, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    desk.refuses(desk.compile("--device", "cuda"), "no usable CUDA GPU", "--device cpu")
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -115,13 +110,6 @@ def test_out_of_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, erro
         )
     else:
         assert RUNNER.invoke(app, desk.compile()).exception is error
-
-
-def test_evaluate_names_its_own_options_where_memory_runs_out(desk, monkeypatch):
-    running_raises(monkeypatch, torch.OutOfMemoryError("CUDA out of memory."))
-    result = RUNNER.invoke(app, ["evaluate", str(desk.model), "--eval-data", str(desk.text)])
-    assert result.exit_code == 2
-    assert result.stderr.rstrip().endswith("(CUDA out of memory.); options: --batch-size, --dtype")
 
 
 def test_too_little_memory(desk, monkeypatch):
@@ -148,9 +136,3 @@ def test_an_interrupted_command_says_that_it_continues_only_where_it_does(desk, 
     assert (stopped.exit_code, "interrupted" in stopped.stderr, "continues" in stopped.stderr) == (130, True, False)
     stopped = RUNNER.invoke(app, desk.compile())
     assert (stopped.exit_code, "continues after the last round" in stopped.stderr) == (130, True)
-
-
-def test_a_dry_run_is_one_process(desk, monkeypatch):
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    desk.refuses(desk.compile("--dry-run"), "--dry-run is for one process", "--devices")

@@ -32,16 +32,10 @@ class TestCompiling:
 
         self.builds = kernel_builds
 
-    @pytest.mark.slow(only=["sm_80"])
-    @pytest.mark.parametrize("target", TARGETS[:4], ids=lambda target: target.name)
-    def test_a_kernel_that_fits(self, target):
-        found = compile_one(self.builds.copy_build(), target)
+    def test_a_kernel_that_fits(self):
+        found = compile_one(self.builds.copy_build(), SM_90)
         assert (found.error, found.problem, found.spills, found.stack_bytes) == (None, None, 0, 0)
         assert 0 < found.registers <= 255
-
-    def test_multiples_of_16_make_wide_loads(self):
-        wide, narrow = (compile_one(self.builds.copy_build(), SM_90, multiples) for multiples in (True, False))
-        assert wide.registers < narrow.registers
 
     @pytest.mark.slow
     def test_spills_are_a_problem_in_a_default(self):
@@ -180,7 +174,7 @@ def default_tiles(of: Launch) -> list[dict[str, int]]:
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("group", [2, 4, 6, 32, *(pytest.param(g, marks=pytest.mark.slow) for g in (3, 8, 12, 16))])
+@pytest.mark.parametrize("group", [4, 32])
 class TestDefaultLaunchesOfNmMask:
     """What runs without autotuning is a default build, which the check holds to be free of spills."""
 
@@ -195,10 +189,7 @@ class TestDefaultLaunchesOfNmMask:
         assert launches[0].kernel is getattr(nm_mask, name)
         assert tile_of(launches[0]) in default_tiles(launches[0])
 
-    @pytest.mark.parametrize(
-        "size", [16, 48, 256, *(pytest.param(n, marks=pytest.mark.slow) for n in (32, 64, 96, 128))]
-    )
-    @pytest.mark.parametrize("rows", [32, 33])
+    @pytest.mark.parametrize(("size", "rows"), [(16, 33), (48, 32), (256, 33)])
     def test_backward(self, group, dtype, size, rows):
         size = -(-size // group) * group
         weight = torch.zeros(size, rows, dtype=dtype).t()

@@ -12,16 +12,13 @@ from permtriton.cli.main import compare, compile
 from permtriton.config import CalibrationConfig
 from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.errors import ConfigError
-from permtriton.methods.order.learned import Learned
 from permtriton.methods.steps import STEPS
 from permtriton.methods.train.distill import Distill
 from permtriton.recipe import (
     RECIPES,
-    SMALL,
     all_options,
     build_config,
     check_given,
-    defaults,
     given_by,
     read_config_file,
     with_suggested,
@@ -141,11 +138,6 @@ def test_each_option_lands_and_survives_a_round_trip(name):
     assert config_from(options) == config
 
 
-def test_a_config_holds_the_options_of_its_steps_alone():
-    found = set(config_from({}, "heuristic,mask").to_dict())
-    assert {name for name in found if name in OPTIONS and OPTIONS[name].step} == {"heuristic_row_weights"}
-
-
 def test_steps_may_be_given_as_they_are():
     named = config_from({"distill_epochs": 3}, "sparsegpt,distill")
     steps = config_from({}, named.steps)
@@ -167,19 +159,6 @@ def test_no_flag_of_the_commands_is_dropped_on_the_way():
     }  # fmt: skip
     for command in (compile, compare):
         assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)
-
-
-def test_a_flag_takes_part_only_if_the_user_set_it():
-    """A value that equals the default is still the user's, and wins over the demo model's and the recipe's."""
-    assert build("demo", "learned,mask", learn_epochs=Learned.epochs).steps[0].epochs == Learned.epochs
-    assert build(recipe="published", learn_keep=Learned.keep).steps[0].keep == Learned.keep
-    assert all(inspect.signature(compile).parameters[name].default is None for name in OPTIONS)
-
-
-def test_defaults_name_the_recipes_that_differ():
-    assert defaults(OPTIONS["learn_epochs"]) == "50; demo model: 12"
-    assert defaults(OPTIONS["learn_group_scale"]) == "true; published: false"
-    assert defaults(OPTIONS["sparsity"]) == "2:4"
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if options_of(part)])
@@ -246,19 +225,6 @@ def test_options_of_steps_are_reachable_by_file(tmp_path, name, table):
     text = f"[{option.step}]\n{option.field} = {toml(value)}\n" if table else f"{name} = {toml(value)}\n"
     config = build(recipe=recipe_with(name), file=written(tmp_path, text))
     assert config.to_dict()[name] == value
-
-
-def test_the_demo_model_is_small_in_every_recipe():
-    assert build("demo") == config_from(model="demo") == config_from({k: SMALL[k] for k in SMALL})
-    assert build("demo", recipe="learned,mask").steps[0].epochs == SMALL["learn_epochs"]
-    assert build("demo", calibration="c4").calibration.calibration == "c4"
-    assert build("demo-like") == config_from()
-    for recipe in RECIPES:
-        small, large = build("demo", recipe=recipe), build(recipe=recipe)
-        assert (small.calibration.samples, small.calibration.calibration) == (64, "demo")
-        assert large.calibration == CalibrationConfig(generated=RECIPES[recipe].generated * 128)
-        assert small.calibration.generated == RECIPES[recipe].generated * 64
-        assert [step.name for step in large.steps] == RECIPES[recipe].names.split(",")
 
 
 @pytest.mark.parametrize(("tokens", "sequences"), [(2048, 1), (1024, 1), (1000, 2), (512, 2), (256, 4), (16, 8)])
@@ -368,10 +334,6 @@ def test_options_of_the_compilation_that_change_nothing_are_refused(option, give
         check_given([option], config)
 
 
-def test_block_size_is_free_where_nothing_learns():
-    assert config_from({"recipe": "mask", "sparsity": "3:5"}).sparsity == NMPattern(3, 5)
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -392,16 +354,3 @@ def test_bad_config_files(tmp_path, content, words):
     assert str(file) in message
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
-
-
-def test_configs_are_frozen():
-    with pytest.raises(AttributeError):
-        config_from().seed = 1
-    with pytest.raises(AttributeError):
-        config_from().steps[0].row_weights = "none"
-    assert replace(config_from(), seed=1).seed == 1
-
-
-@pytest.mark.parametrize(("text", "layers"), [("all", None), ("last:1", 1), ("last:12", 12)])
-def test_last_layers(text, layers):
-    assert Learned(layers=text).last_layers == layers

@@ -1,11 +1,13 @@
 """Compiling CUDA sources at run time, against a driver and a compiler that note what they are asked for."""
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from permtriton.errors import PermTritonError
+from permtriton.kernels import autotune
 from permtriton.kernels.cuda import runtime
 from permtriton.kernels.cuda.runtime import CudaKernel, compiled, machine_code
 
@@ -21,8 +23,11 @@ class Libraries:
         self.launched: list[dict] = []
         self.errors: dict[str, int] = {}
         self.missing = ""
+        self.refused = None  # machine code that the driver does not load
+        self.opened: list[str] = []
 
     def __call__(self, name: str) -> "Libraries":
+        self.opened.append(name)
         if self.missing and name.startswith(self.missing):
             raise OSError(f"{name}: cannot open shared object file")
         return self
@@ -30,8 +35,8 @@ class Libraries:
     def __getattr__(self, name: str):
         def call(*arguments) -> int:
             self.calls.append(name)
-            getattr(type(self), f"_{name.lower()}", lambda *_: None)(self, *arguments)
-            return self.errors.get(name, 0)
+            said = getattr(type(self), f"_{name.lower()}", lambda *_: None)(self, *arguments)
+            return said or self.errors.get(name, 0)
 
         return call
 
@@ -53,8 +58,9 @@ class Libraries:
     def _nvrtcgetprogramlog(self, program, to) -> None:
         to.value = b"no such instruction"
 
-    def _cumoduleloaddata(self, module, code) -> None:
+    def _cumoduleloaddata(self, module, code) -> int:
         self.loaded = code
+        return 200 if code == self.refused else 0
 
     def _cugeterrorstring(self, code, words) -> None:
         words._obj.value = b"too many blocks"
@@ -110,6 +116,33 @@ def test_compiles_once_and_launches(libraries):
     assert libraries.launched == [asked] * 2
     assert KERNEL.active_clusters((2, 4, 1)) == 7
     assert KERNEL.name == "scale<1, 64>"
+
+
+def test_the_driver_is_asked_about_clusters_in_the_kernels_context(libraries):
+    """The thread may be a new one, whose first call to CUDA it is."""
+    KERNEL.active_clusters((2, 4, 1))
+    assert libraries.calls.index("cuCtxSetCurrent") < libraries.calls.index("cuOccupancyMaxActiveClusters")
+
+
+def test_damaged_machine_code_is_compiled_again(libraries):
+    machine_code(KERNEL, "sm_90a")
+    (file,) = (autotune.cache_folder() / "cuda").iterdir()
+    file.write_bytes(SYMBOL + b"\ndamaged")
+    libraries.refused = b"damaged"
+    KERNEL((1, 1, 1), *(torch.ones(1),) * 2)
+    assert libraries.loaded == CODE
+    assert file.read_bytes() == SYMBOL + b"\n" + CODE
+
+
+def test_nvrtc_is_found_where_pip_installs_it(libraries, monkeypatch, tmp_path):
+    file = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    libraries.missing = "libnvrtc"
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setattr(runtime, "find_spec", {"nvidia": found}.get)
+    assert machine_code(KERNEL, "sm_90") == (CODE, SYMBOL)
+    assert libraries.opened[-1] == str(file)
 
 
 def test_only_a_kernel_that_waits_itself_begins_early_and_only_on_a_gpu_that_can(libraries, monkeypatch):

@@ -87,19 +87,6 @@ def test_every_entry_of_a_record_is_on_the_page(tmp_path):
     assert named("`quantization_config` in `config.json`") == stored.keys()
 
 
-def test_the_glossary_is_short_and_names_each_word_once():
-    glossary = (ROOT / "permtriton" / "README.md").read_text(encoding="utf-8").partition("## Glossary")[2]
-    words = re.findall(r"^\| ([\w ]+) \|", glossary, re.MULTILINE)[1:]
-    assert 20 < len(words) <= 30
-    assert len(set(words)) == len(words)
-
-
-def test_the_glossary_is_linked_where_its_words_are_met():
-    link = "permtriton/README.md#glossary"
-    pages = ("README", "recipes", "architectures", "how-it-works", "tried", "formats", "serving", "tutorial", "faq")
-    assert [name for name in pages if link not in (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")] == []
-
-
 def test_every_environment_variable_is_on_the_page():
     page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     sources = [path for folder in ("permtriton", "cli", "kernels", "passes") for path in (ROOT / folder).rglob("*.py")]
@@ -168,8 +155,3 @@ def test_commands_have_the_flags_that_they_name(page):
             continue
         known = {flag for each in commands[name].params for flag in (*each.opts, *each.secondary_opts)}
         assert set(re.findall(r"(?<!\S)--[\w-]+", words)) <= known | {"--help"}, line
-
-
-def test_a_class_is_looked_up():
-    assert "100% of the linear weights" in architectures.described("LEDForConditionalGeneration")
-    assert "refused" in architectures.described("DbrxForCausalLM")

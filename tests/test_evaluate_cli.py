@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import BertConfig, BertModel, LlamaForCausalLM
 
 import permtriton
 from permtriton import demo
@@ -23,7 +21,6 @@ from permtriton.model.load import load_model
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
 
-from . import zoo
 from .desk import RUNNER, check_refusal
 from .folders import edit_json
 from .lm_tasks import datasets_cache, write_tasks  # noqa: F401 (a fixture)
@@ -113,23 +110,6 @@ def test_the_order_of_hidden_states_is_read_from_the_folder(compiled, options, t
     right = json.loads(run(folder, *options[:4], "--json"))["cosine"]
     edit_json(folder / "permtriton.json", lambda report: report.update(hidden_states={"permuted": False}))
     assert json.loads(run(folder, *options[:4], "--json"))["cosine"] < 0.5 < right
-
-
-def test_compiled_folders_load_straight_onto_the_device(compiled, model_folder, monkeypatch):
-    """On a GPU, packed weights stay packed only where transformers loads them onto it; a CPU needs no accelerate."""
-    places, load = [], LlamaForCausalLM.from_pretrained
-
-    def from_pretrained(*arguments: object, **options: object) -> object:
-        places.append(options.pop("device_map", None))
-        return load(*arguments, **options)
-
-    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", from_pretrained)
-    for device, expected in (("cpu", [None] * 4), ("meta", [None, None, "meta", "meta"])):  # meta stands for a GPU
-        monkeypatch.setattr("permtriton.model.load.resolve_device", lambda name, device=device: torch.device(device))
-        for folder in (model_folder, compiled["portable"], compiled["portable-packed"], compiled["fused"]):
-            load_model(Source(str(folder)))
-        assert places == expected
-        places.clear()
 
 
 @pytest.mark.parametrize(
@@ -228,17 +208,6 @@ def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch
     desk.refuses(["evaluate", str(desk.model)], "wikitext2 cannot be fetched")
     for asked in (["--eval-data", "wikitext2"], ["--against", str(desk.model)]):
         desk.refuses(["evaluate", str(desk.model), *asked, *map(str, options[4:])], "cannot be fetched: no network")
-
-
-def test_encoders_get_a_cosine(desk):
-    BertModel(BertConfig(**{**zoo.TINY, "num_key_value_heads": 4, "vocab_size": 300})).save_pretrained(
-        desk.folder / "b"
-    )
-    ids = desk.write("ids.jsonl", json.dumps({"input_ids": list(range(64))}))
-    report = json.loads(run(desk.folder / "b", "--against", desk.folder / "b", "--eval-data", ids, "--json"))
-    assert report["cosine"] == pytest.approx(1, abs=1e-6)
-    assert (report["perplexity"], report["kl"]) == (None, None)
-    desk.refuses(["evaluate", str(desk.folder / "b"), "--eval-data", str(ids)], "no perplexity", "--against")
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from permtriton.evaluation.perplexity import perplexity
 from permtriton.model.forward import last_hidden_state
 
 from . import zoo
-from .sentences import image_and_text_processor
 
 CAUSAL = ("llama", "opt", "gpt2", "gemma2", "gpt_neox", "mixtral")
 WINDOWS = zoo.token_ids(5, 12)
@@ -70,15 +69,6 @@ def test_kl_and_cosine_are_the_naive_ones(monkeypatch, name, batch, tokens):
     assert found.cosine == pytest.approx(cosine, rel=1e-5)
     assert found.perplexity == pytest.approx(perplexity(model, WINDOWS, 3), rel=1e-5)
     assert found.dense_perplexity == pytest.approx(perplexity(dense, WINDOWS, 3), rel=1e-5)
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_a_model_is_itself(name):
-    model = zoo.build(name)
-    found = fidelity(model, model, WINDOWS, 2)
-    assert found.kl == 0
-    assert found.cosine == pytest.approx(1, abs=1e-6)
-    assert found.perplexity == found.dense_perplexity
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -150,11 +140,6 @@ def test_models_that_cannot_be_compared_are_refused():
         assert name
 
 
-def test_the_vocabulary_of_a_processor_is_compared():
-    with pytest.raises(ModelError, match="different vocabularies"):
-        permtriton.evaluate(zoo.build("llama"), WINDOWS, tokenizer=image_and_text_processor(), against="demo")
-
-
 def test_measures_that_are_not_finite_are_refused():
     model, dense = zoo.build("llama"), zoo.build("llama")
     model.lm_head.weight.data[0] = math.inf
@@ -210,23 +195,3 @@ def test_a_model_that_reads_up_to_a_token_has_a_perplexity(name):
     model = zoo.build(name).to(torch.bfloat16).train()
     assert measure_model(model, windows=WINDOWS).perplexity
     assert measure_model(model, windows=torch.ones_like(WINDOWS)).perplexity
-
-
-def test_a_compilation_records_the_cosine_of_a_model_that_reads_the_whole_text():
-    compiled = permtriton.compile(encoder(BertLMHeadModel), recipe="mask", data=WINDOWS, eval_data=WINDOWS)
-    assert compiled.report["evaluation"]["measure"] == "cosine"
-    assert compiled.report["evaluation"]["dense"] == 1
-
-
-def test_what_cannot_be_measured_is_said():
-    model = zoo.build("llama")
-    for words, arguments in {
-        "BertModel predicts no next token, so it has no perplexity.*`against=`": (encoder(), {"windows": WINDOWS}),
-        "BertModel predicts no next token, so it has no tasks": (encoder(), {"tasks": object()}),
-        "nothing to evaluate": (model, {}),
-        "with `eval_data=none` there is none": (model, {"dense": model, "tasks": object()}),
-        "need the model's tokenizer": (model, {"tasks": object()}),
-        "batch size is 0": (model, {"windows": WINDOWS, "batch": 0}),
-    }.items():
-        with pytest.raises(ConfigError, match=words):
-            measure_model(arguments[0], **arguments[1])

@@ -1,8 +1,6 @@
 """lm-eval runs for real, on local tasks: its scores are the naive ones, and a trained model beats chance."""
 
-import copy
 import json
-import logging
 import math
 import re
 from contextlib import contextmanager
@@ -10,16 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from permtriton.errors import ConfigError, TaskError
 from permtriton.evaluation import tasks as library
 from permtriton.evaluation.measure import measure_model
 from permtriton.evaluation.tasks import Tasks
-from permtriton.model.load import load_model
-from permtriton.model.source import Source
-from permtriton.model.tokenizer import load_tokenizer
 
 from . import zoo
 from .lm_tasks import CHOICE, QUESTIONS, TEXTS, datasets_cache, write_task, write_tasks  # noqa: F401 (a fixture)
@@ -100,22 +93,6 @@ def test_a_text_is_scored_as_the_naive_sum(folder, model, tokenizer):
     assert score.stderr is None
 
 
-@pytest.mark.slow
-def test_the_example_tasks_tell_a_trained_model_from_a_random_one():
-    """Chance is 0.25; 16 questions have a standard error of 0.11 there."""
-    source = Source("demo")
-    model, tokenizer = load_model(source), load_tokenizer(source)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "num_attention_heads": 1}
-    config = LlamaConfig(**{**model.config.to_dict(), **sizes, "num_key_value_heads": 1})
-    ignorant = AutoModelForCausalLM.from_config(config).eval()
-    for name, metric, limit in (("demo_continuation", "acc_norm", 16), ("demo_text", "bits_per_byte", 2)):
-        tasks = Tasks([name], limit, EXAMPLES)
-        (trained,), (untrained,) = tasks.run(model, tokenizer), tasks.run(ignorant, tokenizer)
-        assert trained.samples == untrained.samples == limit
-        good, bad = trained.scores[metric].value, untrained.scores[metric].value
-        assert good > 0.55 > 0.45 > bad if metric == "acc_norm" else good < 1.5 < 3 < bad
-
-
 def test_the_example_tasks_are_made_by_their_script():
     import runpy
 
@@ -172,14 +149,6 @@ def test_groups_and_wildcards(tmp_path, model, tokenizer):
     assert not any(each.group for each in found)
 
 
-def test_metrics_that_need_a_bootstrap_run_in_this_process(tmp_path, model, tokenizer, capfd, monkeypatch):
-    monkeypatch.setattr(library, "BOOTSTRAPS", 20)
-    write_task(tmp_path / "t", "matthews", CHOICE, QUESTIONS, metric_list=[{"metric": "mcc"}])
-    (result,) = Tasks(["matthews"], folder=tmp_path / "t").run(model, tokenizer)
-    assert 0 <= result.scores["mcc"].stderr < 1
-    assert capfd.readouterr().out == ""
-
-
 METRICS = """
 def results(doc, results):
     return dict.fromkeys(("half", "nan", "infinite", "parts", "words"), 1.0)
@@ -209,27 +178,6 @@ def test_what_is_no_finite_number_is_no_score(tmp_path, model, tokenizer):
 # -- manners -------------------------------------------------------------------------------------------------------
 
 
-def test_only_our_progress_is_shown(folder, model, tokenizer, capfd):
-    steps = Steps()
-    Tasks(["foxes", "dogs"], folder=folder).run(model, tokenizer, progress=steps)
-    assert capfd.readouterr() == ("", "")
-    assert steps.stages == [["tasks", 10, 10], ["tasks", 2, 2]]
-    assert logging.root.manager.disable == 0
-    assert not tqdm(disable=False, total=1).disable
-
-
-def test_the_model_and_its_tokenizer_stay_as_they_are(folder, model, tokenizer):
-    before, plain = folder_state(model), copy.deepcopy(tokenizer)
-    Tasks(["foxes"], folder=folder).run(model, tokenizer)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert tokenizer.pad_token == plain.pad_token
-    assert len(tokenizer) == len(plain)
-
-
-def folder_state(model) -> dict:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
 def test_requests_that_do_not_fit_are_counted(tmp_path, model, tokenizer):
     long = [{"context": "the quick brown fox " * 12, "choices": [" jumps", " sleeps"], "answer": 0}]
     write_task(tmp_path / "t", "long", CHOICE, long * 2)
@@ -239,29 +187,6 @@ def test_requests_that_do_not_fit_are_counted(tmp_path, model, tokenizer):
     write_task(tmp_path / "t", "longer", CHOICE, [{**long[0], "context": "the", "choices": [long[0]["context"], "x"]}])
     with pytest.raises(TaskError, match=r"an answer of a task has .* tokens, but the model can take 32"):
         Tasks(["longer"], folder=tmp_path / "t").run(model, tokenizer)
-
-
-def test_prompts_that_do_not_fit_before_an_answer_are_counted(model, tokenizer):
-    harness, prompts = library._Harness(model, tokenizer, 2, Steps()), ["the quick", "the quick brown fox " * 12]
-    ids, mask = harness.tok_batch_encode(prompts, left_truncate_len=harness.max_length - 8)
-    assert harness.truncated == 1
-    assert ids.shape == mask.shape == (2, harness.max_length - 8)
-    assert harness.tok_batch_encode(prompts)[0].shape[1] > harness.max_length
-
-
-def test_a_model_in_training_is_measured_without_dropout_and_goes_on_training(folder, tokenizer):
-    model = zoo.build("gpt2", vocab_size=len(tokenizer)).train()
-    model.transformer.ln_f.eval()
-    ids = zoo.token_ids(4, 12)
-    modes = [module.training for module in model.modules()]
-    expected = measure_model(copy.deepcopy(model).eval(), windows=ids)
-    assert model(ids).logits.ne(model(ids).logits).any(), "there is dropout"
-    found = measure_model(
-        model, tokenizer, windows=ids, dense=copy.deepcopy(model), tasks=Tasks(["foxes"], folder=folder)
-    )
-    assert found.perplexity == pytest.approx(expected.perplexity)
-    assert found.kl == pytest.approx(0, abs=1e-6)
-    assert [module.training for module in model.modules()] == modes
 
 
 # -- refusals ------------------------------------------------------------------------------------------------------

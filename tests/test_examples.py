@@ -18,7 +18,6 @@ from .test_api import Hub
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 QUICK = ("--recipe", "mask", "--data", "text.txt", "--samples", "4", "--sequence-length", "16")
-LINES = 60
 
 
 def run(name: str, *words: str) -> None:
@@ -78,8 +77,3 @@ def test_vllm(here, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "__main__", sys.modules[__name__])
     run("serve_vllm.py", "pruned-2of4-packed", "--dtype", "float32", "--prompt", "the quick", "--tokens", "4")
     assert "'the quick' -> " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("name", ["compile_llama.py", "publish.py", "serve_vllm.py"])
-def test_an_example_is_read_in_a_minute(name):
-    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < LINES

@@ -76,17 +76,6 @@ def test_every_extra_installs_what_it_is_for():
     assert "permtriton[all]" in extras["dev"]
 
 
-@pytest.mark.slow
-def test_only_one_place_says_how_permtriton_is_installed():
-    """Until there is a release, ``pip install permtriton`` fetches nothing."""
-    said = re.compile(r'pip install "?permtriton')
-    pages = [path for kind in ("*.py", "*.md", "*.html", "*.jinja") for path in ROOT.rglob(kind)]
-    pages = [path for path in pages if not any(part.startswith(".") or part == "build" for part in path.parts)]
-    assert len(pages) > 300
-    found = [str(path.relative_to(ROOT)) for path in pages if said.search(path.read_text(encoding="utf-8"))]
-    assert [name for name in found if name != "tests/test_extras.py"] == []
-
-
 def test_one_sentence_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(

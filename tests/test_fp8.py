@@ -27,13 +27,11 @@ from permtriton import demo
 from permtriton.checkpoint import fp8
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.fp8 import dequantize, quantize
-from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError, VerificationError
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 
 from . import folders, zoo
-from .desk import RUNNER
 from .folders import LAST_UP, WEIGHTS
 
 FLOAT8 = torch.float8_e4m3fn
@@ -74,20 +72,6 @@ def test_zeros_stay_zeros_and_weights_move_by_rounding_only(dtype):
     assert (back.abs().amax(1) > 0.9 * weight.abs().amax(1))[weight.any(1)].all()
 
 
-def test_rows_whose_scale_is_hardly_a_float16_are_written(tmp_path):
-    """A neuron that is nearly dead: its scale has a few bits left, by which its weights are off."""
-    folder = saved(tmp_path / "saved", torch.float16)
-
-    def shrink(tensors: dict[str, torch.Tensor]) -> None:
-        weight = tensors[LAST_UP].float()
-        tensors[LAST_UP].copy_(
-            weight / weight.abs().amax(1, keepdim=True) * torch.linspace(2e-5, 3e-4, len(weight))[:, None]
-        )
-
-    folders.edit_tensors(folder, shrink)
-    export(folder, tmp_path / "fp8", "fp8")
-
-
 def test_only_linears_beside_pruned_ones_change(source, written):
     before, after = load_file(source / WEIGHTS), load_file(written / WEIGHTS)
     linears = {name for name in before if "proj" in name}
@@ -109,17 +93,6 @@ def test_the_record_and_the_card_say_what_it_is(written):
     assert "vLLM loads it by itself" in card
 
 
-def test_an_encoder_with_a_head_is_written_and_measured(tmp_path):
-    """Its last hidden state is computed by the encoder inside, and not by the model that was loaded."""
-    folder, dense = folders.save(folders.model_of("bert_mlm"), tmp_path / "saved"), folder_of("bert_mlm", tmp_path)
-    assert export(folder, tmp_path / "fp8", "fp8")["reloaded"] == "same weights"
-    exact, measured = (
-        permtriton.evaluate(each, zoo.token_ids(), against=dense).cosine for each in (folder, tmp_path / "fp8")
-    )
-    assert measured != exact
-    assert measured == pytest.approx(exact, abs=0.05)
-
-
 @pytest.mark.parametrize(
     ("kind", "others", "part"),
     [
@@ -132,6 +105,7 @@ def test_an_encoder_with_a_head_is_written_and_measured(tmp_path):
         (LlamaModel, (LlamaForCausalLM,), "self_attn"),
     ],
 )
+@pytest.mark.slow
 def test_other_classes_compute_the_same_hidden_states(tmp_path, kind, others, part):
     """They name what they share otherwise, and have heads of their own, whose linears are not quantized."""
     torch.manual_seed(0)
@@ -178,23 +152,6 @@ def test_a_dense_linear_beside_pruned_ones_is_quantized_too(tmp_path):
     result = export(folder, tmp_path / "out", "fp8")
     assert load_file(tmp_path / "out" / WEIGHTS)[name].dtype == FLOAT8
     assert (result["quantized"], result["weights"]) == (14, 13)
-
-
-def test_linears_elsewhere_stay_and_are_listed(tmp_path):
-    folder = saved(tmp_path / "saved")
-
-    def no_attention(record):
-        record["pruned_weights"] = {name: dim for name, dim in record["pruned_weights"].items() if "mlp" in name}
-
-    folders.edit_json(folder / "permtriton.json", no_attention)
-    export(folder, tmp_path / "out", "fp8")
-    stored = load_file(tmp_path / "out" / WEIGHTS)
-    assert {name for name, tensor in stored.items() if tensor.dtype == FLOAT8} == {
-        n for n in stored if n[-11:] == "proj.weight" and "mlp" in n
-    }
-    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
-    stay = [f"layers.{i}.self_attn.{part}_proj" for i in range(2) for part in "qkvo"]
-    assert ignored == [*sorted(["lm_head", *stay, *(f"model.{name}" for name in stay)]), OUTSIDE_LAYERS]
 
 
 def test_a_packed_folder_gives_the_same(source, written, tmp_path):
@@ -277,13 +234,6 @@ def test_what_another_tool_quantized_is_dequantized_and_compiled(written, tmp_pa
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_no_other_library_draws_bars_between_ours(source, tmp_path):
-    shown = RUNNER.invoke(app, ["export", str(source), "--format", "fp8", "--output", str(tmp_path / "out")])
-    assert shown.exit_code == 0, shown.stderr
-    assert "export " in shown.stderr
-    assert "it/s" not in shown.stderr
-
-
 def test_a_row_of_small_weights_keeps_its_precision():
     weight = torch.randn(4, 32) * torch.tensor([[1.0], [1e-6], [1e4], [1e-3]])
     scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), fp8._scheme().weights)
@@ -292,6 +242,7 @@ def test_a_row_of_small_weights_keeps_its_precision():
     assert ((back - weight).norm(dim=1) / weight.norm(dim=1) < 0.05).all()
 
 
+@pytest.mark.slow
 def test_compile_saves_it_in_one_command(tmp_path):
     zoo.build("llama").save_pretrained(tmp_path / "dense")
     ids, out = zoo.token_ids(), tmp_path / "out"

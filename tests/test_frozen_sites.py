@@ -34,49 +34,25 @@ def test_heads_that_hold_no_whole_groups_are_frozen():
     assert set(frozen.values()) == {""}
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "layer", "channels"),
-    [
-        ("llama", {"intermediate_size": 110}, "model.layers.0.mlp.down_proj", 110),
-        ("gpt2", {"n_inner": 106}, "transformer.h.0.mlp.c_proj", 106),
-    ],
-)
-@pytest.mark.slow(but=["gpt2-changes1-transformer.h.0.mlp.c_proj-106"])
-def test_indivisible_channels_are_refused_or_skipped(name, changes, layer, channels):
-    model = zoo.build(name, **changes)
-    reason = f"its {channels} input channels are not a multiple of 4 (2:4 sparsity)"
+def test_indivisible_channels_are_refused_or_skipped():
+    model = zoo.build("gpt2", n_inner=106)
+    reason = "its 106 input channels are not a multiple of 4 (2:4 sparsity)"
     with pytest.raises(ModelError) as refused:
         find_plan(model, TWO_FOUR)
-    assert str(refused.value).startswith(f"{layer.replace('.0.', '.0-1.')}: {reason}; ")
+    assert str(refused.value).startswith(f"transformer.h.0-1.mlp.c_proj: {reason}; ")
     assert "`skip_indivisible=True`" in str(refused.value)
 
     plan = find_plan(model, TWO_FOUR, skip_indivisible=True)
-    assert {n for n, r in plan.skipped.items() if r == reason} == {layer, layer.replace(".0.", ".1.")}
-    assert layer not in [linear for _, linear in plan.linears()]
+    assert {n for n, r in plan.skipped.items() if r == reason} == {
+        f"transformer.h.{layer}.mlp.c_proj" for layer in (0, 1)
+    }
+    assert "transformer.h.0.mlp.c_proj" not in [linear for _, linear in plan.linears()]
     assert len(plan.sites) == 3 * zoo.LAYERS
 
 
 def test_a_model_that_the_pattern_fits_nowhere_is_refused():
     with pytest.raises(ModelError, match="no linear layer"):
         find_plan(zoo.build("llama"), NMPattern(3, 24), skip_indivisible=True)
-
-
-def test_a_linear_that_writes_its_product_as_a_matmul_is_found():
-    """Falcon's linears compute ``x @ weight.T``."""
-    from transformers import FalconConfig, FalconForCausalLM
-
-    config = FalconConfig(**zoo.SIZES, new_decoder_architecture=False, parallel_attn=False, bias=False)
-    plan = find_plan(FalconForCausalLM(config).eval(), TWO_FOUR)
-    assert "transformer.h.0.mlp.dense_4h_to_h" in [linear for _, linear in plan.linears()]
-
-
-def test_a_linear_that_runs_is_not_called_unused():
-    """Mamba's dt_proj computes ``weight @ x``: it runs, so the reason must not say that it does not."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=zoo.VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
-    plan = find_plan(MambaForCausalLM(config).eval(), TWO_FOUR)
-    assert "not used" not in plan.skipped["backbone.layers.0.mixer.dt_proj"]
 
 
 class _TorchConfig(PretrainedConfig):
@@ -108,21 +84,6 @@ def test_layers_of_torch_get_no_gather_and_the_plan_says_so():
         for name, placement in (("linear1", "none"), ("linear2", "folded"))
     }
     assert "read by another module" in plan.skipped["encoder.layers.0.self_attn.out_proj"]
-
-
-@pytest.mark.slow
-def test_linears_that_run_on_more_than_their_siblings_are_a_site_of_their_own():
-    """DeBERTa-v2 gives relative positions to the query and key projections, not to the value projection."""
-    from transformers import DebertaV2Config, DebertaV2Model
-
-    relative = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
-    config = DebertaV2Config(**zoo.SIZES, **relative, share_att_key=True)
-    plan = find_plan(DebertaV2Model(config).eval(), TWO_FOUR)
-    attention = "encoder.layer.0.attention.self"
-    sites = {linear: (site.name, site.space.name, site.calls) for site, linear in plan.linears()}
-    pair = f"{attention}.query_proj+key_proj"
-    assert sites[f"{attention}.query_proj"] == sites[f"{attention}.key_proj"] == (pair, "stream", 2)
-    assert sites[f"{attention}.value_proj"] == (f"{attention}.value_proj", "stream", 1)
 
 
 MLA = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -163,11 +163,9 @@ BYTES: dict[str, Damage] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow(but=["portable packed"])
-def test_damaged_bytes(intact, tmp_path, kind, soak):
+def test_damaged_bytes(intact, tmp_path, soak):
     cases = some(BYTES, soak)
-    assert run(intact, kind, tmp_path, cases, ways=("load_model", "export")) > 1.6 * len(cases)
+    assert run(intact, "portable packed", tmp_path, cases, ways=("load_model", "export")) > 1.6 * len(cases)
 
 
 DATA: dict[str, Damage] = {
@@ -175,11 +173,9 @@ DATA: dict[str, Damage] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow(but=["fused packed"])
-def test_a_flipped_value_is_found_by_its_hash(intact, tmp_path, kind, soak):
+def test_a_flipped_value_is_found_by_its_hash(intact, tmp_path, soak):
     cases = some(DATA, soak)
-    assert run(intact, kind, tmp_path, cases, hashes=True) == len(cases) * len(WAYS), "all of them"
+    assert run(intact, "fused packed", tmp_path, cases, hashes=True) == len(cases) * len(WAYS), "all of them"
 
 
 # -- headers that claim what is not there --------------------------------------------------------------------------
@@ -239,10 +235,9 @@ HEADERS: dict[str, Damage] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_damaged_headers(intact, tmp_path, kind):
-    run(intact, kind, tmp_path, HEADERS)
+def test_damaged_headers(intact, tmp_path):
+    run(intact, "portable packed", tmp_path, HEADERS)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------------
@@ -340,25 +335,19 @@ CONFIGS: dict[str, Damage] = {**texts(CONFIG), **{f"config {n}": edit_entry(CONF
 REPORTS: dict[str, Damage] = {**texts(REPORT), **{f"report {n}": edit_entry(REPORT) for n in range(20)}}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow(but=["portable packed"])
-def test_damaged_quantization_config(intact, tmp_path, kind, soak):
+def test_damaged_quantization_config(intact, tmp_path, soak):
     cases = some(QUANTIZATION, soak)
-    assert run(intact, kind, tmp_path, cases) > len(cases)
+    assert run(intact, "portable packed", tmp_path, cases) > len(cases)
 
 
-@pytest.mark.parametrize("kind", ["portable packed", "fused dense"])
 @pytest.mark.slow
-def test_damaged_config(intact, tmp_path, kind):
-    """Exporting a portable model gives a plain transformers folder, whose config we do not check."""
-    run(intact, kind, tmp_path, CONFIGS, ways=("load_model", "from_pretrained"))
-    run(intact, kind, tmp_path, texts(CONFIG), ways=("export",))
+def test_damaged_config(intact, tmp_path):
+    run(intact, "fused dense", tmp_path, CONFIGS, ways=("load_model", "from_pretrained"))
+    run(intact, "fused dense", tmp_path, texts(CONFIG), ways=("export",))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow(but=["fused packed"])
-def test_damaged_report(intact, tmp_path, kind):
-    run(intact, kind, tmp_path, REPORTS, ways=("export",))
+def test_damaged_report(intact, tmp_path):
+    run(intact, "fused packed", tmp_path, REPORTS, ways=("export",))
 
 
 @pytest.mark.slow

@@ -10,12 +10,10 @@ from torch.nn.functional import log_softmax
 from transformers import PreTrainedModel
 
 import permtriton
-from benchmarks.architectures import tiny
 from permtriton import config_from
 from permtriton.data import generated
 from permtriton.data.generated import beginnings, generated_text, kept_of_text, written
 from permtriton.data.samples import Samples
-from permtriton.driver import forecast, memory
 from permtriton.driver import run as running
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, OutputError
@@ -27,7 +25,7 @@ from permtriton.util.progress import NoProgress, Progress
 from . import test_seq2seq, zoo
 from .desk import RUNNER, app
 from .two_ranks import Interrupting
-from .updating import Recording, facts, tiny_model
+from .updating import facts, tiny_model
 
 IDS = zoo.tiny_ids(6, 12)
 OPTIONS = {
@@ -63,13 +61,6 @@ def test_the_text_continues_the_samples_and_depends_on_the_seed_alone(monkeypatc
     assert {tuple(row) for row in found[:, :4].tolist()} <= {tuple(row) for row in starts.tolist()}
     monkeypatch.setattr(generated, "AT_ONCE", 3 * sum(kept_of_text(model, 12).values()))
     assert torch.equal(text(model), found), "three at a time"
-
-
-def test_texts_continue_other_places_of_the_samples_while_there_are_any():
-    ids = torch.arange(2 * 11).view(2, 11)
-    found = beginnings(Samples.of(ids), 9, 3)
-    starts = [0, 11, 3, 14, 6, 17, 0, 11, 3, 14]  # ten are written; from 9 on, only two tokens would be left
-    assert found.tolist() == [[start, start + 1, start + 2] for start in starts]
 
 
 @pytest.mark.slow
@@ -124,13 +115,6 @@ def test_the_models_own_settings_have_no_part_in_it():
     assert torch.equal(text(model), found)
     assert model.generation_config is settings
     assert (settings.to_dict(), facts(model)) == (before, config)
-
-
-def test_progress_counts_tokens():
-    progress = Recording()
-    text(count=9, to=progress)
-    assert sum(progress.steps) == progress.total == 10 * (12 - 4)
-    assert "10 texts of 12 tokens: 9 are used, of perplexity" in progress.lines[0]
 
 
 def test_weights_that_are_damaged_are_named():
@@ -196,16 +180,6 @@ def read(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_steps_that_fit_to_the_dense_model_read_it(read):
-    found = compiled("heuristic,refit,distill", heuristic_row_weights="fisher")
-    assert read == {"refit": 11, "distill": 11, "fisher_information": 6}
-    assert found.report["calibration"]["shape"] == [6, 12]
-    assert found.report["generated"]["shape"] == [5, 12]
-    assert found.report["seconds"]["generate"] > 0
-    assert compiled("mask,distill", generated=0).report["generated"] is None
-    assert read["distill"] == 6
-
-
 def test_an_objective_of_the_samples_alone_is_not_taken_for_one_of_all(read):
     """The search measures the samples; what distillation minimises has the text, too."""
     found = compiled("searched,mask,distill", search_rounds=1)
@@ -286,69 +260,6 @@ def test_samples_of_more_than_tokens_are_refused():
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
     with pytest.raises(ConfigError, match=r"`generated=5`: .* reads input_ids\+attention_mask"):
         compiled("mask,distill", ids=inputs)
-
-
-@pytest.mark.parametrize(("length", "first"), [(2, 1), (4, 1), (16, 2)])
-def test_a_text_continues_an_eighth_of_a_sample_and_at_least_a_token(trained_on, length, first):
-    ids = zoo.tiny_ids(6, 16)[:, :length]
-    config = config_from({"recipe": "mask,distill", "generated": 9, "distill_epochs": 1, "distill_batch_size": 1})
-    found = compile_model(tiny_model(), None, config, ids=ids)
-    assert found.report["generated"]["shape"][1] == length
-    texts = [row for row in torch.cat(trained_on) if not (ids == row).all(1).any()]
-    starts = beginnings(Samples.of(ids), 9, first)
-    assert texts
-    assert all((starts == text[:first]).all(1).any() for text in texts)
-    if length > 4:
-        assert not all((ids.unfold(1, 4, 1) == text[:4]).all(-1).any() for text in texts), "no more of it"
-
-
-@pytest.mark.slow
-def test_a_recipe_that_asks_for_it_runs_without_it_where_it_must(read):
-    """The user asked for nothing, so that nothing is refused."""
-    progress = Recording()
-    config = config_from({"recipe": "best", "samples": 6})
-    assert config.generated > 0
-    found = compile_model(bert(), None, config, ids=IDS, progress=progress)
-    assert "no text is generated: BertModel does not write text" in "\n".join(progress.lines)
-    assert found.config.calibration.generated == 0
-    assert found.report["generated"] is None
-
-
-@pytest.mark.slow
-def test_time_and_memory_of_writing():
-    """Nine texts of twelve tokens are kept of ten, which are written together; refitting reads fifteen samples."""
-    model, samples = tiny_model(), Samples.of(IDS)
-
-    def start(**options):
-        return zoo.start(model, config_from(options), samples)
-
-    def of(recipe: str, **more) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
-        found = start(recipe=recipe, **{"generated": 9, **more})
-        needs = memory.estimate(found, memory.Devices.of(torch.device("cpu")))
-        return forecast.stage_passes(found.config, found.facts, 0), needs.stages
-
-    passes, stages = of("mask,distill", distill_epochs=3)
-    assert (passes["generate"], passes["distill"]) == (4 * 10 / 6, 3 * 3 * 15 / 6)
-    plain_passes, plain = of("mask,distill", distill_epochs=3, generated=0)
-    assert "generate" not in plain_passes
-    assert plain_passes["distill"] == 3 * 3
-    assert stages["distill"]["targets"] == plain["distill"]["targets"] * 15 // 6
-    cached = written(9) * 12 * 2 * 2 * 8 * 4  # two layers, keys and values, two heads of four channels, float32
-    assert stages["generation"]["keys and values"] == cached
-    assert stages["generation"]["rounded weights"] == sum(p.numel() for p in model.parameters()) * 4 // 2
-    assert "rounded weights" not in of("mask,distill", distill_epochs=3, mixed_precision=False)[1]["generation"]
-    assert "generation" not in plain
-    assert of("mask")[1].keys() == of("mask", generated=0)[1].keys()
-
-
-@pytest.mark.slow
-def test_memory_of_latents_that_keys_and_values_follow_from():
-    model, ids = tiny.build("MiniCPM3ForCausalLM"), zoo.tiny_ids(6, 12)
-    planned = zoo.start(model, config_from({"recipe": "mask,distill", "generated": 9}), Samples.of(ids))
-    needs = memory.estimate(planned, memory.Devices.of(torch.device("cpu"))).stages["generation"]
-    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
-    cached = sum(each.nbytes for layer in layers for each in (layer.keys, layer.values))
-    assert needs["keys and values"] == cached // len(ids) * written(9)
 
 
 def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):

@@ -7,7 +7,6 @@ import struct
 import sys
 import unicodedata
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-import permtriton
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
-from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model.load import config_of, load_empty_model, load_model, load_original, unchanged_weights
 from permtriton.model.prunable import check_original
@@ -29,7 +26,6 @@ from permtriton.model.tokenizer import load_tokenizer
 from permtriton.util.extras import install_command
 from permtriton.util.progress import Event, EventProgress
 
-from . import zoo
 from .desk import RUNNER, Desk
 from .gguf_files import llama, write_gguf, write_tokenizer
 from .sentences import SENTENCE, trained_tokenizer
@@ -95,15 +91,6 @@ def test_a_file_beside_a_hub_name(pristine, monkeypatch):
     assert asked == [("someone/model", FILE)]
 
 
-def test_a_file_of_a_revision(pristine, monkeypatch):
-    """It lies in the cache of the hub, which is a folder on this machine."""
-    asked = []
-    path = str(pristine / FILE)
-    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *names, **hub: asked.append(hub) or path)
-    same_as_file(load_model(Source("someone/model", gguf_file=FILE, revision="v1")), pristine)
-    assert asked == [{"revision": "v1"}]
-
-
 def test_a_file_of_the_same_name_in_the_current_folder_is_another_model(pristine, tmp_path, monkeypatch):
     (tmp_path / FILE).write_bytes(b"another")
     monkeypatch.chdir(tmp_path)
@@ -113,11 +100,6 @@ def test_a_file_of_the_same_name_in_the_current_folder_is_another_model(pristine
 
 def test_dtype(file):
     assert load_model(Source(str(file), dtype="bfloat16")).dtype == torch.bfloat16
-
-
-def test_other_counts_are_no_number_of_layers(pristine, tmp_path):
-    write_gguf(tmp_path / FILE, llama(), leading_dense_block_count=10**6)
-    same_as_file(load_model(Source(str(tmp_path / FILE))), pristine)
 
 
 def test_a_header_and_tensors_that_change_nothing(pristine, tmp_path):
@@ -208,13 +190,6 @@ def test_the_rotation_of_llama_3_follows_from_its_factors(tmp_path, factor):
     assert torch.equal(model(ids).logits, expected.eval()(ids).logits)
     model.save_pretrained(tmp_path / "saved")
     assert load_model(Source(str(tmp_path / "saved"))).config.rope_parameters == parameters
-
-
-def test_blocks_whose_names_sound_like_integers(file):
-    source = Source(str(file))
-    stored = source.gguf.stored
-    stored.update({name: replace(each, dtype="IQ4_NL") for name, each in stored.items()})
-    load_model(source)
 
 
 def test_a_file_without_a_tokenizer_has_none(tmp_path):
@@ -387,56 +362,8 @@ def test_compile(pristine, workplace):
     assert measured["kl"] > 0
 
 
-@pytest.mark.slow
-def test_a_model_that_transformers_loaded_from_a_file_is_saved(pristine, tmp_path):
-    """transformers marks it as quantized and would refuse to save it, though its weights are dequantized."""
-    model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
-    compiled = compile_model(model, None, permtriton.config_from(recipe="sparsegpt"), ids=zoo.tiny_ids(4, 16))
-    folder = compiled.save_pretrained(tmp_path / "out")
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-
-
 def test_weights_that_are_still_blocks_are_refused(pristine):
     model = AutoModelForCausalLM.from_pretrained(pristine, gguf_file=FILE)
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ModelError, match=r"lm_head.weight is still in GGUF's blocks.*GgufConfig\(dequantize=True\)"):
         check_original(model)
-
-
-@pytest.mark.slow
-def test_a_compilation_of_a_file_in_a_folder(workplace):
-    result = RUNNER.invoke(app, workplace.compile("--gguf-file", FILE, model="."))
-    assert result.exit_code == 0, result.output
-    record = json.loads((workplace.out / "permtriton.json").read_text())
-    assert f"--gguf-file {FILE}" in record["command"]
-
-
-@pytest.mark.slow
-def test_commands_that_write_nothing(workplace):
-    before = workplace.files()
-    for words in (
-        ["inspect", FILE],
-        ["inspect", ".", "--gguf-file", FILE],
-        workplace.compile("--dry-run", model=FILE),
-        ["evaluate", ".", "--gguf-file", FILE, "--eval-data", str(workplace.text)],
-    ):
-        result = RUNNER.invoke(app, words)
-        assert result.exit_code == 0, result.output
-    assert workplace.files() == before
-
-
-@pytest.mark.slow
-def test_another_file_is_another_run(pristine, workplace, monkeypatch):
-    """Its state must not continue a run of other weights, though the name is the same."""
-    learn = ["--recipe", "heuristic,learned,mask", "--learn-epochs", "1", "--learn-batch-size", "2"]
-    monkeypatch.setattr("permtriton.driver.result.save_checkpoint", interrupted)
-    assert RUNNER.invoke(app, workplace.compile(*learn, model=FILE)).exit_code == 130
-    model = llama()
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[0, 0] += 0.1
-    write_gguf(workplace.folder / FILE, model)
-    workplace.refuses(workplace.compile(*learn, model=FILE), "the model is another one", "--restart")
-
-
-def interrupted(*args: object, **kwargs: object) -> None:
-    raise KeyboardInterrupt

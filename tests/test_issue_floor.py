@@ -10,10 +10,8 @@ import torch
 
 from benchmarks.gpu import floors, sass, shapes
 from benchmarks.gpu.compile_check import TARGETS, resident
-from benchmarks.gpu.floors import Floor
 from benchmarks.gpu.recording import CudaLaunch, recorded
 from permtriton.errors import ConfigError
-from permtriton.kernels.cuda.runtime import CudaKernel
 from permtriton.kernels.launch import multiprocessors, triton
 
 from .kernel_builds import copy_floor
@@ -146,32 +144,6 @@ class TestCounting:
         row = floors.row(dataclasses.replace(copy_floor(), loops=None), floors.H200)
         assert row.figures()["ratio"] is None
         assert row.figures()["registers"] > 0
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-    def test_a_launch_of_a_cuda_kernel(self, tmp_path):
-        source = tmp_path / "twice.cu"
-        source.write_text(
-            "template <int step> __global__ void twice(float* x, int tiles) {\n"
-            "  __shared__ float all[2048];\n"
-            "  #pragma unroll 1\n"
-            "  for (int tile = blockIdx.x; tile < tiles; tile += step) {\n"
-            "    all[threadIdx.x] = x[tile * blockDim.x + threadIdx.x];\n"
-            "    __syncthreads();\n"
-            "    x[tile * blockDim.x + threadIdx.x] = all[blockDim.x - 1 - threadIdx.x];\n"
-            "  }\n"
-            "}\n"
-        )
-        kernel = CudaKernel(str(source), "twice", 64, constants=(("step", 8),))
-        case = dataclasses.replace(copy_floor().case, bytes=40 * 64 * 8)
-        launched, loops = lambda: kernel((8,), tiles=40), lambda launch: (launch.numbers["tiles"] / 8,)
-        floor = Floor(case, launched, 40 * 64, "element", loops)
-        (found,) = floors.row(floor, floors.H200).launches
-        (loop,) = found.loops
-        assert (found.warps, found.programs, found.barriers, found.spills) == (2, 8, 5, 0)
-        assert found.resident == 233472 // (8192 + 1024)
-        assert found.instructions == 8 * 2 * (found.straight + 5 * loop)
-        assert found.asked_bytes == floor.case.bytes
 
 
 @needs_triton

@@ -4,7 +4,6 @@ import copy
 import gc
 import importlib.util
 import json
-import pickle
 import re
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from .keeping import (
     zeros_of,
 )
 from .sentences import SENTENCE, trained_tokenizer
-from .test_load import in_the_cache
 
 DEMO = ROOT / "permtriton" / "demo"
 TWO_FOUR = NMPattern(2, 4)
@@ -96,24 +94,6 @@ def test_one_optimizer_of_all_weights_may_step_inside_the_backward_pass(keep):
         check_kept(model, before, list(kept.patterns))
 
 
-def test_a_step_without_any_gradient_is_kept():
-    """Such as that of an optimizer of order zero, or of one that clears gradients."""
-
-    class Noise(torch.optim.Optimizer):
-        def step(self, closure=None):
-            for each in self.param_groups[0]["params"]:
-                each.data.add_(torch.randn_like(each), alpha=0.01)
-                each.grad = None
-
-    model = pruned_llama()
-    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), Noise(model.parameters(), {})
-    optimizer.step()
-    check_kept(model, before, list(kept.patterns))
-    loss_of(model).backward()
-    optimizer.step()
-    check_kept(model, before, list(kept.patterns))
-
-
 def test_weights_copied_from_masters_are_for_restore():
     model = pruned_llama()
     before, kept = zeros_of(model), permtriton.keep_pattern(model)
@@ -147,40 +127,8 @@ def test_closures_groups_that_come_later_and_fused_steps_are_kept():
         check_kept(model, before, list(kept.patterns))
 
 
-class Wrapping(torch.Tensor):
-    """A weight without values of its own, as those in 8 bits are."""
-
-    @staticmethod
-    def __new__(cls, values):
-        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype)
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        return args[0]
-
-
-def to_meta(model: nn.Module) -> None:
-    model.to("meta")
-
-
-def assign_dense(model: nn.Module) -> None:
-    model.load_state_dict({name: torch.randn_like(each) for name, each in model.state_dict().items()}, assign=True)
-
-
 def parametrize(model: nn.Module) -> None:
     nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", nn.Identity())
-
-
-@pytest.mark.parametrize("change", [to_meta, assign_dense, parametrize])
-def test_what_becomes_of_the_model_stops_no_training_of_another(change):
-    model = pruned_llama()
-    kept = permtriton.keep_pattern(model)
-    change(model)
-    wrapping = nn.Parameter(Wrapping(torch.ones(4, 4)), requires_grad=False)
-    for weight in (nn.Linear(4, 4).weight, nn.Linear(4, 4, device="meta").weight, wrapping):
-        weight.grad = torch.ones(4, 4, device=weight.device)
-        torch.optim.SGD([weight], 0.1).step()
-    kept.remove()
 
 
 def test_another_model_may_step_between_forward_and_backward():
@@ -204,30 +152,6 @@ def test_two_optimizers_take_turns_on_one_model():
     check_kept(model, before, list(kept.patterns))
 
 
-def test_a_weight_that_was_frozen_while_it_had_a_gradient_is_kept():
-    """The optimizer still moves it, by its momentum."""
-    model = pruned_llama()
-    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), adamw(model)
-    loss_of(model).backward()
-    optimizer.step()
-    model.requires_grad_(False)
-    start = model.get_parameter(UP).clone()
-    optimizer.step()
-    assert not torch.equal(model.get_parameter(UP), start)
-    check_kept(model, before, list(kept.patterns))
-
-
-def test_an_optimizer_of_views_of_the_weights_is_one_of_the_weights():
-    model = pruned_llama()
-    before, kept = zeros_of(model), permtriton.keep_pattern(model)
-    views = [nn.Parameter(each.data.view(-1)) for each in model.parameters()]
-    loss_of(model).backward()
-    for view, each in zip(views, model.parameters(), strict=True):
-        view.grad = each.grad.view(-1)
-    torch.optim.AdamW(views, 1e-2).step()
-    check_kept(model, before, list(kept.patterns))
-
-
 def test_a_copy_is_another_model():
     """The page says so: a copy is kept by a call of its own, and the first one does not touch it."""
     model = pruned_llama()
@@ -240,26 +164,6 @@ def test_a_copy_is_another_model():
     assert unkept.get_parameter(UP)[before[UP]].count_nonzero() > 0
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
-)
-def test_what_is_kept_goes_with_its_model(copied):
-    """Such as to a process that is spawned, or in a module that holds both."""
-    model = pruned_llama()
-    before, kept = zeros_of(model), permtriton.keep_pattern(model)
-    count = len(torch_optimizer._global_optimizer_post_hooks)
-    other, others = copied((model, kept))
-    train(other, adamw(other), 1)
-    check_kept(other, before, list(others.patterns))
-    del other
-    gc.collect()
-    assert len(torch_optimizer._global_optimizer_post_hooks) == count
-    kept.remove()
-    ended = copied((model, kept))
-    train(ended[0], adamw(ended[0]), 1)
-    assert ended[0].get_parameter(UP)[before[UP]].any(), "it had been ended"
-
-
 def test_zeros_stay_where_the_optimizer_has_the_state_of_other_training():
     model = pruned_llama()
     other = copy.deepcopy(model)
@@ -269,46 +173,6 @@ def test_zeros_stay_where_the_optimizer_has_the_state_of_other_training():
     optimizer.load_state_dict(earlier.state_dict())
     train(model, optimizer)
     check_kept(model, before, list(kept.patterns))
-
-
-def test_dense_weights_that_are_loaded_later_are_refused():
-    model = pruned_llama()
-    dense = {name: torch.randn_like(each) for name, each in model.state_dict().items()}
-    kept = permtriton.keep_pattern(model)
-    model.load_state_dict(dense, assign=True)
-    with pytest.raises(ModelError, match=r"is not 2:4 any more: a group holds [34] nonzero"):
-        train(model, adamw(model))
-    kept.remove()
-
-
-@pytest.mark.parametrize("name", ["runs/exp/a/m", "mine"])
-def test_a_folder_that_is_gone_has_no_record(monkeypatch, name):
-    """A relative path from another folder than the one that the model was loaded from, which the hub does not know."""
-    monkeypatch.setattr("permtriton.model.source.cached_file", lambda *_, **__: pytest.fail("the hub was asked"))
-    model = pruned_llama()
-    model.config._name_or_path = model.name_or_path = name
-    assert permtriton.keep_pattern(model).record is None
-
-
-def test_a_private_model_needs_the_token_of_the_environment(monkeypatch):
-    """The one that it was loaded with is not known."""
-
-    def refused(*_arguments: object, **_named: object) -> None:
-        raise OSError("me/private is not a local folder and is not a valid model identifier\nIf this is")
-
-    monkeypatch.setattr("permtriton.model.source.cached_file", refused)
-    model = pruned_llama()
-    model.name_or_path, model.config._commit_hash = "me/private", "0" * 40
-    with pytest.raises(ModelError, match=r"me/private: permtriton.json cannot be fetched.*HF_TOKEN"):
-        permtriton.keep_pattern(model)
-
-
-def test_without_it_they_do_not():
-    model = pruned_llama()
-    before = zeros_of(model)
-    train(model, adamw(model), 1)
-    with pytest.raises(AssertionError):
-        check_kept(model, before, [UP])
 
 
 def test_a_kept_weight_may_pass_through_zero():
@@ -343,9 +207,9 @@ def pruned(name: str, pattern: NMPattern = TWO_FOUR) -> tuple[PreTrainedModel, l
     return model, names
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt2", "gpt_oss", "llama_tied", "bert"])
-@pytest.mark.parametrize("pattern", [TWO_FOUR, NMPattern(4, 8), NMPattern(1, 4)], ids=str)
-@pytest.mark.slow(but=["2:4-mixtral", "4:8-gpt2", "1:4-llama_tied"])
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("mixtral", TWO_FOUR), ("gpt2", NMPattern(4, 8)), ("llama_tied", NMPattern(1, 4))]
+)
 def test_weights_are_recognized(name, pattern):
     """Stacks of experts, transposed weights, tied embeddings; what is not pruned is left out."""
     model, names = pruned(name, pattern)
@@ -388,54 +252,6 @@ def test_it_ends_when_asked_and_with_the_model():
         kept.save_pretrained("anywhere")
 
 
-class ScheduleFree(torch.optim.Optimizer):
-    """As schedule-free optimizers do, it steps weights of its own, and mixes them into the model's."""
-
-    def __init__(self, params) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            z = self.state[parameter].setdefault("z", parameter.clone())
-            z -= 0.1 * parameter.grad
-            parameter.lerp_(z, 0.5)
-
-    @torch.no_grad()
-    def eval(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.lerp_(self.state[parameter]["z"], -0.5)
-
-
-def test_a_schedule_free_optimizer_mixes_zeros_with_zeros():
-    model = pruned_llama()
-    zeros, kept = zeros_of(model), permtriton.keep_pattern(model)
-    optimizer = ScheduleFree(model.parameters())
-    train(model, optimizer)
-    optimizer.eval()
-    assert all(bool((model.get_parameter(name)[zeros[name]] == 0).all()) for name in kept.patterns)
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_norms_that_liger_took_the_place_of_are_refused(before):
-    """As its functions do, it sets the forward of the norms that are there; it runs on GPUs alone."""
-
-    class LigerRMSNorm:
-        def forward(self, hidden_states):
-            return hidden_states
-
-    LigerRMSNorm.forward.__module__ = "liger_kernel.transformers.rms_norm"
-    model = pruned_llama()
-    folders.fuse(model, ["model.norm"], [])
-    if not before:
-        permtriton.keep_pattern(model)
-    norm = model.model.norm
-    norm.__dict__["forward"] = LigerRMSNorm.forward.__get__(norm)
-    begin = permtriton.keep_pattern if before else lambda model: train(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(ModelError, match=r"model\.norm permutes channels, and Liger's norm.*'rms_norm': False"):
-        begin(model)
-
-
 # -- what wraps a model ----------------------------------------------------------------------------------------------
 
 
@@ -449,6 +265,7 @@ def test_compiled_without_a_break():
     check_kept(model, before, list(kept.patterns))
 
 
+@pytest.mark.slow
 def test_layers_are_compiled_in_place():
     """A module of torch.compile in place of a layer would change the names of its weights, which could not be saved."""
     model = pruned_llama()
@@ -470,14 +287,6 @@ def test_a_compiled_step_of_the_optimizer():
     optimizer.step = torch.compile(optimizer.step, backend="eager")
     train(model, optimizer, 2)
     check_kept(model, before, list(kept.patterns))
-
-
-def test_a_data_parallel_model_is_saved(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
-    before, kept = zeros_of(model), permtriton.keep_pattern(nn.DataParallel(model))
-    train(model, adamw(model), 1)
-    check_kept(model, before, list(kept.patterns))
-    kept.save_pretrained(tmp_path / "trained")
 
 
 def test_accelerate():
@@ -507,12 +316,6 @@ def test_fsdp2_with_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_fsdp2_with_two_ranks_after_a_forward_pass_alone(tmp_path):
-    """Modules then hold whole weights, before a step, too: zeros are kept, restored and saved all the same."""
-    run_two_ranks("evaluate", tmp_path)
-
-
-@pytest.mark.slow
 def test_fsdp2_with_two_ranks_refuses_the_layout_fused(tmp_path):
     run_two_ranks("fused", tmp_path)
 
@@ -526,8 +329,7 @@ def test_a_model_that_transformers_divides_while_loading_it_is_saved_by_two_rank
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "fused"])
-@pytest.mark.slow(but=["llama", "fused"])
+@pytest.mark.parametrize("name", ["llama", "fused"])
 def test_what_was_trained_is_saved_and_exported(tmp_path, name):
     fused = name == "fused"
     folder = folders.save(folders.model_of("llama" if fused else name, fused=fused), tmp_path / "pruned")
@@ -552,15 +354,6 @@ def test_what_was_trained_is_saved_and_exported(tmp_path, name):
         kept.save_pretrained(saved)
     again = permtriton.keep_pattern(AutoModelForCausalLM.from_pretrained(tmp_path / "packed"))
     assert again.patterns == kept.patterns
-
-
-def test_files_beside_a_model_of_the_hub_are_saved_with_it(tmp_path, monkeypatch):
-    folder = folders.save(pruned_llama(), tmp_path / "pruned")
-    (folder / "modules.json").write_text("[]")
-    in_the_cache(folder, "me/pruned", tmp_path / "cache", monkeypatch)
-    model = AutoModelForCausalLM.from_pretrained("me/pruned")
-    saved = permtriton.keep_pattern(model).save_pretrained(tmp_path / "trained")
-    assert (saved / "modules.json").is_file()
 
 
 def test_a_packed_folder_loads_dense_on_a_cpu_and_is_trained(tmp_path):
@@ -629,28 +422,6 @@ def test_trainer(tmp_path):
     assert len(torch_optimizer._global_optimizer_post_hooks) == 0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_trainer_goes_on_from_its_own_checkpoints(tmp_path, fused):
-    pytest.importorskip("accelerate")
-    folder = folders.save(folders.model_of("llama", fused=fused), tmp_path / "pruned")
-    rows = [{"input_ids": row, "labels": row} for row in zoo.tiny_ids(8, 8)]
-    options = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_steps": 1, "learning_rate": 1e-2}
-
-    def trained(steps: int, where: str, start: bool = False, **more: object) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        arguments = TrainingArguments(str(tmp_path / where), max_steps=steps, **options, **more)
-        trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[permtriton.KeepPattern()])
-        trainer.train(resume_from_checkpoint=start)
-        return model
-
-    whole = trained(2, "whole", lr_scheduler_type="constant")
-    trained(1, "parts", lr_scheduler_type="constant")
-    continued = trained(2, "parts", start=True, lr_scheduler_type="constant")
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(continued.get_parameter(name), parameter)
-    trained(2, "best", load_best_model_at_end=True, eval_strategy="steps", eval_steps=1)
-
-
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -696,11 +467,6 @@ def test_refusals(tmp_path, make, words):
     with pytest.raises(ModelError, match=words) as caught:
         permtriton.keep_pattern(make(folder))
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_without_its_head_is_kept(tmp_path):
-    model = AutoModel.from_pretrained(folders.save(pruned_llama(), tmp_path / "pruned"))
-    assert len(permtriton.keep_pattern(model).patterns) == 14
 
 
 def test_refusals_of_what_it_returns(tmp_path):

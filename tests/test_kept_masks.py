@@ -102,24 +102,8 @@ def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
             assert (step.loss, step.evaluated) == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.slow
-def test_experts_that_no_token_visits():
-    """Eight tokens with an expert each, of twelve."""
-    with unstacked_experts(model := zoo.build("mixtral", num_local_experts=12, num_experts_per_tok=1)):
-        step = Step(model, sequences=1)
-        assert difference(step.run(keep=True), step.run(keep=False)) < 1e-5
-
-
 def test_gradients_of_a_step_do_not_enter_the_next(step):
     assert torch.equal(step.run(keep=True, steps=2), step.run(keep=True, steps=1))
-
-
-@pytest.mark.slow
-def test_adding_up_in_bfloat16_costs_little():
-    """The sum is rounded to the weight's dtype at each of 16 micro-batches, unlike that of the masks' gradients."""
-    step = Step(zoo.tiny_llama(vocab_size=zoo.VOCABULARY).bfloat16(), sequences=16)
-    added, separate = (step.run(keep, micro_batch_size=1) for keep in (True, False))
-    assert 0 < difference(added, separate) < 0.01
 
 
 class Operators(TorchDispatchMode):

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from permtriton import find_plan
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.plan import Placement, Plan, Site, linear_module, weight_in_out
-from permtriton.util.permutation import identity
 
 from . import folders, zoo
 from .fused_sites import EXPECTED, plan_of
@@ -16,7 +15,7 @@ from .kernel_inputs import TWO_FOUR
 from .zoo import fold
 
 KINDS = {**dict.fromkeys(("opt", "gpt_neox", "phi", "falcon", "gpt2"), "layer"), "gemma2": "rms_float"}
-every_name = pytest.mark.parametrize("name", zoo.slow_but([*zoo.TELLING, "qwen2_moe"], EXPECTED))
+every_name = pytest.mark.parametrize("name", [*zoo.TELLING, "qwen2_moe"])
 
 
 # -- which site goes where ---------------------------------------------------------------------------------------------
@@ -29,11 +28,6 @@ def running(site: Site, layers: str) -> str | int:
     return len(site.linears) if site.space.placement is Placement.GATHER else "nothing"
 
 
-def test_every_architecture_is_written_out():
-    assert set(EXPECTED) == {*zoo.ARCHITECTURES, *zoo.MIXTURES}
-
-
-@pytest.mark.slow(only=["qwen2_moe"])
 @every_name
 def test_where_each_site_goes(name):
     layers, expected = EXPECTED[name]
@@ -59,7 +53,7 @@ def test_free_gives_the_attention_output_its_own_gather(name):
     tied, free = plan_of(name), plan_of(name, "free")
     for before, after in zip(tied.sites, free.sites, strict=True):
         attends = len(before.space.segments) > 1 or before.copies > 1
-        if not attends or name in ("gpt2", "falcon"):  # theirs is no nn.Linear and cannot gather: it stays folded
+        if not attends or name == "gpt2":  # its Conv1D cannot gather: it stays folded
             assert (after.space.placement, after.space.segments) == (before.space.placement, before.space.segments)
         else:
             assert (before.space.placement, after.space.placement) == (Placement.FOLDED, Placement.GATHER)
@@ -87,8 +81,7 @@ def test_other_readers_of_a_norm_are_in_its_space(name):
             own = {f"{linear}.weight" for linear in site.linears}
             others = {axis.parameter for axis in site.space.axes} - own
             routed = name in zoo.MIXTURES and ".mlp." in site.name
-            router = "router" if name == "gpt_oss" else "gate"
-            gates = {f"model.layers.{site.layer}.mlp.{router}.weight"} if routed else set()
+            gates = {f"model.layers.{site.layer}.mlp.gate.weight"} if routed else set()
             if name == "qwen2_moe" and gates:
                 gates.add(f"model.layers.{site.layer}.mlp.shared_expert_gate.weight")
             assert others == gates
@@ -108,6 +101,7 @@ def gpt2_with_a_residual_from_the_norm() -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 def test_a_conv1d_that_cannot_gather_keeps_its_order():
     plan = find_plan(gpt2_with_a_residual_from_the_norm(), TWO_FOUR, layout="fused")
     by_name = {site.name: site for site in plan.sites}
@@ -119,14 +113,6 @@ def test_a_conv1d_that_cannot_gather_keeps_its_order():
             "(a Conv1D, one of stacked experts, part of a layer of torch.nn, or a linear with hooks or a shared weight)"
         )
         assert by_name[f"transformer.h.{layer}.mlp.c_fc"].space.placement is Placement.IN_NORM
-
-
-def test_a_conv1d_that_cannot_be_freed_says_so():
-    plan = find_plan(zoo.build("gpt2"), TWO_FOUR, layout="fused", o_proj="free")
-    messages = [line for line in plan.barriers if "stays within its heads" in line]
-    assert len(messages) == zoo.LAYERS
-    assert "transformer.h.0.attn.c_proj" in messages[0]
-    assert find_plan(zoo.build("gpt2"), TWO_FOUR, layout="fused").barriers == []
 
 
 def mixtral_with_a_residual_from_the_norm() -> PreTrainedModel:
@@ -167,10 +153,8 @@ def masked(model: PreTrainedModel, plan: Plan, indices: dict[str, Tensor]) -> Pr
     return model
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "llama_eager", "qwen3", "phi3", "gemma2", "opt", "gpt_neox", "phi", "falcon", "olmo2", "gpt2"]
-)
-@pytest.mark.slow(but=["llama", "phi3", "gemma2", "olmo2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "olmo2", "gpt2"])
+@pytest.mark.slow
 def test_both_layouts_agree_where_their_permutations_are_equal(name):
     portable, fused = plan_of(name, "portable"), plan_of(name)
     indices = zoo.random_indices(portable)
@@ -192,12 +176,3 @@ def test_both_layouts_agree_where_their_permutations_are_equal(name):
     ids = zoo.token_ids()
     assert zoo.difference(zoo.outputs(folded, ids), zoo.outputs(gathered, ids)) < 1e-4
     assert zoo.difference(zoo.outputs(zoo.build(name), ids), zoo.outputs(gathered, ids)) > 1e-2
-
-
-def test_layouts_differ_where_their_permutations_do():
-    """The comparison above can fail: with one other index, other weights are kept."""
-    fused = plan_of("llama")
-    indices = zoo.random_indices(fused)
-    other = {**indices, fused.sites[0].name: identity(zoo.HIDDEN)}
-    first, second = (masked(zoo.build("llama"), fused, order) for order in (indices, other))
-    assert zoo.difference(zoo.outputs(first, zoo.token_ids()), zoo.outputs(second, zoo.token_ids())) > 1e-3

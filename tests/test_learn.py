@@ -44,12 +44,9 @@ def test_indices_are_permutations_inside_their_blocks(problem):
             assert is_permutation(index[start : start + size] - start)
 
 
-@pytest.mark.parametrize("pattern", [NMPattern(1, 4), NMPattern(4, 8)])
-@pytest.mark.parametrize("block_size", [8, 4096])
-@pytest.mark.slow(but=["8-pattern1"])
-def test_other_patterns_and_block_sizes(pattern, block_size):
-    other = Problem(plant(tiny()), pattern)
-    result = other.learn(replace(QUICK, block_size=block_size, epochs=1, keep="last", init="random"))
+def test_other_patterns_and_block_sizes():
+    other = Problem(plant(tiny()), NMPattern(4, 8))
+    result = other.learn(replace(QUICK, block_size=8, epochs=1, keep="last", init="random"))
     assert result.history[-1].loss == pytest.approx(other.hard_loss(result.indices), rel=1e-4)
     assert all(is_permutation(index) for index in result.indices.values())
 

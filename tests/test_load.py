@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,17 +16,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
-    BertConfig,
-    BertModel,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 import permtriton
-from benchmarks.architectures import tiny
-from permtriton.checkpoint.card import name_repository
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import load
 from permtriton.model.load import load_empty_model, load_model
@@ -162,23 +156,6 @@ def test_damaged_folders(folder, case):
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize(
-    "case", ["no config", "unknown class", "class of another kind", "size is a word", "unknown quantization"]
-)
-def test_damaged_folders_that_only_inspect_reads(folder, case):
-    damage, words = DAMAGED[case]
-    damage(folder)
-    with pytest.raises(ModelError) as caught:
-        load_empty_model(Source(str(folder)))
-    assert [word for word in words if word not in str(caught.value)] == []
-
-
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "../nowhere", "a/b/c"])
-def test_names_that_can_only_be_folders(name):
-    with pytest.raises(ModelError, match="does not exist: give a Hugging Face model folder"):
-        load_model(Source(name))
-
-
 def test_a_file_is_not_a_model(folder):
     with pytest.raises(ModelError, match="is not a folder"):
         load_model(Source(str(folder / "config.json")))
@@ -205,11 +182,6 @@ def test_dtype(folder, dtype):
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
 
 
-def test_auto_dtype_is_the_checkpoints(pristine, tmp_path):
-    LlamaForCausalLM.from_pretrained(pristine).bfloat16().save_pretrained(tmp_path / "half")
-    assert load_model(Source(str(tmp_path / "half"))).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(("options", "words"), [({"dtype": "int8"}, "int8.*float16"), ({"device": "tpu"}, "tpu.*cuda")])
 def test_unknown_dtype_and_device(folder, options, words):
     with pytest.raises(ConfigError, match=words):
@@ -229,30 +201,6 @@ def test_cuda_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"no usable CUDA GPU .*`device=cpu`"):
         resolve_device("cuda")
-
-
-def test_encoders_load_by_their_architecture(tmp_path):
-    config = BertConfig(vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
-    BertModel(config).save_pretrained(tmp_path / "bert")
-    assert type(load_model(Source(str(tmp_path / "bert")))) is BertModel
-
-
-def test_the_text_part_names_a_quantization_too(tmp_path):
-    tiny.build("LlavaForConditionalGeneration").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["text_config"]["quantization_config"] = {"quant_method": "modelopt"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="does not know the quantization"):
-        load_model(Source(str(tmp_path)))
-
-
-def test_integers_that_are_no_weights_are_loaded(folder):
-    """Old checkpoints hold positions and causal masks, and biases that are all 0 change nothing."""
-    positions = torch.arange(9).unsqueeze(0)
-    more = {"model.embeddings.position_ids": positions, "model.layers.0.attn.bias": torch.ones(1, 9).bool()}
-    more["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(16)
-    edit_tensors(folder, lambda tensors: tensors.update(more))
-    load_model(Source(str(folder)))
 
 
 @pytest.mark.parametrize(("store", "words"), [(quantize, " is I8"), (scale, "_scale")])
@@ -283,28 +231,7 @@ def test_a_tokenizer_that_is_missing_is_none(folder):
     assert load_tokenizer(Source(str(folder))) is None
 
 
-@pytest.mark.parametrize("name", ["bert", "gemma2", "gpt2", "qwen2", "t5"])
-def test_a_tokenizer_of_no_words_is_none(name, tmp_path):
-    """Transformers makes one of special tokens up for a folder without files of a tokenizer."""
-    AutoConfig.for_model(name).save_pretrained(tmp_path)
-    assert load_tokenizer(Source(str(tmp_path))) is None
-    tool = {"content": "<tool_call>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-    for entries in ({}, {"added_tokens_decoder": {"7": {**tool, "special": False}}}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(entries))
-        with pytest.raises(ModelError, match="special tokens only"):
-            load_tokenizer(Source(str(tmp_path)))
-
-
 FANCY = '{"model": {"type": "Fancy"}}'
-
-
-def test_a_model_of_sentencepiece_names_its_package(folder, monkeypatch):
-    """Transformers asks for tiktoken, which cannot read it."""
-    drop_tokenizer(folder)
-    monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\0\0\0\0\x18\x02")
-    with pytest.raises(ModelError, match=r"tokenizer\.model is a model of SentencePiece.*pip install sentencepiece"):
-        load_tokenizer(Source(str(folder)))
 
 
 @pytest.mark.parametrize(
@@ -348,26 +275,6 @@ def test_a_models_own_code_runs_when_trusted(with_code):
     assert mark.exists()
 
 
-@pytest.mark.slow
-def test_a_models_own_code_is_saved_with_it(with_code, tmp_path, monkeypatch):
-    """It loads where neither the original folder nor a class in memory is."""
-    source, _ = with_code
-    permtriton.compile(
-        source.name, trust_remote_code=True, recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out"
-    )
-    shutil.rmtree(source.name)
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "other modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "other modules"))
-    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
-        monkeypatch.delitem(sys.modules, name)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert type(model).__name__ == "OwnForCausalLM"
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert 'AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)' in card
-    name_repository(tmp_path / "out", "me/it")
-    assert 'from_pretrained("me/it", trust' in (tmp_path / "out" / "README.md").read_text()
-
-
 def test_a_models_own_code_is_of_the_revision(monkeypatch, folder):
     asked = []
 
@@ -395,26 +302,6 @@ def in_the_cache(folder: Path, name: str, cache: Path, monkeypatch) -> Path:
     return repository / "snapshots" / commit
 
 
-def test_a_model_from_the_hub_is_checked_as_a_folder_is(folder, tmp_path, monkeypatch):
-    snapshot = in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
-    expected = load_model(Source(str(folder)))
-    found = load_model(Source("someone/model"))
-    assert all(map(torch.equal, found.parameters(), expected.parameters()))
-    as_shard(snapshot)
-    quantize(LAST_UP)(snapshot)
-    with pytest.raises(ModelError, match=rf"{LAST_UP} is I8, expected floating-point.*dequantized model"):
-        load_model(Source("someone/model"))
-    (snapshot / "model.safetensors").unlink()
-    load_model(Source("someone/model"))
-    quantize(LAST_UP, "shard.safetensors")(snapshot)
-    with pytest.raises(ModelError, match=rf"{LAST_UP} is I8"):
-        load_model(Source("someone/model"))
-    name_weights("adapter_model.bin")(snapshot)
-    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("torch.load was called"))
-    with pytest.raises(ModelError, match=r"transformers_weights"):
-        load_model(Source("someone/model"))
-
-
 @pytest.mark.parametrize("revision", ["v1", "0" * 40])
 def test_a_revision_of_the_hub_is_loaded_where_the_main_branch_is_not_in_the_cache(
     folder, tmp_path, monkeypatch, revision
@@ -427,29 +314,6 @@ def test_a_revision_of_the_hub_is_loaded_where_the_main_branch_is_not_in_the_cac
     quantize(LAST_UP)(snapshot)
     with pytest.raises(ModelError, match=rf"{LAST_UP} is I8"):
         load_model(source)
-
-
-def test_what_a_folder_is_refused_for_is_refused_of_a_hub_name(folder, tmp_path, monkeypatch):
-    compiled, broken = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("compiled", "broken"))
-    (compiled / "permtriton.json").write_text("{}")
-    (broken / "tokenizer.json").write_text("{")
-    for name in ("compiled", "broken"):
-        in_the_cache(tmp_path / name, f"someone/{name}", tmp_path / "cache", monkeypatch)
-    for name in (str(compiled), "someone/compiled"):
-        with pytest.raises(ModelError, match="has already been compiled"):
-            load.load_original(Source(name))
-        load_model(Source(name))
-    for name in (str(broken), "someone/broken"):
-        with pytest.raises(ModelError, match=r"its tokenizer cannot be loaded|cannot be read as JSON"):
-            load.load_original(Source(name))
-
-
-@pytest.mark.slow
-def test_files_of_a_hub_name_that_are_read_beside_the_model_are_saved_with_it(folder, tmp_path, monkeypatch):
-    (folder / "preprocessor_config.json").write_text("{}")
-    in_the_cache(folder, "someone/model", tmp_path / "cache", monkeypatch)
-    permtriton.compile("someone/model", recipe="mask", data=zoo.tiny_ids(4, 12), output=tmp_path / "out")
-    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == "{}"
 
 
 def known_to_be_missing(file: str, snapshot: Path) -> None:
@@ -478,15 +342,6 @@ def test_files_of_a_hub_name_are_fetched_before_the_work(folder, tmp_path, monke
     permtriton.compile("someone/model", output=tmp_path / "out", **options)
     assert (tmp_path / "out" / "modules.json").read_text() == "[]"
     assert not any("looked up" in step.text for step in said)
-
-
-def test_a_connection_that_is_dropped_is_one_line(monkeypatch):
-    def dropped(*_arguments: object, **_named: object) -> None:
-        raise RuntimeError("Server disconnected")
-
-    monkeypatch.setattr("permtriton.model.source.cached_file", dropped)
-    with pytest.raises(ModelError, match=r"someone/model: modules.json cannot be fetched.*Server disconnected"):
-        Source("someone/model").find("modules.json")
 
 
 def test_what_the_hub_may_have_is_not_left_out_in_silence(folder, tmp_path, monkeypatch):

@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import CalibrationError
-from permtriton.methods.measure.objective import Objective
-from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.learning import learned_spaces
 from permtriton.methods.order.masked_model import Masks, masked_model
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
@@ -22,9 +20,9 @@ from .learning import CPU, PATTERN, QUICK, Problem, tiny
 CONFIG = CompileConfig(sparsity=PATTERN)
 
 
-@pytest.mark.parametrize("block_size", [8, 12, 16])
-@pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.parametrize("layers", ["all", "last:1"])
+@pytest.mark.parametrize(
+    ("block_size", "layout", "layers"), [(8, "portable", "last:1"), (12, "fused", "all"), (16, "portable", "all")]
+)
 @pytest.mark.slow
 def test_every_linear_gets_the_order_of_its_site(block_size, layout, layers):
     """Including tied channels, blocks of two sizes, and layers that do not learn."""
@@ -99,29 +97,3 @@ def test_gradients_that_cannot_teach_are_refused(problem, monkeypatch, value):
     monkeypatch.setattr(Masks, "backward", lambda masks, scale: torch.tensor(value))
     with pytest.raises(CalibrationError, match=f"largest gradient of the permutations is {value}"):
         problem.learn()
-
-
-class Synchronisations(TorchDispatchMode):
-    """Counts how often the host waits for a number from the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function is torch.ops.aten._local_scalar_dense.default
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.slow
-def test_the_host_waits_no_more_often_in_a_model_of_more_layers():
-    counts = []
-    for layers in (1, 3):
-        given = Problem(tiny(num_hidden_layers=layers))
-        relaxation = Relaxation(learned_spaces(given.plan, QUICK), QUICK, 0, CPU)
-        optimizer = torch.optim.AdamW(relaxation.parameters())
-        with masked_model(given.model, given.plan, given.importances, relaxation, QUICK, CONFIG) as masks:
-            objective = Objective("cosine", given.target)
-            trainer = OrderTrainer(given.model, masks, relaxation, optimizer, given.ids, objective, QUICK, CONFIG)
-            with Synchronisations() as waits:
-                trainer.step(torch.arange(4), 0)
-        counts.append(waits.count)
-    assert counts[0] == counts[1]

@@ -1,29 +1,25 @@
 """The estimate of a compilation's memory, and the refusal of one that cannot fit."""
 
 import copy
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AlbertConfig, AlbertModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver import memory
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.order import learning
 from permtriton.model.experts import unstacked_experts
 from permtriton.running import ranks
 from permtriton.running.placement import Way, ways_of
-from permtriton.util.machine import available_memory, format_bytes, peak_memory
-from permtriton.util.progress import NoProgress
+from permtriton.util.machine import format_bytes
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
-from .expert_stacks import unstacked
 from .updating import Recording
 from .world import free_memory
 
@@ -59,32 +55,6 @@ def test_a_model_without_a_language_model_head_makes_no_logits():
     encoder = zoo.build("bert")
     found = needs(encoder, find_plan(encoder, NMPattern(2, 4)))
     assert found.stages["evaluation"]["logits"] == 0
-
-
-def test_a_short_text_makes_few_logits(model, plan):
-    """What is measured at once are the windows that there are; to read less of another text would not lower that."""
-    found = needs(model, plan, sequence_length=8)
-    assert found.stages["evaluation"]["logits"] == 3 * 8 * model.config.vocab_size * 3 * 4
-    large = replace(found, stages={"evaluation": {"logits": 2**50, "activations": 1}})
-    said = memory.refusal(large, memory.Devices.of(CPU))
-    assert "for logits (evaluation)" in said
-    assert "`eval_data=none`" in said
-    assert "sequence_length" not in said
-
-
-def test_estimate_is_positive_and_holds_the_model(model, plan):
-    estimate = needs(model, plan)
-    counts = {use: count for uses in estimate.stages.values() for use, count in uses.items()}
-    assert all(isinstance(count, int) and count >= 0 for count in counts.values())
-    assert {use for use, count in counts.items() if not count} == {"moments", "collected gradients"}
-    assert estimate.model == 4 * sum(p.numel() for p in model.parameters())
-    assert estimate.program + estimate.model >= 2**26, "Python with torch in memory"
-    assert json.loads(json.dumps(estimate.report()))["peak"] == estimate.peak
-
-
-def test_estimate_counts_the_elements_of_the_models_dtype(model, plan):
-    half = LlamaForCausalLM(model.config).half()
-    assert needs(half, plan).model * 2 == needs(model, plan).model
 
 
 @pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,learned,mask"])
@@ -144,35 +114,6 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
     assert not needs(model, plan, recipe="heuristic,searched,mask").low_memory, "it has no choice"
 
 
-@pytest.mark.slow
-def test_output_gradients_of_experts_are_of_the_tokens_that_are_sent_to_them():
-    model, plan = unstacked("qwen3_moe")
-    samples, config = Samples.of(zoo.token_ids(8, 12)), config_from({"refit_metric_tokens": 8 * 12}, "refit")
-    start = zoo.start(model, config, samples, plan)
-    estimated = memory.estimate(start, memory.Devices.of(CPU)).stages["output gradients"]["output gradients"]
-    gradients = output_gradients(model, plan, "kl", samples, config, NoProgress())
-    kept = sum(each.nbytes for each in gradients.values())
-    assert kept <= estimated <= 2 * kept
-
-
-def test_available_memory_is_in_bytes():
-    assert available_memory(CPU) > 2**20
-
-
-@pytest.mark.slow
-def test_what_torch_keeps_of_a_gpu_for_its_next_tensors_is_available(monkeypatch):
-    free = [10]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free[-1], 100))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(40))
-    assert available_memory(torch.device("cuda")) == 40
-
-
-def test_what_fits_is_let_through(monkeypatch):
-    wanted = memory.Needs(50, 10**15, 50 + 10**15, {"masks": {"statistics": 600, "activations": 400}})
-    free_memory(monkeypatch, 1000)
-    assert memory.refusal(wanted, memory.Devices.of(CPU)) == ""
-
-
 @pytest.mark.parametrize(("environment", "share"), [({"LOCAL_WORLD_SIZE": "2"}, 8000), ({}, 2000)])
 def test_only_ranks_on_this_machine_share_its_memory(monkeypatch, environment, share):
     """Without torchrun it is not known how many of them are: then all may be."""
@@ -208,36 +149,6 @@ def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     assert [
         w for w in (*options, "1000 B", "600 B for activations (masks)", "999 B are free", "cpu") if w not in message
     ] == []
-
-
-@pytest.mark.parametrize(("optimizer", "advised"), [("adam", True), ("adafactor", False)])
-def test_the_smaller_optimizer_is_advised(optimizer, advised):
-    config = config_from({"distill_optimizer": optimizer}, "mask,distill")
-    onloaded = {"way": Way.ONLOADED, "on_host": {memory.IN_PLACE: 0, "copies": 1000}}
-    for needs in (
-        memory.Needs(0, 0, 0, {"distill": {"moments": 1000}}),
-        memory.Needs(0, 0, 0, {"distill": {}}, **onloaded),
-    ):
-        message = memory.refusal(needs, memory.Devices("cuda", 1, 999, host=999), config.steps)
-        assert ("`distill_optimizer=adafactor`" in message) == advised
-        assert "are free" in message
-
-
-def test_only_what_helps_is_advised():
-    """Another dtype helps a model in float32, another optimizer the stage that trains, less text not the Hessians."""
-    steps, gpu = config_from({}, "best").steps, memory.Devices("cuda", 1, 999)
-    for uses, element, words in (
-        ({"hessians": 500, "inputs of layers": 500}, 4, ["`samples=`", "`dtype=bfloat16`"]),
-        ({"hessians": 500, "inputs of layers": 500}, 2, ["`samples=`"]),
-        ({"hessians": 500, "one layer": 500}, 4, ["`dtype=bfloat16`", "`recipe=heuristic,mask`", "`importance=obs`"]),
-        ({"hessians": 500, "one layer": 500}, 2, ["`recipe=heuristic,mask`", "`importance=obs`"]),
-        ({"hessians": 500, "the model itself": 999}, 4, ["`samples=`", "`dtype=bfloat16`"]),
-    ):
-        model = uses.pop("the model itself", 0)
-        said = memory.refusal(memory.Needs(0, model, 0, {"refit": uses}), gpu, steps, element)
-        every = ("`samples=`", "`dtype=bfloat16`", "adafactor", "`recipe=heuristic,mask`", "`importance=obs`")
-        assert [word for word in every if word in said] == words
-        assert said.endswith(", or use a larger machine")
 
 
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
@@ -289,30 +200,6 @@ def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_m
     asked = spared(model, 0, activation_checkpointing=True)
     assert not asked.recomputes
     assert asked.stages["tune"] == recomputed.stages["tune"]
-
-
-@pytest.mark.slow
-def test_models_that_keep_more_than_a_llama_recompute(model):
-    shared = AlbertModel(AlbertConfig(**zoo.SIZES, embedding_size=32)).eval()
-    for found in (zoo.build("mixtral"), shared, zoo.build("llama", attn_implementation="eager")):
-        assert spared(found, 10**15).recomputes
-    assert spared(model, 10**15, targets=("re:.*layers.1.*",)).recomputes, "the other layers keep theirs, too"
-
-
-def test_a_step_of_one_sequence_at_a_time_measures_several(model, plan):
-    """So it holds the larger of a backward pass of one and of a pass without gradients of all of them."""
-    (one, four), alone = (
-        [
-            needs(model, plan, recipe="mask,tune", micro_batch_size=size).stages["tune"]["activations"]
-            for size in (1, 4)
-        ],
-        needs(model, plan, recipe="mask,tune", tune_batch_size=4, micro_batch_size=4).stages["tune"]["activations"],
-    )
-    assert one <= four < alone
-
-
-def test_peak_memory_of_this_process_is_plausible():
-    assert 2**24 < peak_memory(CPU) < 2**40
 
 
 @pytest.mark.parametrize(

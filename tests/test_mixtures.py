@@ -10,15 +10,8 @@ from permtriton.recipe import config_from
 
 from . import zoo
 
-SUPPORTED = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe")
 
-
-CASES = [(name, layout) for name in SUPPORTED for layout in ("portable", "fused")]
-ALWAYS = {("qwen2_moe", "fused")}  # the others are slow
-PARAMS = [case if case in ALWAYS else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-
-
-@pytest.fixture(scope="module", params=PARAMS, ids=str)
+@pytest.fixture(scope="module", params=[("qwen2_moe", "fused")], ids=str)
 def case(request, tmp_path_factory):
     name, layout = request.param
     folder = tmp_path_factory.mktemp(f"{name}-{layout}")

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
@@ -23,7 +23,7 @@ from permtriton.model.modules import (
     replace_module,
 )
 from permtriton.model.norms import match_norm
-from permtriton.util.permutation import index_dtype, inverse
+from permtriton.util.permutation import inverse
 
 from . import folders, zoo
 from .kernel_inputs import TWO_FOUR, index_of
@@ -95,28 +95,6 @@ def test_permuted_norms_leave_a_model_as_it_is(name):
     assert {key: id(value) for key, value in model.named_parameters()} == parameters, "shared, under the old names"
 
 
-def test_weight_decay_leaves_out_the_same_norms():
-    """GPT-2's names do not tell norms from linears: Trainer goes by the class."""
-    model = zoo.build("gpt2")
-    before = Trainer.get_decay_parameter_names(None, model)
-    assert permute_norms(model, "gpt2") == 2 * zoo.LAYERS
-    assert Trainer.get_decay_parameter_names(None, model) == before
-
-
-@pytest.mark.parametrize("wrong", ["inverse", "unpermuted reader"])
-def test_a_wrong_order_is_seen(wrong):
-    """The comparison above can fail."""
-    model = zoo.build("llama")
-    expected = zoo.outputs(model, zoo.token_ids())
-    permute_norms(model, "llama")
-    layer = model.model.layers[1]
-    if wrong == "inverse":
-        layer.input_layernorm.index = inverse(layer.input_layernorm.index.long()).byte()
-    else:
-        permute_inputs(layer.mlp.up_proj, inverse(layer.post_attention_layernorm.index.long()))
-    assert zoo.difference(expected, zoo.outputs(model, zoo.token_ids())) > 1e-2
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_generates_the_same_tokens_with_cache_batch_and_padding(name):
     model = zoo.build(name)
@@ -170,15 +148,6 @@ def test_compiles_as_one_graph_and_equals_eager(name, backend):
     with torch.no_grad():
         result = compiled(input_ids=ids, use_cache=False).logits
     torch.testing.assert_close(result, eager[0], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(("channels", "size"), [(1, 1), (256, 1), (257, 4), (32769, 4)])
-def test_indices_take_few_bytes(channels, size):
-    gather = ChannelGather(index_of(channels))
-    assert gather.index.dtype == index_dtype(channels)
-    assert gather.index.element_size() == size
-    x = torch.arange(channels).float()
-    assert torch.equal(gather(x), x[index_of(channels)])
 
 
 def modules_of(index: Tensor) -> list[nn.Module]:
@@ -246,15 +215,6 @@ def test_an_index_of_another_size_is_refused():
         PermutedRMSNorm(torch.ones(4), 1e-5, torch.arange(5))
     with pytest.raises(ModelError, match=r"\[5\].*expected integers \[24\]"):
         SparseLinear(24, 3, gather=ChannelGather(torch.arange(5)))
-
-
-def test_what_is_printed():
-    assert repr(modules_of(index_of(16))[0]) == "ChannelGather(channels=16)"
-    assert repr(modules_of(index_of(16))[2]) == "PermutedRMSNorm(16, kind=rms_float, eps=1e-05, offset=1.0)"
-    layer = SparseLinear.from_linear(nn.Linear(24, 10), index_of(24))
-    assert "packed" not in repr(layer)
-    folders.prune_weight(layer.weight)
-    assert "packed=2:4" in repr(layer.pack(TWO_FOUR))
 
 
 def test_modules_are_replaced_wherever_they_are_shared():

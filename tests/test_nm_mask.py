@@ -59,24 +59,13 @@ def test_exact_count_in_every_group(pattern):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-def test_constant_scores_keep_the_lower_channels(pattern):
-    mask = top_n_mask(torch.ones(2 * pattern.group, 3), pattern)
-    expected = (torch.arange(pattern.group) < pattern.kept).repeat(2)
-    assert torch.equal(mask, expected.view(-1, 1).expand(-1, 3))
-
-
-def test_the_order_of_ties_is_that_of_the_permuted_channels():
-    index = torch.tensor([3, 1, 0, 2])
-    result = nm_mask(
-        torch.ones(1, 4), ImportanceFactors(1, torch.ones(4)), index, torch.zeros(16), [4], TWO_FOUR, False
-    )
-    assert result.tolist() == [[0, 1, 0, 1]]
-
-
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize(
+    ("form", "dtype", "column_major"),
+    [
+        *((form, torch.float32, False) for form in FORMS),
+        *((FORMS[0], torch.bfloat16, True), (FORMS[-1], torch.float64, True)),
+    ],
+)
 def test_forward_equals_dense_matrices(pattern, form, dtype, column_major):
     group = pattern.group
     sizes = [2 * group, group, 2 * group]
@@ -120,10 +109,9 @@ def dense_gradient(
     return torch.cat(blocks)
 
 
-@pytest.mark.parametrize("sizes", [[16], [8, 8, 8], [8, 4, 12, 8], [4]])
+@pytest.mark.parametrize("sizes", [[8, 8, 8], [8, 4, 12, 8]])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group_scale", [False, True])
-@pytest.mark.parametrize("column_major", [False, True])
+@pytest.mark.parametrize(("group_scale", "column_major"), [(False, True), (True, False)])
 def test_gradient_equals_autograd_through_dense_matrices(sizes, form, group_scale, column_major):
     rows, channels = 11, sum(sizes)
     weight = torch.randn(rows, channels, generator=rng(1), dtype=torch.float64)
@@ -201,33 +189,12 @@ def test_zeros_give_finite_gradients(dead, group_scale):
     assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("group_scale", [False, True])
-def test_a_group_of_dead_channels_does_not_blow_up_the_gradient(group_scale):
-    """Four channels that are never active, side by side: a gradient near the largest float32 stops AdamW for good."""
-    weight, scale = torch.randn(32, 16, generator=rng(1)), torch.rand(16, generator=rng(2)) + 0.5
-    scale[4:8] = 0
-    grad = torch.randn(32, 16, generator=rng(3))
-    found = gradient(weight, ImportanceFactors(1, scale), torch.arange(16), [16], group_scale, grad)
-    assert found.isfinite().all()
-    assert found.abs().max() < 1e6
-
-
 def test_only_the_permutation_receives_a_gradient():
     weight, soft = weight_of(3, 8).requires_grad_(), torch.zeros(64, requires_grad=True)
     factors = factors_of("power 1", 3, 8, torch.float32)
     nm_mask(weight, factors, torch.arange(8), soft, [8], TWO_FOUR, True).sum().backward()
     assert weight.grad is None
     assert soft.grad.abs().max() > 0
-
-
-def test_values_of_soft_do_not_matter():
-    """The forward pass follows the hard index alone."""
-    weight, factors, index = weight_of(4, 8), factors_of("power 1", 4, 8, torch.float32), block_index([8])
-    results = [
-        nm_mask(weight, factors, index, soft, [8], TWO_FOUR, True) for soft in (torch.zeros(64), torch.full((64,), 9.0))
-    ]
-    assert torch.equal(*results)
-    assert torch.equal(results[0], nm_mask(weight, factors, index, torch.empty(0), [8], TWO_FOUR, True))
 
 
 @pytest.mark.slow

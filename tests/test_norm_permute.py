@@ -11,7 +11,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from permtriton.kernels.norm_permute import norm_backward_reference, norm_permute, norm_reference
-from permtriton.util.permutation import inverse
 
 from .kernel_inputs import KERNEL_DTYPES, index_of, rng
 
@@ -51,8 +50,13 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, offset: float, kind: s
 
 
 @pytest.mark.parametrize("cls", MODULES)
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("shape", [(2, 3, 72), (7,), (1, 1), (0, 5), (2, 129)])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        *((dtype, (2, 3, 72)) for dtype in KERNEL_DTYPES),
+        *((torch.bfloat16, shape) for shape in ((7,), (0, 5), (2, 129))),
+    ],
+)
 def test_equals_the_module_bit_for_bit(cls, dtype, shape):
     norm, x, index = norm_of(cls, shape[-1], dtype), random(*shape, dtype=dtype), index_of(shape[-1])
     kind, offset = MODULES[cls]
@@ -60,16 +64,6 @@ def test_equals_the_module_bit_for_bit(cls, dtype, shape):
     expected = norm(x)
     assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
     assert torch.equal(y, expected[..., index])
-
-
-@pytest.mark.parametrize("cls", MODULES)
-def test_float64_models_agree(cls):
-    """The Hugging Face norms compute in float32 there; all but T5's and OLMo 2's agree bit for bit."""
-    norm, x, index = norm_of(cls, 72, torch.float64), random(3, 72, dtype=torch.float64), index_of(72)
-    kind, offset = MODULES[cls]
-    y = norm_permute(x, norm.weight, norm._parameters.get("bias"), index, EPS, offset, kind)
-    tolerance = 3e-7 if cls in (T5LayerNorm, Olmo2RMSNorm) else 0
-    torch.testing.assert_close(y, norm(x)[..., index], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("cls", CLOSE)
@@ -91,16 +85,6 @@ def test_equals_the_equation_in_float64(kind, offset, dtype):
     epsilon = 4 * torch.finfo(dtype).eps
     expected = exact(x, weight, bias, offset, kind)[..., index]
     torch.testing.assert_close(y.double(), expected, rtol=epsilon, atol=epsilon)
-
-
-def test_where_the_rounding_happens_can_be_seen():
-    """The comparison can fail: the other RMS kind, another epsilon and a weight gathered too early all differ."""
-    x, weight, index = random(8, 64, dtype=torch.bfloat16), random(64, dtype=torch.bfloat16, seed=1), index_of(64)
-    right = norm_permute(x, weight, None, index, EPS, 0.0, "rms")
-    assert not torch.equal(right, norm_permute(x, weight, None, index, EPS, 0.0, "rms_float"))
-    assert not torch.equal(right, norm_permute(x, weight, None, index, 2 * EPS, 0.0, "rms"))
-    assert not torch.equal(right, norm_permute(x, weight[index], None, index, EPS, 0.0, "rms"))
-    assert not torch.equal(right, norm_permute(x, weight, None, inverse(index), EPS, 0.0, "rms"))
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
@@ -167,8 +151,8 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda *v: norm_permute(*v, index, EPS, 1.0, "layer"), (x, weight, bias))
 
 
-@pytest.mark.slow(only=["layer-0.0"])
-@pytest.mark.parametrize(("kind", "offset"), VARIANTS)
+@pytest.mark.parametrize(("kind", "offset"), [("rms", 0.0), ("layer", 1.0)])
+@pytest.mark.slow
 def test_compiles_without_a_break(kind, offset):
     weight, index = random(8, seed=1), index_of(8)
     leaves = [random(3, 8).requires_grad_() for _ in range(2)]

@@ -47,8 +47,8 @@ class Doubled(LlamaRMSNorm):
 
 
 @pytest.mark.parametrize("cls", MATCHES)
-@pytest.mark.parametrize("eps", [1e-5, 1e-6, 1e-12])
-@pytest.mark.parametrize("channels", [16, 1000])
+@pytest.mark.parametrize("eps", [1e-5, 1e-12])
+@pytest.mark.parametrize("channels", [16])
 def test_a_norm_is_known_by_what_it_computes(cls, eps, channels):
     kind, offset = MATCHES[cls]
     norm = cls(channels, eps=eps)

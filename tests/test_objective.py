@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 
-from benchmarks.architectures import tiny
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.methods.measure import objective as file
@@ -71,7 +70,7 @@ def plain_kl(logits: Tensor, dense: Tensor) -> Tensor:
 
 
 @every_head
-@pytest.mark.parametrize("tokens_at_once", [1, 4, 1000])
+@pytest.mark.parametrize("tokens_at_once", [4, 1000])
 def test_kl_and_its_gradient_are_those_of_all_logits(name, tokens_at_once, monkeypatch):
     """Value, and gradient at the last hidden state and at the weights."""
     monkeypatch.setattr(file, "LOGITS_AT_ONCE", tokens_at_once * zoo.VOCABULARY + 5)
@@ -164,33 +163,9 @@ def test_an_error_in_the_head_leaves_the_model_as_it_was(name):
     assert model.base_model.forward == given
 
 
-def test_the_head_of_a_class_whose_base_model_has_another_name():
-    """transformers takes the whole of a Llama 4 with a head for its base model and for its encoder."""
-    model = tiny.build("Llama4ForCausalLM")
-    hidden = torch.randn(2, 3, model.config.hidden_size, requires_grad=True)
-    logits = Head(model, Samples.of(IDS))(hidden)
-    assert logits.requires_grad
-    torch.testing.assert_close(logits, model.lm_head(hidden))
-
-
-def test_a_forward_that_someone_else_replaced_comes_back():
-    model = zoo.build("llama")
-    mine = model.model.forward
-    model.model.forward = lambda *arguments, **named: mine(*arguments, **named)
-    replaced = model.model.forward
-    Head(model, Samples.of(IDS))(hidden_states(model, Samples.of(IDS), 2))
-    assert vars(model.model)["forward"] is replaced
-
-
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(ConfigError, match=r"BertModel has none: choose the loss cosine"):
         dense_objective(zoo.build("bert"), "kl", Samples.of(IDS), 2)
-
-
-def test_a_head_that_cannot_run_on_some_of_the_tokens_is_refused():
-    model = tiny.build("ProphetNetForConditionalGeneration")
-    with pytest.raises(ConfigError, match=r"ProphetNet\w+ cannot run alone, so .*`distill_loss=cosine`\): shape"):
-        dense_objective(model, "kl", Samples(tiny.inputs(model)), 2)
 
 
 def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():
@@ -215,8 +190,3 @@ def test_auto_means_the_logits_where_there_is_a_head(name, kind):
     assert default_objective(model) == kind
     for step in (Searched(), Distill(), Learned(loss="auto")):
         assert objective_kind(step.objective, model) == kind
-
-
-@pytest.mark.parametrize("step", [Searched(loss="cosine"), Distill(loss="cosine"), Learned()])
-def test_a_loss_that_is_named_needs_no_head(step):
-    assert [objective_kind(step.objective, zoo.build(name)) for name in ("llama", "bert")] == ["cosine", "cosine"]

@@ -1,10 +1,12 @@
 """What the helper makes of a function: its schema, its reference, its GPU kernel, and its gradient."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.errors import ModelError
 from permtriton.kernels import operator as module
@@ -64,6 +66,33 @@ def test_opcheck_and_one_graph():
     assert torch.equal(compiled(x), affine(x * 2, Affine(factor, 0.5))[0] + 1)
 
 
+def test_a_call_that_torch_need_not_see_goes_to_the_launcher(monkeypatch):
+    """Not while gradients are wanted, under a mode, of a subclass, or where a dataclass holds tensors."""
+    monkeypatch.setattr(module, "triton", object())
+    monkeypatch.setattr(module, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(module, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    launched = []
+
+    @operator("test_direct", lambda x, times: x.new_empty(x.shape), launcher=lambda x, times: launched.append(x) or x,
+              gradient=lambda grad: {"x": grad}, keeps=())  # fmt: skip
+    def direct(x: Tensor, times: int) -> Tensor:
+        return x * times
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    assert direct(x, 2) is x
+    assert direct(torch.nn.Parameter(x, requires_grad=False), 2).numel() == len(launched) == 2
+    assert torch.equal(direct(x, times=2), 2 * x)
+    assert direct(torch.ones(2, requires_grad=True), 2).requires_grad
+    with Mode():
+        direct(x, 2)
+    assert len(launched) == 2
+
+
 def test_only_gradients_that_are_needed_are_computed():
     CALLS.clear()
     x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.0)
@@ -117,6 +146,8 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
     x, meta = torch.empty(2, device="meta"), torch.device("meta")
     assert kernels["cuda"](x, 3) == (3, [meta])
     assert kernels["cuda"](x, 0) == ("reference", [meta])
+    with pytest.raises(ModelError, match="test_launch: tensors on meta and cpu: move them to one device"):
+        kernels["cuda"](x, torch.empty(2))
     new_enough[0] = False
     assert kernels["cuda"](x, 3) == ("reference", [meta])
     assert current == []

@@ -162,6 +162,7 @@ def _more_parameters(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FREE)
+@pytest.mark.slow
 def test_channels_that_are_alike_are_free(name):
     plan = check(FREE[name])
     space = space_of(plan, "half_down" if name == "glu" else "down")
@@ -273,6 +274,7 @@ FROZEN = {
 
 
 @pytest.mark.parametrize("name", FROZEN)
+@pytest.mark.slow
 def test_channels_that_are_not_alike_keep_their_order(name):
     linear = "side" if name.startswith("gathered") else "down"
     assert space_of(check(FROZEN[name]), linear).reason

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from permtriton import config_from
 from permtriton.checkpoint import verify
-from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import MemoryTooSmallError, VerificationError
-from permtriton.evaluation.perplexity import perplexity
-from permtriton.model.forward import hidden_states
+from permtriton.errors import VerificationError
 from permtriton.passes.plan import layer_modules
 from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
 
@@ -80,15 +77,6 @@ def test_search_and_row_weights(backward):
     assert learning.same_indices(found, expected)
 
 
-@pytest.mark.slow
-def test_progress_of_a_pass_that_starts_again_counts_each_sequence_once():
-    problem, steps = searching.planted(), []
-    with problem.masked(micro_batch_size=4) as masks, small_memory(problem.model, problem.plan, 2, backward=True):
-        masks.take_gradients(problem.objective, problem.ids, steps.append)
-    assert sum(steps) == len(problem.ids)
-    assert min(steps) > 0
-
-
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.slow
 def test_training_kept_weights(backward):
@@ -125,30 +113,6 @@ def test_a_gradient_that_could_not_be_collected_does_not_count_twice(monkeypatch
     assert failed
     found = pruned.trained_weights()
     assert all(torch.allclose(found[name], weight, atol=2e-4) for name, weight in expected.items())
-
-
-@pytest.mark.slow
-def test_evaluation():
-    problem = searching.planted()
-    ids = zoo.tiny_ids(6, 12)
-    expected = perplexity(problem.model, ids, 6), hidden_states(problem.model, Samples.of(ids), 6)
-    with small_memory(problem.model, problem.plan, 2) as refused:
-        assert perplexity(problem.model, ids, 6) == pytest.approx(expected[0], rel=1e-5)
-        assert torch.allclose(hidden_states(problem.model, Samples.of(ids), 6), expected[1], atol=1e-5)
-    assert refused == [6, 3, 6, 3]
-
-
-@pytest.mark.slow
-def test_when_one_sequence_does_not_fit_one_line_says_what_to_lower(problem):
-    before = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}
-    with (
-        small_memory(problem.model, problem.plan, 0),
-        pytest.raises(MemoryTooSmallError, match=r"one sequence at a time: choose shorter") as caught,
-    ):
-        problem.learn(learning.QUICK, micro_batch_size=4)
-    assert "\n" not in str(caught.value)
-    assert "CUDA out of memory. Tried to allocate 2 GiB." in str(caught.value)
-    assert all(torch.equal(before[name], tensor) for name, tensor in problem.model.state_dict().items())
 
 
 def test_a_second_model_that_does_not_fit_leaves_the_verified_checkpoint(tmp_path, monkeypatch):

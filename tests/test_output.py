@@ -1,7 +1,6 @@
 """Output folders: one process at a time, and leftovers of killed runs."""
 
 import errno
-import fcntl
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import Timeout
 
 from permtriton.checkpoint.output import check_output, claimed, replacing_folder
 from permtriton.errors import OutputError
@@ -117,15 +115,6 @@ def test_a_state_that_a_killed_run_was_writing_is_removed(place):
     assert set(files(place / "mine")) == {"model.safetensors", "more/merges.txt", "permtriton.json"}
 
 
-def test_a_holder_that_ends_meanwhile_is_refused_in_a_line(place, monkeypatch):
-    def acquire(_lock: object) -> None:
-        raise Timeout("")
-
-    monkeypatch.setattr("permtriton.checkpoint.output.FileLock.acquire", acquire)
-    with pytest.raises(OutputError, match="which has just ended"), claimed(place / "out", overwrite=True):
-        pass
-
-
 @pytest.mark.parametrize("output", ["is missing", "is there"])
 def test_an_output_that_was_moved_away_comes_back(place, output):
     """A run killed between its two renames leaves the earlier output under another name only."""
@@ -137,24 +126,6 @@ def test_an_output_that_was_moved_away_comes_back(place, output):
         assert files(place / "out") == earlier
     assert [path.name for path in place.iterdir()] == ["out"]
     assert ("restored" in said[0]) == (output == "is missing")
-
-
-def test_a_half_written_folder_of_an_output_with_old_in_its_name_is_no_earlier_output(place):
-    write(place / ".my.old-model.partial-1", "half written")
-    with claimed(place / "my.old-model", overwrite=False):
-        assert not (place / "my.old-model").exists()
-
-
-def test_half_removed_folders_are_not_restored(place, monkeypatch):
-    """Killed while the replaced output is being deleted, a run leaves nothing that looks like an output."""
-    write(place / "out", "earlier")
-    monkeypatch.setattr("shutil.rmtree", lambda *_args, **_options: None)
-    save(place / "out")
-    monkeypatch.undo()
-    assert len(list(place.glob(".out.*"))) == 1
-    (place / "out").rename(place / "elsewhere")
-    with claimed(place / "out", overwrite=True):
-        assert [path.name for path in place.iterdir() if path.is_dir()] == ["elsewhere"]
 
 
 def test_without_locks_it_says_so_and_removes_nothing(place, monkeypatch):
@@ -170,15 +141,6 @@ def test_without_locks_it_says_so_and_removes_nothing(place, monkeypatch):
     assert files(place / "out") == expected
     assert "no file locks (No locks available)" in said[0]
     assert {path.name for path in place.iterdir()} == {"out", *left}
-
-
-def test_the_lock_is_held_until_the_outermost_claim_ends(place):
-    with claimed(place / "out", overwrite=True):
-        save(place / "out")
-        assert (place / ".out.lock").is_file()
-        with (place / ".out.lock").open() as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    assert [path.name for path in place.iterdir()] == ["out"]
 
 
 def test_the_present_folder_is_no_output(place, monkeypatch):

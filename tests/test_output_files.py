@@ -14,7 +14,7 @@ from permtriton.comparison import request
 from permtriton.comparison.asked import AskedComparison
 from permtriton.comparison.report_file import check_report_file, write_report_file
 from permtriton.errors import OutputError
-from permtriton.util.output_files import check_file, to_json
+from permtriton.util.output_files import check_file
 
 from .desk import RUNNER, Desk
 from .world import nothing_loads
@@ -215,16 +215,3 @@ def test_no_name_is_not_the_default(desk, no_work, command):
 )
 def test_names_that_cannot_be_written(desk, no_work, command, name, words):
     desk.refuses(every_output(desk, str(desk.folder / (name + SUFFIXES.get(command, ""))))[command], words)
-
-
-def test_a_folder_above_the_output_counts_too(desk, no_work, monkeypatch):
-    """The tokenizer is saved under the absolute path."""
-    (desk.folder / "o\udcff").mkdir()
-    monkeypatch.chdir(desk.folder / "o\udcff")
-    desk.refuses(desk.compile("--output", "new"), "o\\udcff/new is not UTF-8")
-
-
-def test_numbers_in_brackets_are_text_in_a_text():
-    report = {"model": "m [ 1 ]", "sites": {"index": [1, -2]}, "pattern": [r"re:.*layers\.[ 0, 1 ]"]}
-    assert json.loads(to_json(report)) == report
-    assert '"index": [1, -2]' in to_json(report)

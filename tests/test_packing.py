@@ -24,9 +24,11 @@ from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, rng, sparse
 TWO_OF_FIVE = NMPattern(2, 5)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (1, 7), (13, 9), (0, 3)])
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [*((pattern, torch.bfloat16) for pattern in PATTERNS), *((TWO_FOUR, dtype) for dtype in DTYPES[1:])],
+)
+@pytest.mark.parametrize(("rows", "groups"), [(5, 1), (13, 9), (0, 3)])
 def test_unpack_undoes_pack_bit_for_bit(pattern, dtype, rows, groups):
     weight = sparse(rows, groups, pattern, dtype)
     values, positions = pack(weight, pattern)
@@ -65,8 +67,8 @@ def test_a_known_weight():
     assert positions.tolist() == [[0b10_00_11_01], [0b01_00_01_00]]
 
 
-@pytest.mark.parametrize("group", range(2, 33))
-@pytest.mark.parametrize("count", [0, 1, 3, 8, 21])
+@pytest.mark.parametrize("group", [2, 3, 4, 8, 12, 16, 31, 32])
+@pytest.mark.parametrize("count", [0, 1, 21])
 def test_positions_of_every_width(group, count):
     slots = torch.randint(0, group, (3, count), generator=rng(group))
     packed = pack_positions(slots, group)

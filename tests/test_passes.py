@@ -25,16 +25,14 @@ from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
 
 from . import zoo
-from .graphs import BATCH, LAYOUTS, NAMES, PATTERN, built, compiled, counted, every_case, mask, planned, private, run
+from .graphs import BATCH, PATTERN, built, compiled, counted, every_case, mask, planned, private, run
 from .zoo import fold
 
 # -- every pass on every architecture ----------------------------------------------------------------------------------
 
 
-@every_case
-@pytest.mark.slow(but=["gpt2-free"])
-def test_every_graph_is_valid_runs_and_prints(name, layout):
-    case = compiled(name, layout)
+def test_every_graph_is_valid_runs_and_prints():
+    case = compiled("gpt2", "fused")
     assert tuple(result.name for result in case.results) == PASS_NAMES
     assert all(bool(output.isfinite().all()) for output in case.outputs)
     for result, text in zip(case.results, case.printed, strict=True):
@@ -44,7 +42,6 @@ def test_every_graph_is_valid_runs_and_prints(name, layout):
 
 
 @every_case
-@pytest.mark.slow(but=["bert-portable", "gpt2-fused"])
 def test_exact_passes_leave_the_outputs(name, layout):
     case = compiled(name, layout)
     for number, result in enumerate(case.results):
@@ -56,7 +53,6 @@ def test_exact_passes_leave_the_outputs(name, layout):
 
 
 @every_case
-@pytest.mark.slow(but=["llama-fused", "bert-portable"])
 def test_the_traced_graph_is_left_alone(name, layout):
     case = compiled(name, layout)
     assert case.source == case.source_after
@@ -79,50 +75,24 @@ class Counts:
     outside: int = 0
 
 
-# q, k, v, gate, up, o and down: 7 by their columns; v, gate and up by their rows; in the stream o and down, too.
-LLAMA = (7, Counts(14, outside=3), Counts(10, norms=2), Counts(9, norms=2, gathers=1))
-EXPERTS = {  # 4 + 2 per expert; the router's columns move with the norm
-    "portable": Counts(4 + 10 + 1 + 5 + 1 + 5 + 2 + 1, outside=3),
-    "fused": Counts(4 + 10 + 1 + 5 + 1, norms=2),
-    "free": Counts(4 + 10 + 5 + 1, norms=2, gathers=1),
-}
-EXPECTED: dict[str, tuple[int, Counts, Counts, Counts]] = {
-    "llama": LLAMA,
-    "llama_tied": (7, Counts(14, outside=2), *LLAMA[2:]),
-    "llama_eager": (7, Counts(19, outside=3), Counts(13, norms=2), Counts(11, norms=2, gathers=1)),
-    "mistral": LLAMA,
-    "qwen2": (7, Counts(15, outside=3), Counts(11, norms=2), Counts(9, norms=2, gathers=1)),
-    "qwen3": LLAMA,
-    "phi3": (4, Counts(10, outside=3), Counts(6, norms=2), Counts(5, norms=2, gathers=1)),
-    "gemma2": (7, Counts(16, outside=2), *LLAMA[2:]),
-    "opt": (6, Counts(18, outside=4), Counts(10, norms=2), Counts(8, norms=2, gathers=1)),
-    "gpt_neox": (4, Counts(16, outside=4), Counts(8, norms=2), Counts(6, norms=2, gathers=1)),
-    # One norm feeds attention and MLP. Columns: q, k, v, dense, fc1, fc2; weight and bias: v, fc1, dense, fc2, norm.
-    "phi": (6, Counts(16, outside=4), Counts(10, norms=1), Counts(8, norms=1, gathers=1)),
-    # 4 by columns; rows of qkv, dense_h_to_4h, dense, dense_4h_to_h; the norm's two. Its linears cannot gather.
-    "falcon": (4, Counts(10, outside=3), Counts(6, norms=1), Counts(6, norms=1)),
-    "olmo2": (7, Counts(14, outside=3), Counts(10, gathers=5), Counts(9, gathers=6)),
-    "gpt2": (4, Counts(16, outside=4), Counts(8, norms=2), Counts(8, norms=2)),  # a Conv1D cannot gather
-    "bert_mlm": (6, Counts(18, outside=10), Counts(10, gathers=4), Counts(8, gathers=5)),
-    "bert": (6, Counts(6), Counts(10, gathers=4), Counts(8, gathers=5)),  # the stream is an output
-    "mixtral": (14, *EXPERTS.values()),
-    "qwen3_moe": (14, *EXPERTS.values()),
-    "olmoe": (14, *EXPERTS.values()),
-    "qwen2_moe": (17, Counts(37, outside=3), Counts(28, norms=2), Counts(26, norms=2, gathers=1)),
-    "gpt_oss": (14, Counts(41, outside=3), Counts(27, norms=2), Counts(25, norms=2, gathers=1)),  # with biases
+# Linears of a layer, and the counts. Of llama, q, k, v, gate, up, o and down move by their columns, v, gate and up by
+# their rows; in the stream o and down, too.
+EXPECTED: dict[tuple[str, str], tuple[int, Counts]] = {
+    ("llama", "fused"): (7, Counts(10, norms=2)),
+    ("gpt2", "fused"): (4, Counts(8, norms=2)),
+    ("bert", "portable"): (6, Counts(6)),  # the stream is an output
+    ("gemma2", "fused"): (7, Counts(10, norms=2)),
+    ("phi3", "portable"): (4, Counts(10, outside=3)),
+    ("olmo2", "free"): (7, Counts(9, gathers=6)),
+    # 4 + 2 per expert; the router's columns move with the norm
+    ("mixtral", "portable"): (14, Counts(4 + 10 + 1 + 5 + 1 + 5 + 2 + 1, outside=3)),
 }
 
 
-def test_every_architecture_has_its_counts():
-    assert list(EXPECTED) == [*zoo.ARCHITECTURES, "mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "gpt_oss"]
-    assert set(EXPECTED) == set(NAMES)
-
-
-@pytest.mark.slow(only=["gemma2-fused", "mixtral-portable", "olmo2-free", "phi3-portable"])
 @every_case
 def test_expected_fold_counts(name, layout):
     case = compiled(name, layout)
-    linears, counts = EXPECTED[name][0], EXPECTED[name][1 + LAYOUTS.index(layout)]
+    linears, counts = EXPECTED[name, layout]
     sparse = zoo.LAYERS * linears
     assert {**counted(case.graph_module), "folded": case.permuted["folded"]} == {
         "folded": zoo.LAYERS * counts.folded + counts.outside,
@@ -169,9 +139,9 @@ def test_the_lowered_graph_is_what_the_modules_compute(name, layout):
         assert bool((kept == 2).all()), linear
 
 
-@pytest.mark.parametrize("layout", ["fused", "free"])
-@pytest.mark.parametrize(  # torch has no such product as gpt_oss's in float64
-    "name", zoo.slow_but([*zoo.TELLING, "mixtral"], [name for name in NAMES if name != "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", "free"), ("bert", "free"), ("olmo2", "fused"), ("gpt2", "fused"), ("mixtral", "fused")],
 )
 def test_run_time_permutations_are_exact_in_float64(name, layout, monkeypatch):
     monkeypatch.setattr(norm_permute.norm_reference, "__defaults__", (None, torch.float64))
@@ -185,9 +155,7 @@ def test_run_time_permutations_are_exact_in_float64(name, layout, monkeypatch):
     assert zoo.difference(before, after) < 1e-9
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt2", "mixtral"])
-@pytest.mark.slow(but=["llama-fused", "gpt2-free", "mixtral-portable"])
+@pytest.mark.parametrize(("name", "layout"), [("llama", "fused"), ("gpt2", "free"), ("mixtral", "portable")])
 def test_two_rounds_compose(name, layout):
     """The base order, then a learned order on top: norms and gathers that permute already take the second one, too."""
     model, plan, graph_module = private(name, layout)

@@ -71,20 +71,6 @@ def test_what_does_not_fit_is_refused(index, dim, named, device):
         permute(torch.zeros(2, 8, device=device), index.to(device), dim)
 
 
-def test_the_inverse_or_another_dimension_would_be_seen():
-    """The tests above can fail: the inverse convention gives another result."""
-    x, index = values_of(12, 12), index_of(12)
-    assert not torch.equal(permute(x, index), permute(x, inverse(index)))
-    assert not torch.equal(permute(x, index), permute(x, index, 0))
-
-
-def test_is_the_product_with_the_matrix():
-    x, index = values_of(3, 6).double(), index_of(6)
-    matrix = torch.zeros(6, 6, dtype=torch.float64)
-    matrix[index, torch.arange(6)] = 1
-    assert torch.equal(permute(x, index), x @ matrix)
-
-
 @pytest.mark.parametrize("view", [lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[:1].expand(8, 8)])
 def test_strided_input(view):
     x, index = view(values_of(8, 8)), index_of(8)

@@ -159,27 +159,3 @@ def test_all_three_commands_take_it(here, hub):
     assert {(each["path"], each["split"]) for each in hub} == {("allenai/c4", "train"), ("Salesforce/wikitext", "test")}
     short = RUNNER.invoke(app, ["evaluate", "out", "--window", "4096"])
     assert (short.exit_code, "at most the 2,048" in short.stderr) == (2, True)
-
-
-@pytest.mark.slow
-def test_compare_from_python(here, hub):
-    options = {"calibration": "c4", "samples": 2, "sequence_length": 64}
-    found = permtriton.compare(
-        "model", eval_data="wikitext2", methods=["magnitude", "wanda"], seeds=[0, 1], output="a.json", **options
-    )
-    assert [row["method"] for row in found["rows"]] == ["dense", "magnitude", "wanda"]
-    assert len(found["rows"][2]["values"]) == 2
-    assert "wanda" in (here / "a.json").read_text()
-    again = permtriton.compare(
-        "model", eval_data="wikitext2", methods="magnitude,wanda", seeds="0,1", output="a.json", **options
-    )
-    assert again["rows"] == found["rows"]  # kept, seconds and all
-    for wrong, words in (
-        ({"methods": ["wandas"]}, "wandas"),
-        ({"sparse": "2:4"}, "unknown option sparse"),
-        ({"sparsity": "2:4,4:8", "pattern": ["*=4:8"]}, "`pattern=` needs one `sparsity=`"),
-        ({"values": [1]}, "and `values=` its values: give both, or neither"),
-        ({"output": "a.xlsx"}, "extension is .xlsx"),
-    ):
-        with pytest.raises(permtriton.PermTritonError, match=words):
-            permtriton.compare("model", **wrong)

@@ -225,5 +225,6 @@ TRICKY = [
 
 
 @pytest.mark.parametrize("forward", TRICKY, ids=lambda forward: forward.__name__)
+@pytest.mark.slow
 def test_what_may_be_permuted_leaves_the_outputs(forward):
     check(forward)

@@ -38,9 +38,15 @@ def pruned(problem: Problem, step: str, progress=None, state=None) -> tuple[dict
     return weights, [{**part, "seconds": 0} for part in parts or []]
 
 
-@pytest.mark.slow(but=["llama-refit", "experts-sparsegpt"])
-@pytest.mark.parametrize("step", ["refit", "sparsegpt"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("llama", "refit"),
+        ("experts", "sparsegpt"),
+        pytest.param("half precision", "refit", marks=pytest.mark.slow),
+        pytest.param("transposed weights", "refit", marks=pytest.mark.slow),
+    ],
+)
 def test_it_continues_to_the_same_end(path, name, step):
     problem, whole = MODELS[name](), Recording()
     expected, parts = pruned(problem, step, whole)

@@ -18,7 +18,7 @@ from permtriton.checkpoint.quantization_config import PermTritonQuantizationConf
 from permtriton.errors import ModelError
 from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
 
-from . import folders, zoo
+from . import folders
 from .folders import LAST_UP, QUANTIZATION, load
 
 IDS = torch.arange(3, 27).view(2, 12)
@@ -52,7 +52,7 @@ def test_transformers_alone_refuses(place):
 # -- loading exactly -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "opt", "gemma2", "phi3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "phi3", "mixtral"])
 def test_a_packed_model_is_the_plain_model(place, name):
     dense, packed = load(place(name, "saved")), load(place(name, "packed"))
     assert folders.differing(folders.state(dense), folders.state(packed)) == []
@@ -63,8 +63,7 @@ def test_a_packed_model_is_the_plain_model(place, name):
     assert not packed.is_quantized
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt"])
-@pytest.mark.parametrize("format", ["saved", "dense", "packed"])
+@pytest.mark.parametrize(("name", "format"), [("llama", "saved"), ("gemma2", "dense"), ("opt", "packed")])
 def test_a_fused_model_is_what_was_saved(place, name, format):
     expected = folders.model_of(name, fused=True, dtype=torch.bfloat16)
     loaded = load(place(name, format, fused=True))
@@ -99,9 +98,14 @@ def test_a_saved_plain_model_needs_no_permtriton(place, tmp_path):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "dtype", "fused"),
+    [
+        (torch.float32, torch.bfloat16, False),
+        (torch.bfloat16, torch.float16, False),
+        (torch.bfloat16, torch.float32, True),
+    ],
+)
 def test_a_dtype_is_cast_to_as_from_the_dense_checkpoint(place, stored, dtype, fused):
     dense = load(place("llama", "saved", fused=fused, dtype=stored), dtype=dtype)
     packed = load(place("llama", "packed", fused=fused, dtype=stored), dtype=dtype)
@@ -151,14 +155,6 @@ def test_hashes_are_left_out_where_the_config_says_so(place, tmp_path):
     config = AutoConfig.from_pretrained(folder)
     config.quantization_config.pop("sha256")
     assert torch.equal(load(folder, config=config).model.norm.weight, changed)
-
-
-def test_an_index_of_an_earlier_version_is_taken(tmp_path):
-    model = zoo.build("llama", hidden_size=320)
-    folders.fuse(model, folders.FUSED_NORMS["llama"], folders.FUSED_GATHERS["llama"])
-    folder = folders.save(model, tmp_path / "saved")
-    folders.rewrite(folder, lambda stored: stored.update({GATHER: stored[GATHER].short()}))
-    assert folders.differing(folders.state(load(folder)), folders.state(model)) == []
 
 
 # -- or not at all -------------------------------------------------------------------------------------------------

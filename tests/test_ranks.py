@@ -29,18 +29,18 @@ from . import zoo
 
 ROOT = Path(__file__).parent.parent
 ROUNDING = 1e-5
-QUICK = ["refitted"]
 COMPILED = [
-    *(*QUICK, "learned", "spread_search", "spread_learning", "every_update", "onloaded", "trained_onloaded", "wrote"),
-    *("searched_mixture", "encoder"),
-]
+    "refitted", "learned", "spread_search", "spread_learning", "every_update", "onloaded", "trained_onloaded", "wrote",
+    "searched_mixture", "encoder",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, soak) -> Path:
-    """What `tests.two_ranks` writes."""
+def folder(tmp_path_factory, request) -> Path:
+    """What `tests.two_ranks` writes of the cases that run here."""
     path = tmp_path_factory.mktemp("ranks")
-    cases = [*(COMPILED if soak else QUICK), "refused", "strided", "data_parallel"]
+    ran = {item.callspec.params.get("case") for item in request.session.items if hasattr(item, "callspec")}
+    cases = [*(case for case in COMPILED if case in ran), "refused", "strided", "data_parallel"]
     command = [sys.executable, "-m", "tests.two_ranks", str(path), *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -57,7 +57,7 @@ def facts(folder: Path, case: str, who: str) -> dict:
 
 
 @pytest.mark.parametrize("case", COMPILED)
-@pytest.mark.slow(but=QUICK)
+@pytest.mark.slow
 def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")
     assert alone.keys() == shared.keys()
@@ -75,7 +75,7 @@ def test_the_result_is_that_of_one_process_up_to_rounding(folder, case):
 
 
 @pytest.mark.parametrize("case", ["every_update", "refitted", "onloaded", "searched_mixture"])
-@pytest.mark.slow(but=["refitted"])
+@pytest.mark.slow
 def test_orders_and_weights_that_follow_from_sums_are_those_of_one_process_bit_for_bit(folder, case):
     """A fit magnifies the rounding of its moments, masks and orders are chosen by comparison: no sum may differ."""
     alone, shared = tensors(folder, case, "alone"), tensors(folder, case, "rank0")
@@ -83,7 +83,7 @@ def test_orders_and_weights_that_follow_from_sums_are_those_of_one_process_bit_f
 
 
 @pytest.mark.parametrize("case", COMPILED)
-@pytest.mark.slow(but=QUICK)
+@pytest.mark.slow
 def test_all_ranks_end_with_the_same_bytes(folder, case):
     one, other = tensors(folder, case, "rank0"), tensors(folder, case, "rank1")
     assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
@@ -91,7 +91,7 @@ def test_all_ranks_end_with_the_same_bytes(folder, case):
 
 
 @pytest.mark.parametrize("case", ["every_update", "refitted", "searched_mixture", "learned"])
-@pytest.mark.slow(but=QUICK)
+@pytest.mark.slow
 def test_orders_and_weights_change_so_that_equality_means_something(folder, case):
     indices = [index for name, index in tensors(folder, case, "alone").items() if name.startswith("index.")]
     assert any(not torch.equal(index, torch.arange(index.numel())) for index in indices)
@@ -114,6 +114,7 @@ def test_only_the_first_rank_keeps_a_state(folder):
     assert list((folder / "rank1").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_all_ranks_refuse_together(folder):
     too_few, of_first, of_second = facts(folder, "refused", "rank0")["errors"]
     assert too_few.startswith("ConfigError: 2 processes cannot share 1 calibration sequences")
@@ -121,11 +122,13 @@ def test_all_ranks_refuse_together(folder):
     assert facts(folder, "refused", "rank1") == facts(folder, "refused", "rank0")
 
 
+@pytest.mark.slow
 def test_a_tensor_whose_rows_are_apart_is_sent_as_it_is_seen(folder):
     for rank in ("rank0", "rank1"):
         assert facts(folder, "strided", rank)["found"] == [[[3, 3, 0, 0]] * 3, [[1, 1, 0, 0]] * 3]
 
 
+@pytest.mark.slow
 def test_a_fused_model_wider_than_a_byte_trains_under_ddp(folder):
     """From the weights and the orders of the first rank, since the gradients are those of one process."""
     alone, *shared = (tensors(folder, "data_parallel", who) for who in ("alone", "rank0", "rank1"))

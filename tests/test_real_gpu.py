@@ -85,14 +85,6 @@ def test_rows_are_pruned_and_measured_on_the_device(stand):
     assert fast["evaluation"] == {"perplexity": 7.0, **COST}
 
 
-def test_other_ids_add_rows_and_nothing_is_measured_twice(stand):
-    first = stand("dense,fast")
-    rows = stand("dense,fast", "text.txt", samples=4, length=32)
-    assert stand.calls[0] == "prune fast, 4x32, cpu"
-    assert rows[:2] == first
-    assert [row.get("calibration") for row in rows] == [None, "ids 2x8", "text 4x32"]
-
-
 @pytest.mark.parametrize(
     ("ran", "error"),
     [
@@ -110,21 +102,6 @@ def test_a_row_that_does_not_end_costs_only_itself_and_is_tried_again(stand, ran
     fast, _ = stand("fast,default")
     assert fast["earlier_errors"] == [error]
     assert fast.keys() & {"error", "evaluation"} == {"evaluation"}
-
-
-def test_what_is_pruned_is_only_measured(stand):
-    stand("fast")
-    report = json.loads((stand.folder / "out.json").read_text())
-    del report["rows"][0]["evaluation"]
-    (stand.folder / "out.json").write_text(json.dumps(report))
-    assert "evaluation" in stand("fast")[0]
-    assert stand.calls == ["evaluate fast-ids-2x8-seed0, 3 windows, 8 for KL, cpu"]
-
-
-def test_rows_of_other_inputs_are_not_mixed(stand):
-    stand("dense")
-    with pytest.raises(SystemExit, match="rows of other inputs"):
-        stand("fast", **{"kl-windows": 1})
 
 
 def test_a_folder_of_shards_and_of_an_older_config_is_named(tmp_path):

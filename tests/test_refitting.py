@@ -13,7 +13,6 @@ from permtriton.methods.measure.statistics import Moments
 from permtriton.methods.prune import refitting as module
 from permtriton.methods.prune.refit import Refit
 from permtriton.model.checks import check_pruned
-from permtriton.model.experts import unstack_experts
 from permtriton.passes.plan import Site, sequential_groups
 from permtriton.running.layer_inputs import from_model
 from permtriton.util.sparsity import NMPattern
@@ -22,9 +21,7 @@ from . import test_seq2seq, zoo
 from .expert_stacks import unstacked
 from .refits import Problem
 from .two_ranks import Interrupting
-from .updating import Recording, facts, interrupt, tiny_model
-
-FAMILIES = ["gpt2", "gemma2", "opt", "falcon", "gpt_neox", "bert", "mistral"]
+from .updating import Recording, facts, tiny_model
 
 
 def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
@@ -60,8 +57,7 @@ def test_residual_targets_without_effect_are_said(name, options, said):
     assert sum("adds its output to the residual stream" in line for line in progress.lines) == said
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.slow(but=["gpt2", "gemma2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
 def test_families_of_models(name):
     problem = Problem(*zoo.planned(name))
     before = problem.sparsegpt()
@@ -134,7 +130,7 @@ def inputs_of(problem: Problem, sites=None) -> dict[str, Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("name", ["qwen2_moe"])
 @pytest.mark.slow
 def test_experts(name):
     """Which tokens an expert's second linear reads depends on the routing; what enters the experts does not."""
@@ -155,30 +151,6 @@ def test_linears_that_also_run_for_nothing_read_the_same_in_both_models():
     before = problem.sparsegpt()
     problem.refit()
     assert problem.error() < before
-
-
-@pytest.mark.slow
-def test_experts_in_a_list_are_not_compared():
-    """The model itself sends tokens to them, others once it is pruned, and perhaps as many."""
-    model = tiny_architectures.build("SwitchTransformersForConditionalGeneration")
-    problem = Problem(model, ids=tiny_architectures.inputs(model, samples=4))
-    shifts = shifts_of(problem)
-    experts = {site for site in shifts if ".experts." in site}
-    assert len(experts) == 2 * 4 * 4
-    assert {site for site, has_shift in shifts.items() if not has_shift} == experts
-    check_pruned(problem.model, problem.plan)
-
-
-@pytest.mark.slow
-def test_experts_that_read_sorted_tokens_are_not_compared():
-    model = tiny_architectures.build("JetMoeForCausalLM")
-    unstack_experts(model)
-    problem = Problem(model, ids=tiny_architectures.inputs(model))
-    shifts = shifts_of(problem)
-    experts = {site for site in shifts if "_linear." in site}
-    assert len(experts) >= 4
-    assert {site for site, has_shift in shifts.items() if not has_shift} == experts
-    check_pruned(problem.model, problem.plan)
 
 
 def shifts_of(problem: Problem) -> dict[str, bool]:
@@ -226,16 +198,6 @@ def test_sixteen_bits(dtype):
     check_pruned(problem.model, problem.plan)
 
 
-@pytest.mark.slow
-def test_the_dense_weights_come_and_go():
-    """After an interruption inside the dense model, every weight is the model's own again."""
-    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(4, 16))
-    storages = {name: weight.data_ptr() for name, weight in problem.weights.items()}
-    with pytest.raises(KeyboardInterrupt):
-        problem.refit(Recording(at=3, act=interrupt))
-    assert {name: weight.data_ptr() for name, weight in problem.weights.items()} == storages
-
-
 # -- in a recipe -------------------------------------------------------------------------------------------------------
 
 
@@ -252,10 +214,8 @@ def weights_of(found) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", ["portable", "fused"])
-@pytest.mark.slow(but=["fused"])
-def test_a_recipe_with_refit_is_proved_and_reported(layout):
-    found = compiled("heuristic,refit", layout=layout)
+def test_a_recipe_with_refit_is_proved_and_reported():
+    found = compiled("heuristic,refit", layout="fused")
     assert found.report["proof"]["lowered_graph"] == "same outputs"
     (step,) = [each for each in found.report["steps"] if each["name"] == "refit"]
     assert [part["name"] for part in step["parts"]] == [name for _, name in found.plan.linears()]
@@ -273,11 +233,7 @@ def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize(
-    ("name", "turns"),
-    [("llama_eager", 4), ("opt", 4), ("gpt_neox", 2), ("mixtral", 4), ("mobilebert", 12), ("funnel", 4)],
-)
-@pytest.mark.slow(but=["llama_eager-4", "opt-4", "gpt_neox-2", "mobilebert-12"])
+@pytest.mark.parametrize(("name", "turns"), [("llama_eager", 4), ("opt", 4), ("gpt_neox", 2), ("mobilebert", 12)])
 def test_a_linear_is_fitted_to_what_the_new_weights_before_it_give(name, turns):
     """Experts share a turn, and so do attention and MLP if neither reads the other; layers and MLPs in lists do not."""
     classes = {"mobilebert": "MobileBertModel", "funnel": "FunnelModel"}

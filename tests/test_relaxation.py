@@ -3,7 +3,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.errors import CalibrationError
 from permtriton.methods.order.learned import Learned as Options
@@ -92,21 +91,6 @@ def test_start_values(size):
     assert 0.7 < (random.scale * random.weights[0]).abs().max() <= 1
 
 
-def test_the_scale_is_that_of_a_space_s_largest_block():
-    relaxation = relaxation_of(space_of(20, name="a"), space_of(4, name="b"), space_of(16, name="c"))
-    torch.testing.assert_close(relaxation.scale.detach(), torch.tensor([8.0, 4.0, 8.0]).sqrt())
-
-
-def test_logits_take_the_scale_of_their_own_space():
-    spaces = [space_of(8, name="a"), space_of(16, name="b")]
-    relaxation = relaxation_of(*spaces, sinkhorn_rounds=0)
-    with torch.no_grad():
-        relaxation.scale.copy_(torch.tensor([0.0, 3.0]))
-    (soft,) = relaxation.soft(0.5)
-    torch.testing.assert_close(soft[0], torch.full((8, 8), 1 / 8))
-    torch.testing.assert_close(soft[1:], (3 * relaxation.weights[0][1:] / 0.5).softmax(-1))
-
-
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_clamped_logits(limit):
     relaxation = relaxation_of(space_of(8), sinkhorn_rounds=0, clamp=limit)
@@ -154,39 +138,6 @@ def test_hardens_to_the_matrices_given():
     assert found.keys() == expected.keys()
     for name, index in expected.items():
         assert torch.equal(found[name], index)
-
-
-def test_indices_of_every_space_are_one_in_a_row():
-    """Units are numbered through all spaces, whatever the order of their blocks, which goes by size."""
-    spaces = [space_of(12, 20, name="a"), space_of(8, name="b"), space_of(4, name="c")]
-    relaxation = relaxation_of(*spaces, init="random")
-    soft = relaxation.soft(0.5)
-    row, indices = relaxation.assign(soft), relaxation.harden(soft)
-    assert is_permutation(row)
-    assert torch.equal(row, torch.cat([indices["a"], 32 + indices["b"], 40 + indices["c"]]))
-    assert torch.equal(relaxation.join(indices), row)
-    assert SiteBlocks(relaxation, tied_site(spaces[1])).units.tolist() == [*range(32, 40)] * 2
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_hardening_is_a_few_operators_however_many_blocks():
-    counts = []
-    for blocks in (2, 40):
-        relaxation = relaxation_of(*(space_of(8, name=str(number)) for number in range(blocks)))
-        soft = relaxation.soft(1.0)
-        with Operators() as operators:
-            relaxation.assign(soft)
-        counts.append(operators.count)
-    assert counts[0] == counts[1] < 12
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -264,20 +215,6 @@ def test_the_gradient_added_is_that_of_autograd(segments, site_of):
         torch.testing.assert_close(one, 1 + other)
 
 
-def test_blocks_in_a_row_are_not_copied():
-    spaces = [space_of(16, name="a"), space_of(24, name="b")]
-    relaxation = relaxation_of(*spaces)
-    soft = relaxation.soft(1.0)
-    assert SiteBlocks(relaxation, plain_site(spaces[1])).flat(soft).data_ptr() == soft[0][2].data_ptr()
-
-
-def test_channels_of_a_block_that_are_apart_are_a_bug():
-    space = space_of(16)
-    site = Site("apart", ("linear",), 16, torch.arange(16).view(2, 8).T.reshape(-1), space)
-    with pytest.raises(AssertionError, match="apart"):
-        SiteBlocks(relaxation_of(space), site)
-
-
 @pytest.mark.parametrize(
     ("segments", "sizes"), [((20,), [8, 8, 4]), ((12, 12), [8, 4, 8, 4]), ((4, 16), [4, 8, 8]), ((6,), [6])]
 )
@@ -292,36 +229,6 @@ def test_a_smaller_last_block(segments, sizes):
     for matrix, size in zip(matrices(blocks.flat(soft), blocks.sizes), sizes, strict=True):
         assert torch.equal(matrix, soft[relaxation.sizes.index(size)][taken[size]])
         taken[size] += 1
-
-
-def test_sites_of_two_spaces_take_their_own_blocks():
-    spaces = [space_of(16, name="a"), space_of(12, name="b")]
-    relaxation = relaxation_of(*spaces, init="random")
-    soft = relaxation.soft(1.0)
-    by_size = dict(zip(relaxation.sizes, soft, strict=True))
-    flats = [SiteBlocks(relaxation, plain_site(space)).flat(soft) for space in spaces]
-    assert torch.equal(flats[0], by_size[8][:2].reshape(-1))
-    assert torch.equal(flats[1], torch.cat((by_size[8][2].reshape(-1), by_size[4][0].reshape(-1))))
-
-
-def test_a_block_larger_than_the_space_is_the_full_permutation():
-    space = space_of(12)
-    relaxation = relaxation_of(space, block_size=64)
-    assert SiteBlocks(relaxation, plain_site(space)).sizes == [12]
-    assert [tuple(weight.shape) for weight in relaxation.weights] == [(1, 12, 12)]
-
-
-def test_everything_learns():
-    """A step along the gradient reaches every block and every scale."""
-    spaces = [space_of(16, 4, name="a"), space_of(12, name="b")]
-    relaxation = relaxation_of(*spaces)
-    generator = torch.Generator().manual_seed(0)
-    loss = sum((s * torch.rand(s.shape, generator=generator)).sum() for s in relaxation.soft(0.7))
-    loss.backward()
-    for parameter in relaxation.parameters():
-        assert (
-            parameter.grad.flatten(1).abs().amax(1).gt(0).all() if parameter.dim() > 1 else parameter.grad.ne(0).all()
-        )
 
 
 def test_learns_a_target_permutation():

@@ -24,8 +24,7 @@ from permtriton.recipe import config_from
 from permtriton.reporting import sections
 from permtriton.reporting.compiled import read_folders
 from permtriton.reporting.html_report import page_of, report
-from permtriton.reporting.pages import Table, numbers
-from permtriton.reporting.plots import Scale
+from permtriton.reporting.pages import Table
 
 from . import zoo
 from .desk import RUNNER, check_refusal
@@ -195,13 +194,6 @@ def test_every_section_says_what_was_recorded(folders, whole):
     assert record["versions"]["torch"] in parts["details"]
 
 
-def test_columns_have_one_number_format():
-    assert numbers([0.0079776, 0.17, None]) == ["0.00798", "0.17000", "–"]
-    assert numbers([13.675, 11.9974], 4) == ["13.68", "12.00"]
-    assert numbers([437.7, 1029.6]) == ["438", "1,030"]
-    assert numbers([0.0]) == ["0.00"]
-
-
 def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
     def stages(*names: str):
         return lambda record: record.update(seconds=dict.fromkeys(names, 1.0))
@@ -212,29 +204,6 @@ def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
     found = next(table for table in tables if table.caption == "Seconds by stage")
     assert [cells[0] for cells in found.rows] == ["trace", "mask", "save", "learned", "prove", "in all"]
     assert [cells[1] for cells in found.rows] == ["1.0", "1.0", "1.0", "–", "–", "3.0"]
-
-
-def test_what_folders_share_is_said_once(folders, tmp_path):
-    skipped = {"lm_head.weight": "output head"}
-    pair = [
-        changed(folders[name], tmp_path / name, lambda record: record.update(skipped=skipped))
-        for name in ("wanda", "learned")
-    ]
-    left = sections.orders(read_folders(pair)).tables[1]
-    assert left.rows == [("lm_head.weight", "output head", "all")]
-    text = page(pair, tmp_path / "out.html")
-    assert text.count("<td>output head</td>") == 1
-    assert '<td colspan="2">2:4</td>' in text
-
-
-@pytest.mark.parametrize("log", [True, False])
-def test_ticks_are_round_and_on_the_axis(log):
-    for low, high in ((0.012, 0.03), (1, 9000), (11.9, 13.9), (0.5, 0.5), (3e-9, 2e5)):
-        scale = Scale.around([low, high], 0, 100, log=log)
-        ticks = scale.ticks()
-        assert ticks
-        assert all(scale.low <= tick <= scale.high and 0 <= scale.place(tick) <= 100 for tick in ticks)
-        assert len(ticks) <= 7 or high / low > 1e6
 
 
 def row(method: str, pattern: str = "", mean: float = 10.0, setting: str = "", **more: object) -> dict:
@@ -261,28 +230,6 @@ def compared(path: Path, rows: list[dict], **more: object) -> tuple[str, Table]:
     comparison(path, rows, **more)
     found = read_comparison(path)
     return sections._compared(found).svg, sections._comparison(found)
-
-
-def test_rows_of_a_comparison_are_told_apart(tmp_path):
-    rows = [row("dense"), *(row(f"wanda{end}", pattern, mean, compile_seconds=seconds)
-            for end, pattern, mean, seconds in (("", "2:4", 15.0, 7.0), (" (fused)", "2:4", 14.0, 8.0),
-                                                ("", "4:8", 13.0, 9.0), (" (fused)", "4:8", 15.5, 9.5)))]  # fmt: skip
-    svg, table = compared(tmp_path / "c.json", rows, patterns=["2:4", "4:8"], ablation=None)
-    assert re.findall(r">(wanda[^<]*)<", svg) == ["wanda, 2:4", "wanda, 4:8", "wanda, 2:4"], "the last one is worse"
-    assert svg.count('fill="none" stroke="var(--c0)"') == 2, "rings for the layout fused"
-    assert table.head[:4] == ["method", "pattern", "perplexity", "against dense"]
-    assert table.head[4:] == ["KL, nats", "cosine", "foxes acc", "seconds"]
-    assert table.rows[3] == ("wanda", "4:8", "13.00", "1.30", "0.250", "0.750", "0.500", "9.00")
-    assert table.rows[0][:2] == ("dense", "")
-
-
-def test_settings_of_an_ablation_are_told_apart(tmp_path):
-    method = "wanda + learned (fused)"
-    rows = [row("dense"), *(row(method, "2:4", mean, f"layers {mean:.0f}", compile_seconds=20 - mean)
-                            for mean in (12.0, 11.0))]  # fmt: skip
-    svg, table = compared(tmp_path / "c.json", rows, patterns=["2:4"], ablation="learn-layers")
-    assert re.findall(r">(wanda[^<]*)<", svg) == ["wanda + learned, layers 12", "wanda + learned, layers 11"]
-    assert [cells[:2] for cells in table.rows[1:]] == [(method, "layers 12"), (method, "layers 11")]
 
 
 @pytest.mark.parametrize(
@@ -316,16 +263,6 @@ def test_text_from_files_is_text(folders, tmp_path):
     parsed(text)
 
 
-@pytest.mark.slow
-def test_the_demo_model_keeps_its_name(tmp_path):
-    """It is a folder inside the package, whose path and name mean nothing to others."""
-    options = {"recipe": "mask", "importance": "magnitude", "samples": 1, "sequence_length": 16, "eval_data": None}
-    found = permtriton.compile("demo", output=tmp_path / "out", progress=False, **options).report
-    assert found["model"] == "demo"
-    assert found["command"].startswith("permtriton compile demo ")
-    assert (tmp_path / "out" / "README.md").read_text().count("# `demo`, pruned to 2:4") == 1
-
-
 def test_the_first_sentence_is_the_verdict(folders):
     def of(*numbers: tuple[float, float], measure: str = "perplexity") -> str:
         found = read_folders([folders["portable"], folders["wanda"]][: len(numbers)])
@@ -338,13 +275,6 @@ def test_the_first_sentence_is_the_verdict(folders):
     assert "as in wanda, the best of the 2 folders here. Of every" in of((10.0, 12.5), (10.0, 12.0))
     assert "pruned as in portable, the best" in of((1.0, 0.9), (1.0, 0.8), measure="cosine")
     assert "was not measured" in page_of(read_folders([folders["portable"]]), None).lead
-
-
-def test_the_pattern_of_one_folder_is_not_said_of_others(folders, tmp_path):
-    other = changed(folders["wanda"], tmp_path / "other", lambda record: record["config"].update(sparsity="4:8"))
-    page = page_of(read_folders([folders["portable"], other]), None)
-    assert "2:4, 4:8" in page.title
-    assert "consecutive weights" not in page.lead
 
 
 def test_numbers_of_different_texts_are_not_compared(folders):
@@ -381,12 +311,6 @@ def test_folders_are_told_apart(folders, tmp_path):
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]
-
-
-def test_sizes_follow_from_the_pattern(folders):
-    dense, packed = read_folders([folders["portable"], folders["portable-packed"]])
-    assert dense.sizes["packed"] == pytest.approx(packed.stored_bytes, rel=0.02)
-    assert packed.sizes["dense"] == pytest.approx(dense.stored_bytes, rel=0.02)
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
@@ -432,21 +356,6 @@ def test_outputs_are_not_replaced_by_chance(folders, tmp_path):
     assert RUNNER.invoke(app, [*arguments, "--overwrite"]).exit_code == 0
     assert output.read_text().startswith("<!DOCTYPE html>")
     assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
-
-
-def test_a_comparison_of_another_form_is_refused(folders, tmp_path):
-    other = tmp_path / "other.json"
-    other.write_text('{"rows": [{"method": "wanda"}]}')
-    arguments = ["report", str(folders["wanda"]), "--output", str(tmp_path / "out.html"), "--comparison", str(other)]
-    result = RUNNER.invoke(app, arguments)
-    check_refusal(result.exit_code, result.stderr, (str(other), "model is missing"))
-
-
-def test_the_form_is_what_saving_and_exporting_write(folders):
-    for name, path in folders.items():
-        written = json.loads((path / "permtriton.json").read_text())
-        found = read_record(path)
-        assert (found, list(found)) == (written, list(written)), name
 
 
 @pytest.mark.parametrize(

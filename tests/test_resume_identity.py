@@ -90,15 +90,6 @@ def test_another_number_of_threads_is_said_and_continues(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_lowered_where_memory_ran_out_continues_the_run(tmp_path, monkeypatch):
-    path = tmp_path / "state.safetensors"
-    first = run(path)
-    smaller = {**OPTIONS, "micro_batch_size": 2, "activation_checkpointing": True}
-    monkeypatch.setattr(f"{__name__}.OPTIONS", smaller)
-    assert run(path).report["steps"] == first.report["steps"], "to the second: it was not run again"
-
-
-@pytest.mark.slow
 def test_other_weights_before_the_stage_are_refused(tmp_path, monkeypatch):
     """The state is relative to the base order; another one, found with other threads, makes it meaningless."""
     path = tmp_path / "state.safetensors"

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from permtriton import NMPattern, find_plan
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.order import swap_search as file
-from permtriton.methods.order.swap_search import LEAST_DAMPING, SearchedOrder
+from permtriton.methods.order.swap_search import SearchedOrder
 from permtriton.util.permutation import is_permutation, moved
 
 from . import zoo
@@ -30,8 +29,7 @@ def result(given) -> SearchedOrder:
     return given.search()
 
 
-@pytest.mark.parametrize("options", [{}, {"search_damping": 0.02}, {"seed": 3, "micro_batch_size": 3}])
-@pytest.mark.slow(but=["options0", "options2"])
+@pytest.mark.parametrize("options", [{}, {"seed": 3, "micro_batch_size": 3}])
 def test_the_loss_falls_to_what_is_reported(given, options):
     with unchanged(given.model):
         found = given.search(**options)
@@ -81,15 +79,13 @@ def test_the_same_seed_gives_the_same_order(given, result):
     assert same(given.search(), result)
 
 
-@pytest.mark.parametrize("gains", [1, 64, 1000])
-@pytest.mark.slow(but=["64"])
-def test_panels_make_no_difference(given, result, gains, monkeypatch):
-    monkeypatch.setattr(file, "GAINS_AT_ONCE", gains)
+def test_panels_make_no_difference(given, result, monkeypatch):
+    monkeypatch.setattr(file, "GAINS_AT_ONCE", 64)
     batches = file._panels(given.spaces[0])
-    assert len(batches) > 1 or gains == 1000
+    assert len(batches) > 1
     for panel in (panel for batch in batches for panel in batch):
         assert panel.left.numel() % 4 == 0
-        assert panel.left.numel() * panel.right.numel() <= max(gains, 4 * 32)
+        assert panel.left.numel() * panel.right.numel() <= 128
     found = given.search()
     assert same_indices(found, result)
     assert [each.swaps for each in found.history] == [each.swaps for each in result.history]
@@ -122,15 +118,6 @@ def test_a_start_that_nothing_betters_is_kept(given, monkeypatch):
     assert not any(moved(index) for index in found.indices.values())
 
 
-@pytest.mark.parametrize("damping", [LEAST_DAMPING / 10, LEAST_DAMPING, LEAST_DAMPING * 1.5])
-@pytest.mark.slow
-def test_a_small_damping_searches_too(given, damping):
-    found = given.search(search_damping=damping)
-    assert found.history[1].swaps > 0
-    assert found.history[1].damping == pytest.approx(damping * file.RAISE ** (found.history[1].trials - 1))
-    assert all(each.trials > 0 for each in found.history[1:])
-
-
 def test_experts_that_no_token_visits_keep_their_order():
     model, plan = unstacked("mixtral")
     given = Problem(model, plan, zoo.token_ids(1, 1))
@@ -138,16 +125,6 @@ def test_experts_that_no_token_visits_keep_their_order():
     still = {name for name, index in found.indices.items() if ".experts." in name and not moved(index)}
     assert len(still) >= zoo.LAYERS * (5 - 2)
     assert found.loss < found.history[0].loss
-
-
-@pytest.mark.slow
-def test_heads_that_hold_no_whole_groups_do_not_disturb():
-    pattern = NMPattern(4, 8)
-    model = zoo.build("llama", head_dim=12)
-    given = Problem(model, find_plan(model, pattern), zoo.token_ids(4, 12), pattern)
-    found = given.search(search_rounds=2)
-    assert found.loss < found.history[0].loss
-    assert not any("o_proj" in name for name in found.indices)
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ def test_a_fault_is_refused(name, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.slow
+@pytest.mark.soak
 def test_all_checks_that_refuse_a_fault_are_known(name):
     assert refusals(FAULTS[name]) == KNOWN["refused"][name]
 

@@ -4,16 +4,15 @@ import pytest
 import torch
 from transformers import (
     BartConfig,
+    BartForCausalLM,
     BartForConditionalGeneration,
-    MarianConfig,
-    MarianMTModel,
+    DynamicCache,
+    EncoderDecoderCache,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
     T5ForConditionalGeneration,
     T5Model,
-    UMT5Config,
-    UMT5EncoderModel,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -27,9 +26,8 @@ from permtriton.methods.measure.objective import Head, has_head
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.passes.plan import Placement
-from permtriton.running.layer_calls import find_chains
 
-from .zoo import VOCABULARY, randomize, token_ids
+from .zoo import VOCABULARY, fold, random_indices, randomize, token_ids
 
 T5 = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
@@ -116,25 +114,6 @@ def test_a_headless_model_keeps_the_order_of_both_states():
 
 
 @pytest.mark.slow
-def test_tables_that_are_not_saved_keep_their_order():
-    """Marian makes its tables of sines when it is loaded, so that no permutation can be folded into them."""
-    model = MarianMTModel._from_config(MarianConfig(**BART)).eval()
-    plans = {layout: find_plan(model, NMPattern(2, 4), layout=layout) for layout in ("portable", "fused")}
-    frozen = {layout: [space.reason for space in plan.spaces if space.frozen] for layout, plan in plans.items()}
-    assert frozen["fused"] == []
-    assert frozen["portable"] == [
-        "model.decoder.embed_positions.weight is not saved with the model, so that its order cannot change"
-    ]
-
-
-@pytest.mark.slow
-def test_an_encoder_alone_is_no_encoder_decoder():
-    model = UMT5EncoderModel._from_config(UMT5Config(**T5))
-    assert arguments_of(model, {"input_ids": IDS}).keys() == {"input_ids"}
-    assert len(list(find_plan(model, NMPattern(2, 4)).linears())) == 2 * 7
-
-
-@pytest.mark.slow
 def test_t5_in_float16_keeps_its_float32_weights(tmp_path):
     """The output of ``wo`` makes the stream float32; the norms go back to float16."""
     torch.manual_seed(0)
@@ -204,15 +183,24 @@ def test_sequences_may_fill_both_halves():
         check_samples(build("bart"), token_ids(2, 33))
 
 
-@pytest.mark.slow
-def test_both_halves_are_chains_of_layers():
-    """The decoder's layers read the encoder's output, which does not depend on the decoder's weights."""
-    model = build("t5")
+def test_a_decoder_alone_needs_a_cache_for_each_attention():
+    """transformers gives BartForCausalLM one cache for both, with which the dense model, too, writes other tokens."""
+    torch.manual_seed(0)
+    sizes = {**BART, "max_position_embeddings": 64}
+    model = BartForCausalLM(BartConfig(**sizes, is_decoder=True, add_cross_attention=True)).eval()
+    randomize(model)
+    states = torch.randn(2, 5, 32)
+
+    def written(**options: object) -> list[list[int]]:
+        limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        return model.generate(token_ids(2, 6), encoder_hidden_states=states, **limits, **options).tolist()
+
+    def caches() -> EncoderDecoderCache:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
+
+    plain = written(use_cache=False)
+    assert written() != plain, "the limit in docs/architectures.md is gone"
+    assert written(past_key_values=caches()) == plain
     plan = find_plan(model, NMPattern(2, 4))
-    layers = {path: model.get_submodule(path) for site in plan.sites for path in sorted(site.layer_paths)}
-    weights = [model.get_submodule(linear).weight for _, linear in plan.linears()]
-    before = [weight.clone() for weight in weights]
-    chains, problems = find_chains(model, layers, samples_of(model, IDS[:1]), weights)
-    assert [len(chain) for chain in chains] == [2, 2]
-    assert not problems
-    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+    fold(model, plan, random_indices(plan))
+    assert written(use_cache=False) == written(past_key_values=caches()) == plain

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-import permtriton
 from permtriton.data.samples import Samples
 from permtriton.data.text import check_samples
 from permtriton.driver.prepare import held_out_samples
@@ -19,7 +17,7 @@ from permtriton.util.progress import NoProgress
 
 from .sentences import trained_tokenizer
 from .test_seq2seq import IDS, build, inputs_of
-from .zoo import tiny_llama, token_ids
+from .zoo import token_ids
 
 LABELS = IDS[:, :7].contiguous()
 SOUND = inputs_of("whisper")["input_features"]
@@ -68,21 +66,6 @@ def test_the_labels_are_what_is_predicted(name):
     assert [compiling.compiled(model, None), compiling.dense] == pytest.approx(perplexities, rel=1e-4)
 
 
-def test_stored_tensors_are_read_as_those_in_memory(tmp_path):
-    """Without a mask that masks nothing, and by a causal model without labels."""
-    file, mask = tmp_path / "inputs.safetensors", torch.ones(6, 11).long()
-    tensors = {"input_ids": IDS[:, :11].contiguous(), "attention_mask": mask, "labels": LABELS}
-    save_file(tensors, file)
-    for model in (build("t5"), tiny_llama(vocab_size=200)):
-        found = [permtriton.evaluate(model, data).perplexity for data in (tensors, file)]
-        assert found[0] == found[1] is not None
-
-
-def test_the_words_say_what_was_predicted():
-    found = measure_model(build("t5"), windows=WINDOWS["t5"])
-    assert found.protocol == f"{len(IDS)} samples; the decoder predicts the 7 labels of each"
-
-
 def test_both_models_read_the_text_that_the_dense_one_writes():
     model, dense = changed("whisper")
     written = arguments_of(dense, {"input_features": SOUND})
@@ -92,14 +75,6 @@ def test_both_models_read_the_text_that_the_dense_one_writes():
     found = measure_model(model, windows={"input_features": SOUND}, dense=dense, batch=4)
     assert (found.kl, found.cosine) == pytest.approx(naive(model, dense, written), rel=1e-3)
     assert (found.perplexity, found.window) == (None, 16)
-
-
-def test_memory_is_that_of_the_longer_half():
-    windows = {"input_features": SOUND, "labels": LABELS[:, :4]}
-    held_out = held_out_samples(build("whisper"), windows)
-    assert (held_out.tokens, held_out.longest) == (4, 6)
-    text = Samples.of(WINDOWS["t5"])
-    assert (text.tokens, text.longest) == (7, 11)
 
 
 def test_sound_without_labels_has_no_perplexity():

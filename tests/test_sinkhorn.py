@@ -47,18 +47,6 @@ def test_many_rounds_are_doubly_stochastic(size):
     torch.testing.assert_close(soft.sum(2), torch.ones(3, size), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("rounds", [1, 5])
-def test_each_round_brings_the_rows_nearer_to_one(rounds):
-    logits = logits_of(16)
-    errors = [(sinkhorn(logits, 1.0, k).sum(2) - 1).abs().max() for k in (rounds, rounds + 1)]
-    assert errors[1] < errors[0]
-
-
-def test_no_rounds_is_a_row_softmax():
-    logits = logits_of(9)
-    torch.testing.assert_close(sinkhorn(logits, 0.3, 0), (logits / 0.3).softmax(-1))
-
-
 @pytest.mark.parametrize("rounds", [0, 1, 2, 5])
 @pytest.mark.parametrize("size", [1, 4, 7, 32])
 @pytest.mark.parametrize("tau", [1.0, 0.2])
@@ -100,12 +88,6 @@ def test_blocks_do_not_mix():
     alone = torch.cat([sinkhorn(block.unsqueeze(0), 0.5, 5) for block in logits])
     torch.testing.assert_close(sinkhorn(logits, 0.5, 5), alone)
     assert sinkhorn(logits[:0], 0.5, 5).shape == (0, 8, 8)
-
-
-@pytest.mark.parametrize("shift", [1e4, -1e4])
-def test_a_common_shift_changes_nothing(shift):
-    logits = logits_of(8).mul(64).round().div(64)  # exact after the shift
-    assert torch.equal(sinkhorn(logits + shift, 0.1, 5), sinkhorn(logits, 0.1, 5))
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 5])

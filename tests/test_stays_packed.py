@@ -52,9 +52,8 @@ def packed_names(model) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "fused", "packed_of_each_layer"),
-    [("llama", False, 7), ("llama", True, 7), ("gemma2", True, 7), ("opt", True, 6), ("phi3", False, 4),
-     ("mixtral", False, 4), ("gpt2", False, 0)],
-)  # fmt: skip
+    [("llama", True, 7), ("phi3", False, 4), ("mixtral", False, 4), ("gpt2", False, 0)],
+)
 def test_on_a_gpu_linears_stay_packed(as_on_a_gpu, place, tmp_path, name, fused, packed_of_each_layer):
     """They are saved packed, too; stacks of experts and transposed weights become dense."""
     loaded, expected = load(place(name, "packed", fused=fused)), load(place(name, "saved", fused=fused))
@@ -205,16 +204,6 @@ def test_being_divided_by_fsdp2_while_loading_is_refused(place, monkeypatch):
         load(packed)
     with pytest.raises(ModelError, match=r"layout fused cannot be divided by FSDP2.*call fully_shard.*portable"):
         load(fused)
-
-
-def test_adapters_and_models_may_read_the_dtype_and_the_device_of_a_packed_weight(as_on_a_gpu, place):
-    peft = pytest.importorskip("peft")
-    model = load(place("llama", "packed"))
-    weight = model.get_submodule("model.layers.0.self_attn.q_proj").weight
-    assert (weight.dtype, weight.device.type) == (torch.bfloat16, "cpu")
-    expected = model(IDS).logits
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"])  # which begins with no effect
-    assert torch.equal(peft.get_peft_model(model, config)(IDS).logits, expected)
 
 
 @pytest.mark.parametrize("elsewhere", ["disk", "cpu"])

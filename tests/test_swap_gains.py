@@ -96,10 +96,14 @@ def assert_near(found: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance * largest)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
-@pytest.mark.parametrize("form", ["power 1", "row and column"])
-@pytest.mark.slow(but=["power 1-random-2:4", "row and column-equal-2:4", "row and column-ties-8:16"])
+@pytest.mark.parametrize(
+    ("form", "kind", "pattern"),
+    [
+        ("power 1", "random", TWO_FOUR),
+        ("row and column", "equal", TWO_FOUR),
+        ("row and column", "ties", NMPattern(8, 16)),
+    ],
+)
 def test_gains_are_what_swapping_and_pruning_again_gives(pattern, kind, form):
     channels = (2 if pattern.group > 8 else 3) * pattern.group
     weight, gradient = weight_of(kind, ROWS, channels), gradient_of(ROWS, channels)
@@ -110,10 +114,14 @@ def test_gains_are_what_swapping_and_pruning_again_gives(pattern, kind, form):
     assert_near(across_groups(swap_gains(terms, terms), pattern.group), expected, 1e-9)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
-@pytest.mark.parametrize("kind", ["random", "ties", "equal"])
-@pytest.mark.parametrize("form", ["power 1", "row and column"])
-@pytest.mark.slow(but=["power 1-random-2:4", "power 1-ties-4:8", "row and column-equal-2:4"])
+@pytest.mark.parametrize(
+    ("form", "kind", "pattern"),
+    [
+        ("power 1", "random", TWO_FOUR),
+        ("power 1", "ties", NMPattern(4, 8)),
+        ("row and column", "equal", TWO_FOUR),
+    ],
+)
 def test_curvature_takes_off_what_every_flipped_weight_costs(pattern, kind, form):
     channels = (2 if pattern.group > 8 else 3) * pattern.group
     weight, gradient = weight_of(kind, ROWS, channels), gradient_of(ROWS, channels)
@@ -127,18 +135,6 @@ def test_curvature_takes_off_what_every_flipped_weight_costs(pattern, kind, form
     assert rises.max() > 0
     expected = true_gains(weight, factors, gradient, index, pattern) - rises
     assert_near(across_groups(swap_gains(terms, terms), pattern.group), expected, 1e-9)
-
-
-def test_without_curvature_or_with_none_of_it_gains_are_the_same():
-    weight, gradient, index = weight_of("ties", ROWS, 24), gradient_of(ROWS, 24), index_of(24)
-    factors = factors_of("power 2", ROWS, 24, torch.float64)
-    none = RankOneCurvature(torch.zeros(ROWS), torch.ones(24))
-    for part, other in zip(
-        swap_terms(weight, factors, gradient, index, TWO_FOUR).tensors(),
-        swap_terms(weight, factors, gradient, index, TWO_FOUR, none).tensors(),
-        strict=True,
-    ):
-        assert torch.equal(part, other)
 
 
 def test_curvature_in_float32_tiles_and_strides(monkeypatch):
@@ -157,22 +153,6 @@ def test_curvature_in_float32_tiles_and_strides(monkeypatch):
     assert_near(across_groups(swap_gains(narrow, narrow), 4), expected, 1e-5)
 
 
-@pytest.mark.parametrize("flush", [False, True])
-def test_a_dead_layer_keeps_the_lower_positions(flush):
-    """All scores are 0; with denormal numbers flushed, the number below 0 counts as 0."""
-    weight, gradient, index = gradient_of(ROWS, 8), weight_of("random", ROWS, 8), index_of(8)
-    factors = ImportanceFactors(1, torch.zeros(8, dtype=torch.float64))
-    expected = true_gains(weight, factors, gradient, index, TWO_FOUR)
-    assert expected.abs().max() > 0
-    assert torch.set_flush_denormal(flush) or not flush, "this CPU cannot"
-    try:
-        terms = swap_terms(weight, factors, gradient, index, TWO_FOUR)
-        found = swap_gains(terms, terms)
-    finally:
-        torch.set_flush_denormal(False)
-    assert_near(across_groups(found, 4), expected, 1e-9)
-
-
 def test_the_terms_say_what_would_be_kept():
     """A position's own weight exceeds its threshold exactly where the mask keeps it; ``own`` sums what that gives."""
     for pattern in PATTERNS:
@@ -188,16 +168,6 @@ def test_float32_agrees_with_float64(kind):
     found = swap_gains(narrow, narrow)
     assert found.dtype == torch.float32
     assert_near(across_groups(found, 4), across_groups(swap_gains(wide, wide), 4), 1e-5)
-
-
-def test_a_bfloat16_weight_with_a_float32_gradient():
-    weight, gradient, index = weight_of("random", ROWS, 16, torch.bfloat16), gradient_of(ROWS, 16).float(), index_of(16)
-    factors = factors_of("power 2", ROWS, 16)
-    found = swap_terms(weight, factors, gradient, index, TWO_FOUR)
-    expected = swap_terms(weight.float(), factors, gradient, index, TWO_FOUR)
-    for part, wide in zip(found.tensors(), expected.tensors(), strict=True):
-        assert part.dtype == torch.float32
-        assert torch.equal(part, wide)
 
 
 def test_strides_and_tiles_make_no_difference(monkeypatch):
@@ -246,10 +216,3 @@ def test_threads_share_the_tiles_and_leave_no_trace(mode, monkeypatch):
     finally:
         torch.set_num_threads(1)
     assert_near(found, expected, 1e-12)
-
-
-def test_no_rows_and_no_positions():
-    terms = terms_of(8, rows=0)
-    assert torch.equal(swap_gains(terms, terms), torch.zeros(8, 8, dtype=torch.float64))
-    assert swap_gains(terms.of_positions(slice(0, 0)), terms).shape == (0, 8)
-    assert swap_gains(terms, terms.of_positions(slice(0, 0))).shape == (8, 0)

@@ -19,7 +19,6 @@ from permtriton.data.text import (
     all_windows,
     calibration_ids,
     calibration_samples,
-    check_samples,
     evaluation_ids,
     fitted,
 )
@@ -100,18 +99,6 @@ def test_more_of_a_text_is_drawn_for_steps_that_read_it(tmp_path, further, expec
     assert len(drawn) - expected in (0, 1), "as many as are asked for, and what a document has beside them"
 
 
-@pytest.mark.parametrize("tokens", [63, 64])
-def test_exactly_enough_is_enough_and_one_less_is_not(tmp_path, tokens):
-    source = config(counting_file(tmp_path / "a.jsonl", tokens))
-    if tokens == 64:
-        assert calibration_ids(source, None, 1000, 0).flatten().sort().values.tolist() == list(range(64))
-        return
-    with pytest.raises(
-        CalibrationError, match=r"holds 63 tokens, 3 sequences of 16, but 4 are needed\. Lower `samples=`"
-    ):
-        calibration_ids(source, None, 1000, 0)
-
-
 def test_documents_end_with_the_end_token(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one fox"}\n\n{"text": "two dogs"}\n', encoding="utf-8")
@@ -152,21 +139,6 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
     assert evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\u2029"])
-def test_json_lines_end_at_newlines_only(tmp_path, tokenizer, separator):
-    """JSON strings may contain characters that Python's splitlines treats as line ends."""
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"text": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    ids = evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).flatten()
-    assert tokenizer.decode(ids[:-1]) == f"one{separator}two"
-
-
-def test_hash_distinguishes_ids_and_shapes():
-    ids = torch.arange(12).view(3, 4)
-    assert Samples.of(ids).sha256 == Samples.of(ids.to(torch.int32)).sha256
-    assert len({Samples.of(each).sha256 for each in (ids, ids.view(4, 3), ids + 1, {"decoder_input_ids": ids})}) == 4
-
-
 # -- sources that cannot be used -----------------------------------------------------------------------------------
 
 BAD_FILES = {
@@ -199,24 +171,6 @@ def test_bad_files(tmp_path, tokenizer, case):
     check_refused(path, tokenizer, words)
 
 
-BAD_COLUMNS = {
-    "no known column": ({"words": ["a"]}, ["words", "text or input_ids"]),
-    "missing text": ({"text": ["a", None]}, ["text"]),
-    "text is a number": ({"text": [5]}, ["text"]),
-    "ids are fractions": ({"input_ids": [[1.5, 2.5]]}, ["input_ids"]),
-    "ids are strings": ({"input_ids": [["a"]]}, ["input_ids"]),
-    "a shorter mask": ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, ["document 1", "mask"]),
-    "no rows": ({"text": pyarrow.array([], pyarrow.string())}, ["a.parquet"]),
-    "id too large": ({"input_ids": [[1, 1000]]}, ["1 to 1000", "vocabulary"]),
-}
-
-
-@pytest.mark.parametrize("case", BAD_COLUMNS)
-def test_bad_parquet(tmp_path, tokenizer, case):
-    columns, words = BAD_COLUMNS[case]
-    check_refused(write_parquet(tmp_path / "a.parquet", **columns), tokenizer, words)
-
-
 def check_refused(path, tokenizer, words):
     with pytest.raises(CalibrationError) as caught:
         calibration_ids(config(path), tokenizer, VOCABULARY, 0)
@@ -236,16 +190,6 @@ def test_text_without_a_tokenizer(tmp_path):
     path.write_text(SENTENCE, encoding="utf-8")
     with pytest.raises(CalibrationError, match=r"no tokenizer: give a \.jsonl with input_ids"):
         calibration_ids(config(path), None, VOCABULARY, 0)
-
-
-def test_tokenizer_with_a_bigger_vocabulary_than_the_model(tmp_path, tokenizer):
-    path = tmp_path / "a.txt"
-    path.write_text(SENTENCE * 20, encoding="utf-8")
-    assert calibration_ids(config(path), tokenizer, VOCABULARY, 0).shape == (4, 16)
-    with pytest.raises(
-        CalibrationError, match="vocabulary is 0 to 99: the tokenizer or the ids belong to another model"
-    ):
-        calibration_ids(config(path), tokenizer, 100, 0)
 
 
 @pytest.mark.parametrize("name", HUB_DATASETS)
@@ -429,16 +373,6 @@ def test_activations_that_are_not_finite_name_the_site(model, plan, ids, value):
         weight.data.copy_(before)
 
 
-def test_the_mark_before_a_text_is_no_token(tmp_path, tokenizer):
-    """Some editors put a byte order mark before UTF-8."""
-    for name, content in (("a.txt", SENTENCE * 8), ("a.jsonl", json.dumps({"text": SENTENCE * 8}))):
-        found = []
-        for mark in ("", "\ufeff"):
-            (tmp_path / name).write_text(mark + content, encoding="utf-8")
-            found.append(evaluation_ids(str(tmp_path / name), tokenizer, len(tokenizer), 8))
-        assert torch.equal(*found)
-
-
 def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
     """Rows for training a decoder, whose labels are its inputs, would give every sequence the same text twice."""
     rows = [[(5 * row + column) % 60 for column in range(20)] for row in range(30)]
@@ -460,26 +394,6 @@ def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
     assert drawn[0].shape == (4, 16)
     assert torch.equal(*drawn)
     assert torch.equal(*held_out)
-
-
-def test_ids_in_quotes_are_no_text(tmp_path, tokenizer):
-    (tmp_path / "a.jsonl").write_text('{"input_ids": "12"}\n')
-    with pytest.raises(CalibrationError, match="document 1 is '12': expected input_ids as integers"):
-        evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": SENTENCE}))
-    assert evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, len(tokenizer), 8).numel()
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int32, torch.uint64], ids=str)
-def test_ids_of_any_integer_type_are_the_same_samples(model, dtype):
-    ids = torch.arange(32).view(4, 8)
-    found = check_samples(model, ids.to(dtype))
-    assert found.ids.dtype == torch.int64
-    assert torch.equal(found.ids, ids)
-    with pytest.raises(CalibrationError, match="expected integers"):
-        check_samples(model, (ids == 3))
-    with pytest.raises(CalibrationError, match="with values from 0 to"):
-        check_samples(model, torch.full((4, 8), 2**64 - 1, dtype=torch.uint64))
 
 
 def test_a_default_length_follows_the_model_and_one_that_was_asked_for_does_not(model):

@@ -1,7 +1,5 @@
 """Long texts: pieces that together are the text, and the tokens of ordinary texts as before."""
 
-import time
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,26 +7,15 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from permtriton.data import tokenize
-from permtriton.data.tokenize import LONGEST_LINE, pieces, token_ids
+from permtriton.data.tokenize import pieces, token_ids
 from permtriton.errors import CalibrationError
 
-from .sentences import SENTENCE, image_and_text_processor, trained_tokenizer
+from .sentences import SENTENCE, trained_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return trained_tokenizer()
-
-
-@pytest.mark.slow
-@settings(derandomize=True, database=None, deadline=None)
-@given(st.text("ab \n\t", max_size=60), st.integers(1, 9), st.integers(1, 20))
-def test_pieces_are_the_text_and_short(text, longest_line, longest_piece):
-    found = list(pieces(text, longest_line, longest_piece))
-    assert "".join(found) == text
-    assert max(len(line) for piece in found for line in piece.split("\n")) <= longest_line
-    assert max(map(len, found)) <= longest_piece + longest_line + 1
-    assert all(found) or not text
 
 
 @settings(derandomize=True, database=None, deadline=None)
@@ -42,11 +29,6 @@ def test_long_lines_are_cut_before_white_space_where_there_is_some():
     found = list(pieces("aaa bbb ccc ddd\nee", 8, 1000))
     assert found == ["aaa bbb", " ccc ddd", "\nee"]
     assert list(pieces("a" * 20, 8, 1000)) == ["a" * 8, "a" * 8, "a" * 4]
-
-
-def test_long_texts_are_cut_at_line_breaks():
-    found = list(pieces("aaaa\n" * 10, 8, 12))
-    assert found == ["aaaa\naaaa\n"] * 5
 
 
 def test_the_tokens_of_a_text_in_pieces_are_those_of_the_text(tokenizer, monkeypatch):
@@ -81,33 +63,9 @@ def test_no_second_end_token_follows_the_code_of_a_language():
         tokenizer.backend_tokenizer.post_processor = plain
 
 
-@pytest.mark.slow
-def test_a_tokenizer_never_sees_a_longer_line(tokenizer):
-    """However many characters follow each other without a line break or white space, time grows with their number."""
-    seen = []
-
-    class Counting:
-        eos_token_id = None
-
-        def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
-            seen.append(len(text))
-            return {"input_ids": [0] * (len(text) // 1000)}
-
-    start = time.process_time()
-    ids = token_ids("a" * 30_000_000, Counting(), "a.txt")
-    assert time.process_time() - start < 5
-    assert max(seen) == LONGEST_LINE
-    assert ids.numel() > 29_000
-
-
 def test_a_tokenizer_that_fails_names_the_text(tokenizer):
     with pytest.raises(CalibrationError, match=r"a\.jsonl cannot be tokenized by the model's tokenizer"):
         token_ids("\ud800", tokenizer, "a.jsonl")
-
-
-def test_a_processor_reads_text_by_its_tokenizer(tokenizer):
-    found = token_ids(SENTENCE, image_and_text_processor(), "a.txt")
-    assert torch.equal(found, token_ids(SENTENCE, tokenizer, "a.txt"))
 
 
 def test_a_tokenizer_that_cuts_and_pads_reads_the_whole_text_and_stays_as_it_is(tokenizer):

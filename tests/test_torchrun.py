@@ -195,6 +195,7 @@ def test_an_error_of_one_rank_is_said_with_its_number(torchrun, tmp_path):
     assert "rank 1: ./missing" in line
 
 
+@pytest.mark.slow
 def test_other_commands_refuse_several_ranks(torchrun, model_folder):
     command = ["evaluate", str(model_folder)]
     assert torchrun.run(command, command, agent=False) == [2, 2]

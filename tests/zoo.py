@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -102,14 +102,8 @@ MIXTURES: dict[str, Callable[..., PreTrainedModel]] = {
 }
 
 
-# Architectures of which each folds, joins, ties or transposes as none of the others does; tests of one run always.
+# Architectures of which each folds, joins, ties or transposes as none of the others does.
 TELLING = ("llama", "phi3", "gemma2", "olmo2", "gpt2", "bert", "bert_mlm")
-
-
-def slow_but(kept: Collection[str], names: Collection[str]) -> list:
-    """The names as cases of a test, of which those that are not kept are slow; several tests may share what is made."""
-    assert set(kept) <= set(names), set(kept) - set(names)
-    return [name if name in kept else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def build(name: str, **changes: object) -> PreTrainedModel:

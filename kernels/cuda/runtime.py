@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ class CudaKernel:
             PermTritonError: no NVIDIA GPU, or the kernel could not be compiled, loaded or launched.
         """
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
-        pointers = (ctypes.c_uint64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
-        integers = (ctypes.c_int32 * len(numbers))(*numbers.values())
-        places = [ctypes.addressof(pointers) + 8 * i for i in range(len(tensors))]
-        places += [ctypes.addressof(integers) + 4 * i for i in range(len(numbers))]
-        arguments = (ctypes.c_void_p * len(places))(*places)
+        # An integer is the lower half of its place. Arrays of the same length are of one type, which is made once.
+        count = len(tensors) + len(numbers)
+        values = _words(count)(*[tensor.data_ptr() for tensor in tensors], *[n & 0xFFFFFFFF for n in numbers.values()])
+        first = ctypes.addressof(values)
+        arguments = _places(count)(*range(first, first + 8 * count, 8))
         setup = loaded.setup(grid, self.threads, self.shared_bytes, torch.cuda.current_stream().cuda_stream)
         driver = _driver()
         driver.cuCtxSetCurrent(loaded.context)  # of this thread, which may be a new one
@@ -83,14 +84,17 @@ class CudaKernel:
             PermTritonError: no NVIDIA GPU, or the kernel could not be compiled or loaded.
         """
         loaded, clusters = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
-        setup = loaded.setup(grid, self.threads, self.shared_bytes, 0)
-        asked = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(clusters), loaded.function, ctypes.byref(setup))
+        setup, driver = loaded.setup(grid, self.threads, self.shared_bytes, 0), _driver()
+        driver.cuCtxSetCurrent(loaded.context)  # of this thread, whose first call to CUDA it may be
+        asked = driver.cuOccupancyMaxActiveClusters(ctypes.byref(clusters), loaded.function, ctypes.byref(setup))
         if problem := _refusal(asked):
             raise PermTritonError(f"{self.source}: {self.name} cannot run on {grid}: {problem}")
         return clusters.value
 
 
 _Int, _UInt, _Pointer = ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
+_words = functools.cache(lambda count: ctypes.c_uint64 * count)
+_places = functools.cache(lambda count: _Pointer * count)
 
 
 class _Attribute(ctypes.Structure):  # CUlaunchAttribute
@@ -134,33 +138,58 @@ def compiled(kernel: CudaKernel, device: int) -> Loaded:
     if device < 0 or torch.version.cuda is None:
         raise PermTritonError(f"{kernel.source}: it runs on an NVIDIA GPU, and torch sees none on this machine")
     major, minor = torch.cuda.get_device_capability(device)
-    code, symbol = machine_code(kernel, f"sm_{major}{minor}" + "a" * (major == 9))  # wgmma is sm_90a's alone
+    architecture = f"sm_{major}{minor}" + "a" * (major == 9)  # wgmma is sm_90a's alone
     torch.cuda.current_stream().synchronize()  # makes the GPU's context the current one
-    context, module, function, driver = _Pointer(), _Pointer(), _Pointer(), _driver()
-    problem = (
-        _refusal(driver.cuCtxGetCurrent(ctypes.byref(context)))
-        or _refusal(driver.cuModuleLoadData(ctypes.byref(module), code))
-        or _refusal(driver.cuModuleGetFunction(ctypes.byref(function), module, symbol))
-        or _refusal(driver.cuFuncSetAttribute(function, MOST_DYNAMIC_SHARED, kernel.shared_bytes))
-    )
+    context, function = _Pointer(), _Pointer()
+    problem = _refusal(_driver().cuCtxGetCurrent(ctypes.byref(context))) or _load(kernel, architecture, function)
+    if problem:  # the kept machine code may be damaged
+        problem = _load(kernel, architecture, function, again=True)
     if problem:
         raise PermTritonError(f"{kernel.source}: {kernel.name} could not be loaded: {problem}")
     attributes = (_Attribute(EARLY, 0, 1),) if kernel.early and major >= 9 else ()
     return Loaded(context, function, (_Attribute * len(attributes))(*attributes))
 
 
-def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
+def _load(kernel: CudaKernel, architecture: str, function: Any, *, again: bool = False) -> str | None:
+    """Loads a kernel into the current context; returns why the driver refused it, or None if it did not."""
+    code, symbol = machine_code(kernel, architecture, again=again)
+    module, driver = _Pointer(), _driver()
+    return (
+        _refusal(driver.cuModuleLoadData(ctypes.byref(module), code))
+        or _refusal(driver.cuModuleGetFunction(ctypes.byref(function), module, symbol))
+        or _refusal(driver.cuFuncSetAttribute(function, MOST_DYNAMIC_SHARED, kernel.shared_bytes))
+    )
+
+
+def _nvrtc() -> Any:
+    """Returns NVRTC: the system's, or the one that pip installed beside torch, which no search path holds.
+
+    Raises:
+        OSError: there is none.
+    """
+    name = f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}"
+    installed = find_spec("nvidia")
+    places = [] if installed is None else installed.submodule_search_locations or []
+    files = [str(file) for place in places for file in sorted(Path(place).glob(f"*/lib/{name}"))]
+    for each in (name, *files[:-1]):
+        with suppress(OSError):
+            return ctypes.CDLL(each)
+    return ctypes.CDLL(files[-1] if files else name)
+
+
+def machine_code(kernel: CudaKernel, architecture: str, *, again: bool = False) -> tuple[bytes, bytes]:
     """Returns a kernel's machine code and its name there, from the cache folder or compiled; no GPU is needed.
 
     Args:
         kernel: The kernel.
         architecture: Such as ``sm_90a``.
+        again: Whether to compile it though it is kept.
 
     Raises:
         PermTritonError: NVRTC is not there or refuses the source.
     """
     try:
-        library = ctypes.CDLL(f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}")
+        library = _nvrtc()
     except OSError as error:
         raise PermTritonError(
             f"{kernel.source}: NVRTC, which comes with torch for CUDA, is not there: {error}"
@@ -171,6 +200,8 @@ def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
     key = repr((kernel.name, options, [part.value for part in number])).encode() + source
     file = cache_folder() / "cuda" / f"{hashlib.sha256(key).hexdigest()}.cubin"
     with suppress(OSError):
+        if again:
+            file.unlink()
         symbol, _, code = file.read_bytes().partition(b"\n")
         return code, symbol
     code, symbol = _by_nvrtc(library, kernel, source, options)

@@ -132,7 +132,6 @@ def test_cusparselts_form_shares_memory_with_the_packed_one_if_their_values_are_
     torch.library.opcheck(torch.ops.permtriton.sparse_linear.default, arguments, test_utils=checks)
 
 
-@pytest.mark.also_on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["portable", "fused"])
 def test_searching_and_training_run_on_the_device(dtype, layout, device):
@@ -145,7 +144,6 @@ def test_searching_and_training_run_on_the_device(dtype, layout, device):
     assert distill["history"][distill["kept"]]["held_out"] <= distill["history"][0]["held_out"]
 
 
-@pytest.mark.also_on_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_learning_lowers_the_loss(dtype, device):
     model, pattern = llama(dtype).to(device), NMPattern(2, 4)

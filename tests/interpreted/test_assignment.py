@@ -24,12 +24,12 @@ def check(score: Tensor, index: Tensor | None = None) -> Tensor:
     return check_assignment(score, assignment_triton(score) if index is None else index)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 33])
+@pytest.mark.parametrize("size", [1, 2, 7, 33])
 def test_random(size):
     check(torch.randn(1 if size > 16 else 2, size, size))
 
 
-@pytest.mark.parametrize("size", [64, 130])
+@pytest.mark.parametrize("size", [130])
 def test_large_blocks(size):
     """Scores that need few searches: the interpreter is slow."""
     score = torch.eye(size)[torch.randperm(size)] + 0.02 * torch.rand(size, size)
@@ -37,14 +37,12 @@ def test_large_blocks(size):
     check(score.unsqueeze(0))
 
 
-@pytest.mark.parametrize("size", [2, 7])
-def test_adversarial(size):
-    check(adversarial(size))
+def test_adversarial():
+    check(adversarial(4))
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3])
-def test_integers_with_many_ties(levels):
-    check(torch.randint(0, levels + 1, (2, 17, 17)).float())
+def test_integers_with_many_ties():
+    check(torch.randint(0, 3, (2, 17, 17)).float())
 
 
 @pytest.mark.parametrize("value", [0.0, -3.5, 3e38])
@@ -90,7 +88,7 @@ def test_blocks_come_back_in_their_order():
     assert torch.equal(assignment_triton(score).long(), index)
 
 
-@pytest.mark.parametrize("where", [(0, 0, 0), (2, 3, 1), (1, 0, 4)])
+@pytest.mark.parametrize("where", [(0, 0, 0), (2, 3, 1)])
 def test_nan_is_refused(where):
     score = torch.randn(3, 5, 5)
     score[where] = NAN

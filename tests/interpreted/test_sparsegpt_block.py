@@ -20,9 +20,9 @@ def close(found, expected):
 
 
 @pytest.mark.parametrize("config", kernels.CONFIGS, ids=str)
-@pytest.mark.parametrize(("kept", "group"), [(2, 4), (4, 8), (1, 2)])
-@pytest.mark.parametrize(("rows", "channels"), [(5, 16), (70, 8)])
-@pytest.mark.parametrize("chooses", [True, False])
+@pytest.mark.parametrize(
+    ("chooses", "rows", "channels", "kept", "group"), [(True, 5, 16, 4, 8), (True, 70, 8, 2, 4), (False, 5, 16, 1, 2)]
+)
 def test_the_pass_of_a_block(chooses, rows, channels, kept, group, config, monkeypatch):
     """No two scores are so close that rounding would choose; one of a group that is given may keep more or fewer."""
     monkeypatch.setattr(kernels, "config_for", lambda *_: config)

@@ -35,8 +35,7 @@ def check(left: SwapTerms, right: SwapTerms, layout: str = "rows") -> None:
     torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE, atol=TOLERANCE * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("number", range(len(file.CONFIGS)))
-@pytest.mark.parametrize("layout", ["rows", "positions", "mixed"])
+@pytest.mark.parametrize(("number", "layout"), enumerate(["rows", "positions", "mixed"]))
 def test_every_configuration_and_layout(number, layout, monkeypatch):
     poison(monkeypatch)
     monkeypatch.setattr(file, "config_for", lambda op, configs, shape, dtype: configs[number])
