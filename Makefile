@@ -64,8 +64,8 @@ AVX512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE
 numeric processors: export OMP_NUM_THREADS := 1
 
 # The tests that have told processors apart, on older ones.
-NUMERIC := $(addprefix tests/test_,mixed_precision.py processor.py distill.py fisher.py tune.py fitting.py \
-	refitting.py ranks.py statistics.py sparsegpt.py)
+NUMERIC := $(addsuffix .py,$(addprefix tests/test_, \
+	mixed_precision processor distill fisher tune fitting statistics sparsegpt))
 numeric: $(INSTALLED)
 	for limits in "$(NO_VECTORS)" "$(AVX2)"; do \
 		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) $(NUMERIC) || exit 1; \
