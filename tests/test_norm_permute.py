@@ -58,6 +58,7 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, offset: float, kind: s
     ],
 )
 def test_equals_the_module_bit_for_bit(cls, dtype, shape):
+    """By the same operations in the same order, then a gather."""
     norm, x, index = norm_of(cls, shape[-1], dtype), random(*shape, dtype=dtype), index_of(shape[-1])
     kind, offset = MODULES[cls]
     y = norm_permute(x, norm.weight, norm._parameters.get("bias"), index, EPS, offset, kind)

@@ -58,6 +58,7 @@ def run(model, steps: str, options: dict, **where):
 )
 @pytest.mark.slow(but=["llama_eager-refit"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
+    """To the bit: weights move, and every product is the same call."""
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)
     with PretendGpu().here():

@@ -35,6 +35,7 @@ from .rounding import assert_equal_but_for_rounding
     ],
 )
 def test_equals_the_dense_linear_bit_for_bit(pattern, dtype, lead):
+    """On a CPU it is the same call, with the weight unpacked."""
     weight = sparse(7, 3, pattern, dtype)
     channels = weight.shape[1]
     x, bias = torch.randn(*lead, channels, generator=rng(3)).to(dtype), torch.randn(7, generator=rng(4)).to(dtype)
