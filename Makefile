@@ -68,13 +68,13 @@ NUMERIC := $(addsuffix .py,$(addprefix tests/test_, \
 	mixed_precision processor distill fisher tune fitting statistics sparsegpt))
 numeric: $(INSTALLED)
 	for limits in "$(NO_VECTORS)" "$(AVX2)"; do \
-		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) $(NUMERIC) || exit 1; \
+		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --quick $(NUMERIC) || exit 1; \
 	done
 
-# All tests, on each processor and with two threads: two hours.
+# All tests, slow ones included, as on each of these processors and with two threads.
 processors: $(INSTALLED)
 	for limits in "$(NO_VECTORS)" "$(AVX2)" "$(AVX512)" OMP_NUM_THREADS=2; do \
-		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" || exit 1; \
+		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --slow -m "not soak" || exit 1; \
 	done
 
 # The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
