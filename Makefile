@@ -56,21 +56,26 @@ slow: $(INSTALLED)
 	$(BIN)/python -m pytest $(IN_TWO) --slow -m "slow and not soak"
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --slow -m slow tests/interpreted
 
-# The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
-NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \
-	tests/test_statistics.py tests/test_sparsegpt.py tests/test_fisher.py tests/test_search.py tests/test_learn.py \
-	tests/test_layer_calls.py tests/test_distill.py
-numeric: export OMP_NUM_THREADS := 1
-numeric: $(INSTALLED)
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" $(NUMERIC)
-	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" $(NUMERIC)
+# What holds here must hold on any processor. Torch, oneDNN and MKL choose their instructions each by themselves, so all
+# three are limited together. The last limit takes AMX and bfloat16 from a processor that has them.
+NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2
+AVX512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE
+numeric processors: export OMP_NUM_THREADS := 1
 
-# The quick tests with the instructions of other processors, and with two threads.
+# The tests that have told processors apart, on older ones.
+NUMERIC := $(addsuffix .py,$(addprefix tests/test_, \
+	mixed_precision processor distill fisher tune fitting statistics sparsegpt))
+numeric: $(INSTALLED)
+	for limits in "$(NO_VECTORS)" "$(AVX2)"; do \
+		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --quick $(NUMERIC) || exit 1; \
+	done
+
+# All tests, slow ones included, as on each of these processors and with two threads.
 processors: $(INSTALLED)
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(IN_TWO)
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(IN_TWO)
-	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(IN_TWO)
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+	for limits in "$(NO_VECTORS)" "$(AVX2)" "$(AVX512)" OMP_NUM_THREADS=2; do \
+		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --slow -m "not soak" || exit 1; \
+	done
 
 # The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
 # And every kernel is compiled with the oldest Triton that pyproject.toml admits, too.

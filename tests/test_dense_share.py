@@ -94,7 +94,7 @@ def test_what_an_update_leaves_of_the_scores(rows):
 
 
 def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
-    """A run that continues measures no shares, and its order must be the same."""
+    """A run that continues measures no shares, and its order must be the same: equal bits, by the same operations."""
     model, ids = zoo.build("llama"), Samples.of(zoo.token_ids(4, 12))
     plan = find_plan(model, TWO_FOUR)
     found, left = statistics_and_shares_left(model, plan, ids, 4, NoProgress(), MEMORY)

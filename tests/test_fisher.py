@@ -23,6 +23,7 @@ from . import zoo
 from .expert_stacks import unstacked
 from .kernel_inputs import TWO_FOUR
 from .learning import Counting, stop, unchanged
+from .rounding import assert_equal_but_for_rounding
 
 IDS = zoo.token_ids(5, 7)  # an odd number of logits and of hidden values per sequence
 SEED = 3
@@ -150,7 +151,7 @@ def test_an_expert_that_no_token_visits_has_no_information():
 @pytest.mark.parametrize(("name", "kind"), [("llama", "kl"), ("llama", "cosine"), ("gpt2", "kl")])
 @pytest.mark.slow
 def test_micro_batches_and_checkpointing_change_nothing(name, kind):
-    """To the bit, where the model computes the same: sums are in float64."""
+    """But for the last bit of float32, where the model is in float64, as the sums are."""
     model, plan = planned(name)
     model = model.double()
     expected = found(model, plan, kind, micro_batch_size=1, activation_checkpointing=False)
@@ -158,7 +159,7 @@ def test_micro_batches_and_checkpointing_change_nothing(name, kind):
         for checkpointing in (False, True):
             options = {"micro_batch_size": size, "activation_checkpointing": checkpointing}
             with unchanged(model):
-                assert_same(found(model, plan, kind, **options), expected, tolerance=0)
+                assert_same(found(model, plan, kind, **options), expected, torch.finfo(torch.float32).eps)
 
 
 def test_draws_follow_the_seed():
@@ -241,7 +242,7 @@ def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
         assert one[linear].shape == (IDS.numel(), fisher.row.numel())
         assert one[linear].dtype == torch.bfloat16
         torch.testing.assert_close(one[linear].float().square().sum(0), fisher.row.float(), rtol=0.05, atol=1e-6)
-        assert torch.equal(one[linear], other[linear])
+        assert_equal_but_for_rounding(one[linear], other[linear], roundings=1)
 
 
 @pytest.mark.slow

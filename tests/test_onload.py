@@ -88,6 +88,7 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
 )
 @pytest.mark.slow(but=["llama_eager-refit"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
+    """To the bit: weights move, and every product is the same call."""
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)
     with PretendGpu().here():
