@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 # The quick tests in two processes; beside them the linters, the type checker and Triton's interpreter in a third, whose
 # output follows at the end.
 test: $(INSTALLED)
-	@output=$$(mktemp); $(MAKE) --no-print-directory lint types interpreted >$$output 2>&1 & checks=$$!; \
+	@output=$$(mktemp); $(MAKE) -k --no-print-directory lint types interpreted >$$output 2>&1 & checks=$$!; \
 	$(MAKE) --no-print-directory unit; unit=$$?; wait $$checks; checks=$$?; cat $$output; rm $$output; \
 	exit $$((unit > checks ? unit : checks))
 
@@ -54,7 +54,6 @@ interpreted: $(INSTALLED)
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest $(IN_TWO) --slow -m "slow and not soak"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --slow -m slow tests/interpreted
 
 # The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
 NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \
