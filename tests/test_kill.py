@@ -168,7 +168,7 @@ def weights(place: Path) -> dict[str, bytes]:
     return {name: content for name, content in files(place / "out").items() if name.endswith(".safetensors")}
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soak):
     """2 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
     kills, chance = (50, random.Random(0)) if soak else (2, random.Random(1))
