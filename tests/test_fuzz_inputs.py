@@ -77,10 +77,6 @@ def load(trap: Trap, folder) -> PreTrainedModel:
     return model
 
 
-def load_and_plan(trap: Trap, folder) -> None:
-    plan_model(load(trap, folder), PLAN)
-
-
 def inspect(_trap: Trap, folder) -> None:
     plan_model(load_empty_model(Source(str(folder))), PLAN)
 
