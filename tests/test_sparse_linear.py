@@ -232,23 +232,6 @@ def test_what_cusparselt_takes(dtype, shape, device, there, fits, monkeypatch):
     assert cusparselt.supports(dtype, *shape, torch.device(device)) is fits
 
 
-def test_cusparselt_serves_the_gpu_that_a_thread_used_first(monkeypatch):
-    """A rank of a group works on any GPU; a thread that uses two gets it on one, a new thread may take the other."""
-    monkeypatch.setattr(cusparselt, "_THREAD", threading.local())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    first, second = torch.device("cuda", 1), torch.device("cuda", 0)
-    assert cusparselt.serves(first)
-    assert cusparselt.serves(second)
-    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=first))
-    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=second))
-    assert cusparselt.serves(first)
-    assert cusparselt.serves(torch.device("cuda"))
-    with pytest.warns(UserWarning, match="start a process for each GPU"):
-        assert not cusparselt.serves(second)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(cusparselt.serves, second).result()
-
-
 def test_a_route_is_decided_once(monkeypatch):
     """For each shape, and again where a choice is forced, or files of winners are read again."""
     routes = Routes(monkeypatch, weight := sparse(64, 8, TWO_FOUR, torch.bfloat16))
