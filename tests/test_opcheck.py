@@ -65,6 +65,7 @@ def strided(value: object) -> object:
     return value.mT.contiguous().mT if isinstance(value, Tensor) and value.dim() > 1 else value
 
 
+@pytest.mark.slow
 def test_every_operator_passes_opcheck():
     for operator, arguments in of_cases(torch.float32):
         torch.library.opcheck(operator, tuple(map(strided, arguments)))
