@@ -1,5 +1,6 @@
 """Every operator keeps torch's rules: schema, fake results, autograd, and what torch.compile makes of it."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
