@@ -1,9 +1,6 @@
 """The linear layer with a packed weight, and which way it takes on a GPU."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
