@@ -92,7 +92,11 @@ def planned(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", "kl"), ("gpt2", "kl"), ("bert_mlm", "kl"), ("bert", "cosine"), ("albert", "kl")]
+    ("name", "kind"),
+    [
+        *(("llama", "kl"), ("bert", "cosine")),
+        *(pytest.param(name, "kl", marks=pytest.mark.slow) for name in ("gpt2", "bert_mlm", "albert")),
+    ],
 )
 def test_rows_and_columns_are_those_of_plain_autograd(name, kind):
     model, plan = planned(name)
@@ -136,6 +140,7 @@ def test_experts_count_the_tokens_that_come_to_them(name):
         assert len({mine[name].tokens for name in experts}) > 1
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_token_visits_has_no_information():
     model, plan = planned("mixtral")
     mine = found(model, plan, ids=IDS[:1, :1])

@@ -218,6 +218,7 @@ def test_a_norm_that_runs_twice_is_not_fused():
     assert zoo.difference(before, zoo.outputs(model, zoo.token_ids())) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_saved_fused_model_needs_permtriton(tmp_path):
     """A plain checkpoint cannot hold a gather, so the saved config must require permtriton."""
     _, result = case_of("llama learned")

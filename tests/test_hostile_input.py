@@ -104,7 +104,7 @@ CONFIGS: dict[str, tuple[Damage, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("command", ["compile", "inspect"])
+@pytest.mark.parametrize("command", ["compile", pytest.param("inspect", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_configs(desk, tmp_path, case, command):
     damage, words = CONFIGS[case]

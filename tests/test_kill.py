@@ -212,6 +212,7 @@ def test_a_signal_to_end_is_taken_as_an_interruption(compilations, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=lambda kind: kind.name)
+@pytest.mark.slow
 def test_a_signal_inside_a_finalizer_is_not_lost(kind):
     """Python drops every exception there."""
     done = subprocess.run(

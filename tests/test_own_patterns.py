@@ -130,7 +130,11 @@ def test_experts_of_one_parameter_have_one_pattern():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout"), [("mask", "fused"), ("refit", "portable"), ("values", "portable"), ("learned", "portable")]
+    ("recipe", "layout"),
+    [
+        ("mask", "fused"),
+        *(pytest.param(recipe, "portable", marks=pytest.mark.slow) for recipe in ("refit", "values", "learned")),
+    ],
 )
 def test_every_recipe_keeps_them(recipe, layout):
     found = compiled(layout, recipe)

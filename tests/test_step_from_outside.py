@@ -140,6 +140,7 @@ def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
     assert "my_steps.py:Relative" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compare_takes_lists_of_steps(relative, here):
     text = {"calibration": "text.txt", "samples": 2, "sequence_length": 16, "eval_data": "text.txt"}
     methods = ["magnitude", [Heuristic(), relative(power=0.5)], [relative()]]

@@ -114,7 +114,10 @@ def described(value: object) -> object:
     return repr(value) if isinstance(value, int | float | str | bool | torch.dtype | None) else id(value)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gpt2", "fused"), ("mixtral", "portable"), ("paligemma", "portable")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("gpt2", "fused"), *(pytest.param(name, "portable", marks=pytest.mark.slow) for name in ("mixtral", "paligemma"))],
+)
 def test_planning_leaves_the_model_as_it_is(name, layout):
     builders = {**zoo.ARCHITECTURES, **zoo.MIXTURES, **off_path.MODELS}
     torch.manual_seed(0)
