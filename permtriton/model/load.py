@@ -380,7 +380,7 @@ def _model_class(source: Source, config: Any) -> Any:
             f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
         )
     with reading(f"{source.name}: its class {shown(names[0])} cannot be imported", ModelError):
-        model_class = getattr(transformers, names[0], None)
+        model_class: Any = getattr(transformers, names[0], None)
         if model_class is None and source.trust_remote_code:
             model_class = _remote_class(config, names[0], source)
     is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
