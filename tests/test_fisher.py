@@ -113,6 +113,7 @@ def _within(segments) -> Tensor:
     return torch.cat([end - size + torch.randperm(size) for end, size in zip(ends, segments, strict=True)])
 
 
+@pytest.mark.slow
 def test_columns_are_in_the_order_of_the_weight_where_a_linear_gathers():
     model = zoo.build("phi")
     plan = find_plan(model, TWO_FOUR, layout="fused", o_proj="free")
@@ -213,6 +214,7 @@ class Toy(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["kl", "cosine"])
+@pytest.mark.slow
 def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
     """Over many draws for one token, where rows and columns are independent: by how much removing a weight costs."""
     model, ids = Toy(), torch.full((40, 1000), 2)
@@ -261,6 +263,7 @@ def test_a_model_that_computes_the_gradients_of_its_layers_itself_is_refused():
         compile_model(model, None, config, ids=ids)
 
 
+@pytest.mark.slow
 def test_linears_without_a_gradient_have_no_output_gradients():
     """Such as those of the indexer of DeepSeek-V3.2, whose results only choose tokens."""
     model = zoo.build("llama")

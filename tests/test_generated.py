@@ -235,6 +235,7 @@ def test_an_interrupted_compilation_continues_with_the_same_text(tmp_path, monke
         assert torch.equal(tensor, again.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_text_of_another_run_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     compiled("mask,distill", resume_path=path)
@@ -263,6 +264,7 @@ def test_damaged_text_is_refused(tmp_path):
 # -- without a text ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_a_text_masks_alone_are_possible():
     found = compiled("heuristic,mask", None, None, calibration="none", generated=8, sequence_length=10)
     assert found.report["calibration"]["shape"] == [8, 10]

@@ -379,6 +379,7 @@ def test_an_expression_that_took_exponential_time_is_refused(desk, option):
     assert time.process_time() - started < 20
 
 
+@pytest.mark.slow
 def test_an_expression_that_takes_too_long_is_refused(desk, monkeypatch):
     def match(*_arguments: object, **_options: object) -> None:
         raise TimeoutError

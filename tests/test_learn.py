@@ -44,6 +44,7 @@ def test_indices_are_permutations_inside_their_blocks(problem):
             assert is_permutation(index[start : start + size] - start)
 
 
+@pytest.mark.slow
 def test_other_patterns_and_block_sizes():
     other = Problem(plant(tiny()), NMPattern(4, 8))
     result = other.learn(replace(QUICK, block_size=8, epochs=1, keep="last", init="random"))

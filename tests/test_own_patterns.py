@@ -78,6 +78,7 @@ def test_the_first_that_names_a_linear_counts():
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_is_refused(pattern, words):
     with pytest.raises(ConfigError, match=words):
         find_plan(zoo.build("llama"), TWO_FOUR, pattern=[pattern])
@@ -183,6 +184,7 @@ def test_training_keeps_them(tmp_path):
     assert export(tmp_path / "trained", tmp_path / "packed")["weights"] == 14
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_refused(tmp_path):
     plain = compiled().save_pretrained(tmp_path / "plain")
     folders.edit_json(plain / "permtriton.json", lambda record: record["patterns"].update({f"{DOWN}.weight": "2:4"}))

@@ -42,7 +42,7 @@ def pruned(problem: Problem, step: str, progress=None, state=None) -> tuple[dict
     ("name", "step"),
     [
         ("llama", "refit"),
-        ("experts", "sparsegpt"),
+        pytest.param("experts", "sparsegpt", marks=pytest.mark.slow),
         pytest.param("half precision", "refit", marks=pytest.mark.slow),
         pytest.param("transposed weights", "refit", marks=pytest.mark.slow),
     ],

@@ -218,6 +218,7 @@ def weights_of(found) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_recipe_with_refit_is_proved_and_reported():
     found = compiled("heuristic,refit", layout="fused")
     assert found.report["proof"]["lowered_graph"] == "same outputs"

@@ -95,6 +95,7 @@ def test_labels_are_read_from_every_kind_of_data(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_both_models_read_the_text_that_the_dense_one_writes():
     model, dense = changed("whisper")
     written = arguments_of(dense, {"input_features": SOUND})

@@ -69,6 +69,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_compiles_without_a_break(dynamic):
     (values, positions), index = pack(sparse(5, 3, TWO_FOUR), TWO_FOUR), index_of(12)
 
