@@ -21,6 +21,7 @@ def test_a_fold_names_every_parameter_that_moves():
     assert down.edits == (*down.columns, *down.upstream)
 
 
+@pytest.mark.slow
 def test_a_space_that_stays_says_why():
     case = compiled("bert", "portable")
     reports = [permutation_report(case.plan, space) for space in case.plan.spaces]

@@ -114,6 +114,7 @@ def test_a_model_whose_channels_may_not_move_is_a_clear_error():
 # -- the same seed, the same result --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything(problem):
     runs = [problem.learn(replace(QUICK, init="random", keep="last"), seed) for seed in (3, 3, 4)]
     assert same_history(runs[0], runs[1])

@@ -24,6 +24,7 @@ def test_the_model_comes_back_unchanged_after_an_error(problem, error, at):
         problem.learn(progress=Counting(at, stop(error)))
 
 
+@pytest.mark.slow
 def test_parameters_keep_their_order():
     """Optimizer states are matched to parameters by order."""
     fresh = Problem(plant(tiny()))

@@ -112,6 +112,7 @@ def test_transposed_weights_and_stacks_of_experts(name, tmp_path):
     assert not folders.differing(folders.state(folders.load(plain)), folders.state(folders.load(tmp_path / "packed")))
 
 
+@pytest.mark.slow
 def test_a_group_that_does_not_fit_its_linear():
     with pytest.raises(ModelError, match=r"down_proj.* not a multiple of 11 \(3:11 sparsity\)"):
         find_plan(zoo.build("llama"), TWO_FOUR, pattern=["*.down_proj=3:11"])

@@ -123,6 +123,7 @@ def test_its_score_decides(relative):
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
     """compile and compare take it where they take the name of a step; a file of options holds its options."""
     (here / "my_steps.py").write_text(EXAMPLE.read_text(encoding="utf-8"))

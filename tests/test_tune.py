@@ -238,6 +238,7 @@ def test_a_weight_that_would_be_rounded_to_zero_keeps_its_value():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert_mlm"])
+@pytest.mark.slow
 def test_architectures(name):
     """Weights stored the other way round; heads with a norm and a bias, which stay; biases and norms of all kinds."""
     model, plan = zoo.planned(name)
