@@ -1,5 +1,7 @@
 """Where each permutation ends up, and that graph and modules move the same parameters with it."""
 
+import pytest
+
 from permtriton.checkpoint.plan_entries import permutation_report
 from permtriton.passes.edits import moves_of
 
