@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 # The quick tests in two processes; beside them the linters, the type checker and Triton's interpreter in a third, whose
 # output follows at the end.
 test: $(INSTALLED)
-	@output=$$(mktemp); $(MAKE) --no-print-directory lint types interpreted >$$output 2>&1 & checks=$$!; \
+	@output=$$(mktemp); $(MAKE) -k --no-print-directory lint types interpreted >$$output 2>&1 & checks=$$!; \
 	$(MAKE) --no-print-directory unit; unit=$$?; wait $$checks; checks=$$?; cat $$output; rm $$output; \
 	exit $$((unit > checks ? unit : checks))
 
@@ -54,7 +54,6 @@ interpreted: $(INSTALLED)
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest $(IN_TWO) --slow -m "slow and not soak"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --slow -m slow tests/interpreted
 
 # What holds here must hold on any processor. Torch, oneDNN and MKL choose their instructions each by themselves, so all
 # three are limited together. The last limit takes AMX and bfloat16 from a processor that has them.
@@ -82,6 +81,7 @@ processors: $(INSTALLED)
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) $(OLDEST)/.installed slow processors
 	$(BIN)/python -m pytest $(IN_TWO) --soak -m soak -o faulthandler_timeout=0
+	$(BIN)/python -m pytest $(IN_TWO) --soak -o faulthandler_timeout=0 tests/test_kill.py tests/test_fuzz_inputs.py
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_compile_check.py -k every_kernel_compiles -o faulthandler_timeout=0
 
 $(OLDEST)/.installed: pyproject.toml $(INSTALLED)

@@ -36,6 +36,7 @@ def sizes(model: torch.nn.Module, names: list[str]) -> int:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.9])
+@pytest.mark.slow
 def test_the_share_is_not_exceeded(share):
     model = zoo.build("llama")
     plan, importances, rows = alike(model)
@@ -106,6 +107,7 @@ def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
     assert left.keys() == {name for _, name in plan.linears()}
 
 
+@pytest.mark.slow
 def test_units_decide_nothing():
     """A power of 2 that moves from one linear to the next changes no output, and so no choice."""
 

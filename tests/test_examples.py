@@ -51,6 +51,7 @@ def test_a_model_end_to_end(here, capsys):
     )
 
 
+@pytest.mark.slow
 def test_publishing(here, capsys):
     run("publish.py", "model", "me/model-2of4", "--eval-data", "text.txt", *QUICK)
     assert [call[:2] for call in Hub.calls] == [("me/model-2of4", True), ("me/model-2of4-packed", True)]

@@ -93,7 +93,11 @@ def planned(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", "kl"), ("gpt2", "kl"), ("bert_mlm", "kl"), ("bert", "cosine"), ("albert", "kl")]
+    ("name", "kind"),
+    [
+        *(("llama", "kl"), ("bert", "cosine")),
+        *(pytest.param(name, "kl", marks=pytest.mark.slow) for name in ("gpt2", "bert_mlm", "albert")),
+    ],
 )
 def test_rows_and_columns_are_those_of_plain_autograd(name, kind):
     model, plan = planned(name)
@@ -110,6 +114,7 @@ def _within(segments) -> Tensor:
     return torch.cat([end - size + torch.randperm(size) for end, size in zip(ends, segments, strict=True)])
 
 
+@pytest.mark.slow
 def test_columns_are_in_the_order_of_the_weight_where_a_linear_gathers():
     model = zoo.build("phi")
     plan = find_plan(model, TWO_FOUR, layout="fused", o_proj="free")
@@ -137,6 +142,7 @@ def test_experts_count_the_tokens_that_come_to_them(name):
         assert len({mine[name].tokens for name in experts}) > 1
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_token_visits_has_no_information():
     model, plan = planned("mixtral")
     mine = found(model, plan, ids=IDS[:1, :1])
@@ -209,6 +215,7 @@ class Toy(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["kl", "cosine"])
+@pytest.mark.slow
 def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
     """Over many draws for one token, where rows and columns are independent: by how much removing a weight costs."""
     model, ids = Toy(), torch.full((40, 1000), 2)
@@ -257,6 +264,7 @@ def test_a_model_that_computes_the_gradients_of_its_layers_itself_is_refused():
         compile_model(model, None, config, ids=ids)
 
 
+@pytest.mark.slow
 def test_linears_without_a_gradient_have_no_output_gradients():
     """Such as those of the indexer of DeepSeek-V3.2, whose results only choose tokens."""
     model = zoo.build("llama")

@@ -16,7 +16,10 @@ from . import off_path, zoo
 from .rounding import assert_equal_but_for_rounding
 
 
-@pytest.fixture(scope="module", params=["llama_tied", "gemma2", "gpt2", "bert_mlm"])
+@pytest.fixture(
+    scope="module",
+    params=["llama_tied", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bert_mlm"))],
+)
 def traced(request) -> tuple[nn.Module, Traced]:
     model = zoo.build(request.param)
     return model, trace(model)
@@ -104,6 +107,7 @@ def test_buffers_and_constants_are_attributes():
     assert {"kept", "unsaved"} < set(readers(graph_module))
 
 
+@pytest.mark.slow
 def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_no_output():
     sizes = {"vocab_size": zoo.VOCABULARY, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_hidden_layers": 1}
     with torch.device("meta"):
