@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 # The quick tests in two processes; beside them the linters, the type checker and Triton's interpreter in a third, whose
 # output follows at the end.
 test: $(INSTALLED)
-	@output=$$(mktemp); $(MAKE) --no-print-directory lint types interpreted >$$output 2>&1 & checks=$$!; \
+	@output=$$(mktemp); $(MAKE) -k --no-print-directory lint types interpreted >$$output 2>&1 & checks=$$!; \
 	$(MAKE) --no-print-directory unit; unit=$$?; wait $$checks; checks=$$?; cat $$output; rm $$output; \
 	exit $$((unit > checks ? unit : checks))
 
@@ -54,29 +54,34 @@ interpreted: $(INSTALLED)
 # The tests marked slow: further models, dtypes and processes of what faster tests hold.
 slow: $(INSTALLED)
 	$(BIN)/python -m pytest $(IN_TWO) --slow -m "slow and not soak"
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(IN_TWO) --slow -m slow tests/interpreted
 
-# The tests of numbers with other instructions than this machine's: what holds here must hold on any processor.
-NUMERIC := tests/test_ranks.py tests/test_fitting.py tests/test_refitting.py tests/test_kept_outputs.py \
-	tests/test_statistics.py tests/test_sparsegpt.py tests/test_fisher.py tests/test_search.py tests/test_learn.py \
-	tests/test_layer_calls.py tests/test_distill.py
-numeric: export OMP_NUM_THREADS := 1
+# What holds here must hold on any processor. Torch, oneDNN and MKL choose their instructions each by themselves, so all
+# three are limited together. The last limit takes AMX and bfloat16 from a processor that has them.
+NO_VECTORS := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2
+AVX512 := ONEDNN_MAX_CPU_ISA=AVX512_CORE
+numeric processors: export OMP_NUM_THREADS := 1
+
+# The tests that have told processors apart, on older ones.
+NUMERIC := $(addsuffix .py,$(addprefix tests/test_, \
+	mixed_precision processor distill fisher tune fitting statistics sparsegpt))
 numeric: $(INSTALLED)
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" $(NUMERIC)
-	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(IN_TWO) --soak -m "not soak" $(NUMERIC)
+	for limits in "$(NO_VECTORS)" "$(AVX2)"; do \
+		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --quick $(NUMERIC) || exit 1; \
+	done
 
-# The quick tests with the instructions of other processors, and with two threads.
+# All tests, slow ones included, as on each of these processors and with two threads.
 processors: $(INSTALLED)
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(IN_TWO)
-	OMP_NUM_THREADS=1 ATEN_CPU_CAPABILITY=avx2 $(BIN)/python -m pytest $(IN_TWO)
-	OMP_NUM_THREADS=1 MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest $(IN_TWO)
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest
+	for limits in "$(NO_VECTORS)" "$(AVX2)" "$(AVX512)" OMP_NUM_THREADS=2; do \
+		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --slow -m "not soak" || exit 1; \
+	done
 
 # The tests that try many random cases, with many more of them: kills at random moments, damaged files. Takes hours.
 # And every kernel is compiled with the oldest Triton that pyproject.toml admits, too.
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) $(OLDEST)/.installed slow processors
 	$(BIN)/python -m pytest $(IN_TWO) --soak -m soak -o faulthandler_timeout=0
+	$(BIN)/python -m pytest $(IN_TWO) --soak -o faulthandler_timeout=0 tests/test_kill.py tests/test_fuzz_inputs.py
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_compile_check.py -k every_kernel_compiles -o faulthandler_timeout=0
 
 $(OLDEST)/.installed: pyproject.toml $(INSTALLED)

@@ -41,8 +41,8 @@ def main(words: list[str] | None = None) -> None:
     permtriton.export(output, packed, format="packed", overwrite=True)
     again = AutoModelForCausalLM.from_pretrained(packed)  # needs import permtriton
     with torch.no_grad():
-        same = torch.equal(again(**prompt).logits, pruned(**prompt).logits)
-    print(f"{packed} gives {'the same logits' if same else 'other logits'}")
+        difference = (again(**prompt).logits - pruned(**prompt).logits).abs().max()
+    print(f"logits of {packed} differ by at most {difference:.1g}")  # on a GPU, other kernels round otherwise
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers import PreTrainedModel
 
@@ -31,7 +31,7 @@ from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import path_of, real_path
 from permtriton.util.sparsity import NMPattern
 
-Model = PreTrainedModel | str | Path
+Model: TypeAlias = PreTrainedModel | str | Path
 
 
 @asking_with_options(Asked)

@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before the client of the hub reads it; a t
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run what is marked slow, too (`make slow`)")
+    parser.addoption("--quick", action="store_true", help="leave it out of files that are named, too (`make numeric`)")
     parser.addoption("--soak", action="store_true", help="and try many more random cases (`make soak`)")
 
 
@@ -24,12 +25,13 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Leaves out what is marked slow, or of its cases those that the mark says; nothing with --slow.
 
-    A file or a test that is named in the command runs whole.
+    A file or a test that is named in the command runs whole, unless --quick is given.
     """
     _check_named_cases(items, whole=not any("::" in argument for argument in config.args))
     if config.getoption("--slow") or config.getoption("--soak"):
         return
-    named = {Path(config.invocation_params.dir, argument.split("::")[0]) for argument in config.args}
+    files = [] if config.getoption("--quick") else config.args
+    named = {Path(config.invocation_params.dir, argument.split("::")[0]) for argument in files}
     left_out = [item for item in items if _is_slow(item) and item.path not in named]
     kept = set(items) - set(left_out)
     items[:] = [item for item in items if item in kept]

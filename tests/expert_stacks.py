@@ -19,7 +19,7 @@ from . import zoo
 PATTERN = NMPattern(2, 4)
 EXPERTS = 5
 NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
-plain = pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+plain = pytest.mark.parametrize("name", ["mixtral", pytest.param("qwen2_moe", marks=pytest.mark.slow)])
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from .learning import problem  # noqa: F401 (fixture of the tests of learning)
 
 @pytest.fixture(scope="session")
 def soak(request) -> bool:
-    """Whether tests of random cases try many of them: kills, damaged files. Mark such tests with `pytest.mark.soak`."""
+    """Whether tests of random cases try many of them: kills, damaged files."""
     return request.config.getoption("--soak")
 
 

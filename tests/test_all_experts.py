@@ -117,6 +117,7 @@ def test_the_statistics_are_those_of_all_tokens():
             assert (found[True][site.name] >= found[False][site.name]).all()
 
 
+@pytest.mark.slow
 def test_it_needs_experts():
     with pytest.raises(permtriton.PermTritonError, match="has no effect on a LlamaForCausalLM"):
         permtriton.compile(zoo.build("llama"), data=zoo.token_ids(), recipe="mask", calibrate_all_experts=True)

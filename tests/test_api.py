@@ -122,7 +122,7 @@ PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pre
 LONG_EXAMPLES = {"compile", "KeepPattern", "inspect", "dry_run", "CompiledModel.push_to_hub"}  # the pages show the same
 
 
-@pytest.mark.slow(only=["compare", *LONG_EXAMPLES])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_described_and_their_examples_run(here, name):
     value = permtriton

@@ -14,7 +14,8 @@ from permtriton.util.permutation import compose, inverse
 from . import zoo
 from .zoo import fold
 
-ARCHITECTURES = zoo.TELLING
+QUICK = ("llama", "phi3", "gpt2", "bert_mlm")
+ARCHITECTURES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in zoo.TELLING]
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:

@@ -60,7 +60,9 @@ def compiled_with(name: str, **options: object) -> CompiledModel:
     return compiled_model(zoo.build(name), **options)
 
 
-@pytest.fixture(scope="module", params=["llama_eager", "gpt2"])  # other classes: test_zoo.py
+@pytest.fixture(
+    scope="module", params=["llama_eager", pytest.param("gpt2", marks=pytest.mark.slow)]
+)  # other classes: test_zoo.py
 def case(request, tmp_path_factory) -> Case:
     compiled = compiled_with(request.param, **LEARN)
     path = compiled.save_pretrained(tmp_path_factory.mktemp("models") / request.param)

@@ -57,6 +57,7 @@ def test_targets_among_which_some_stay_dense():
         ("Linear", "no linear layer of this model can be pruned"),  # the name of a class
     ],
 )
+@pytest.mark.slow
 def test_patterns_that_name_everything(pattern, words):
     with pytest.raises((ConfigError, ModelError), match=words):
         find_plan(zoo.build("llama"), TWO_FOUR, ignore=[pattern])

@@ -129,6 +129,7 @@ def test_compile_prints_tables(desk):
         assert word in result.stdout
 
 
+@pytest.mark.slow
 def test_inspect_needs_no_weights(desk, tmp_path):
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     (model / "model.safetensors").unlink()

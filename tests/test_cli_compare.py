@@ -84,7 +84,7 @@ def test_the_file_has_what_is_printed(desk, tasks):
     [
         (("--seeds", "a"), ["seeds 'a'", "0,1,2"]),
         (("--seeds", "-1"), ["seeds '-1'"]),
-        (("--methods", "fancy"), ["'fancy'", "magnitude, wanda"]),
+        (("--methods", "fancy"), ["'fancy'", "permtriton compare --help"]),
         (("--eval-data", "none"), ["nothing to compare on"]),
         (("--output", "no/such/report.json"), ["no/such"]),
         (("--output", "report.pdf"), [".pdf", "expected .json"]),

@@ -49,6 +49,7 @@ def test_another_run_is_refused_until_it_restarts(desk, interrupted):
     assert [path.name for path in desk.folder.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch):
     run_identity = identity.run_identity
 
@@ -188,6 +189,7 @@ def test_weights_that_change_while_they_are_read(desk, model, monkeypatch, chang
 
 
 @pytest.mark.parametrize("change", [flip, replace])
+@pytest.mark.slow
 def test_weights_that_change_while_they_are_pruned(desk, model, monkeypatch, change):
     """They are mapped from the file: what writes to it writes to the model. A file that is replaced stays mapped."""
     original = job.compile_given

@@ -101,6 +101,7 @@ def test_a_flag_can_turn_off_what_a_file_or_a_protocol_turns_on():
         RuntimeError("a bug"),
     ],
 )
+@pytest.mark.slow
 def test_out_of_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, error):
     running_raises(monkeypatch, error)
     if "a bug" not in str(error):

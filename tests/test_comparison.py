@@ -176,6 +176,7 @@ def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatc
     assert results[1].spread > 0
 
 
+@pytest.mark.slow
 def test_encoders_are_compared_by_the_cosine():
     benchmark = Benchmark(zoo.build("bert"), None, zoo.token_ids(3, 12))
     results = compare(benchmark, method_rows(given(), ("wanda",), ()), ids=zoo.token_ids(4, 16))
@@ -311,6 +312,7 @@ def test_what_decides_a_row_is_in_its_key(model, stored_rows, compiled):
     assert compilations("magnitude", first, sparsity="4:8") == 1
 
 
+@pytest.mark.slow
 def test_the_report_has_what_each_row_ran_with(model):
     benchmark = Benchmark(model, None, WINDOWS)
     results = compare(benchmark, method_rows(given(), ("fast", "heuristic + refit"), ()), ids=IDS)

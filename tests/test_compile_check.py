@@ -179,6 +179,7 @@ class TestDefaultLaunchesOfNmMask:
     """What runs without autotuning is a default build, which the check holds to be free of spills."""
 
     @pytest.mark.parametrize("row_major", [False, True])
+    @pytest.mark.slow
     def test_forward(self, group, dtype, row_major):
         weight, channels = torch.zeros(32, 4 * group, dtype=dtype), torch.arange(4 * group)
         weight = weight if row_major else weight.t().contiguous().t()
@@ -190,6 +191,7 @@ class TestDefaultLaunchesOfNmMask:
         assert tile_of(launches[0]) in default_tiles(launches[0])
 
     @pytest.mark.parametrize(("size", "rows"), [(16, 33), (48, 32), (256, 33)])
+    @pytest.mark.slow
     def test_backward(self, group, dtype, size, rows):
         size = -(-size // group) * group
         weight = torch.zeros(size, rows, dtype=dtype).t()

@@ -36,6 +36,7 @@ def sizes(model: torch.nn.Module, names: list[str]) -> int:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 0.9])
+@pytest.mark.slow
 def test_the_share_is_not_exceeded(share):
     model = zoo.build("llama")
     plan, importances, rows = alike(model)
@@ -94,7 +95,7 @@ def test_what_an_update_leaves_of_the_scores(rows):
 
 
 def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
-    """A run that continues measures no shares, and its order must be the same."""
+    """A run that continues measures no shares, and its order must be the same: equal bits, by the same operations."""
     model, ids = zoo.build("llama"), Samples.of(zoo.token_ids(4, 12))
     plan = find_plan(model, TWO_FOUR)
     found, left = statistics_and_shares_left(model, plan, ids, 4, NoProgress(), MEMORY)
@@ -106,6 +107,7 @@ def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
     assert left.keys() == {name for _, name in plan.linears()}
 
 
+@pytest.mark.slow
 def test_units_decide_nothing():
     """A power of 2 that moves from one linear to the next changes no output, and so no choice."""
 

@@ -84,6 +84,7 @@ def test_every_recipe_gives_other_bytes(runs):
     assert len({(runs[0] / name / "model.safetensors").read_bytes() for name in RECIPES}) == len(RECIPES)
 
 
+@pytest.mark.slow
 def test_micro_batches_change_no_bit(monkeypatch):
     """Nor how many samples a pass without gradients takes; in float64, so that the model computes the same."""
     options = {"heuristic_row_weights": "fisher", "refit_iterations": 1}

@@ -70,6 +70,7 @@ def test_every_promise_names_its_tests(page):
     assert [name for names in named for name in names if f"\ndef {name}(" not in sources] == []
 
 
+@pytest.mark.slow
 def test_every_entry_of_a_record_is_on_the_page(tmp_path):
     """And of the quantization config; what no folder may hold is on neither table."""
     config = permtriton.config_from({"importance": "magnitude", "layout": "fused"}, "heuristic,mask")

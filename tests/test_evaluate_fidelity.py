@@ -81,6 +81,7 @@ def test_the_hidden_state_is_the_last_one_and_no_hook_stays(name):
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_permuted_stream_is_compared_in_the_dense_order():
     dense, plan = zoo.planned("llama")
     model = zoo.build("llama")

@@ -44,13 +44,14 @@ def test_a_model_end_to_end(here, capsys):
     printed = capsys.readouterr().out
     assert "perplexity" in printed
     assert "KL" in printed
-    assert "pruned-2of4-packed gives the same logits" in printed
+    assert float(printed.split("logits of pruned-2of4-packed differ by at most ")[1].split()[0]) < 1e-4
     packed = AutoModelForCausalLM.from_pretrained(here / "pruned-2of4-packed")
     assert all(
         (w.view(-1, 4) != 0).sum(1).max() == 2 for n, w in packed.named_parameters() if n.endswith("proj.weight")
     )
 
 
+@pytest.mark.slow
 def test_publishing(here, capsys):
     run("publish.py", "model", "me/model-2of4", "--eval-data", "text.txt", *QUICK)
     assert [call[:2] for call in Hub.calls] == [("me/model-2of4", True), ("me/model-2of4-packed", True)]

@@ -33,6 +33,7 @@ def starve(model, number: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_statistics_are_of_what_each_expert_reads():
     model, plan = unstacked("mixtral")
     ids = zoo.token_ids(4)
@@ -53,6 +54,7 @@ def test_statistics_are_of_what_each_expert_reads():
             assert torch.allclose(norms[site.name], (expected.square().sum(0) / 4).sqrt(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_pass_ends_where_every_site_was_seen():
     model, plan = unstacked("mixtral")
     starve(model, 2)
@@ -63,6 +65,7 @@ def test_a_pass_ends_where_every_site_was_seen():
 
 
 @pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.slow
 def test_an_expert_that_no_token_reaches_is_scored_by_size(number):
     model, plan = unstacked("mixtral")
     starve(model, number)

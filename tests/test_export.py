@@ -71,6 +71,7 @@ def test_a_model_that_cannot_be_loaded_to_compare_is_exported_all_the_same(sourc
     assert "not fit into memory" in export(source, tmp_path / "again")["reloaded"]
 
 
+@pytest.mark.slow(but=["gpt2-pattern0"])
 @pytest.mark.parametrize(
     ("architecture", "pattern"),
     [

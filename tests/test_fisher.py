@@ -23,6 +23,7 @@ from . import zoo
 from .expert_stacks import unstacked
 from .kernel_inputs import TWO_FOUR
 from .learning import Counting, stop, unchanged
+from .rounding import assert_equal_but_for_rounding
 
 IDS = zoo.token_ids(5, 7)  # an odd number of logits and of hidden values per sequence
 SEED = 3
@@ -92,7 +93,11 @@ def planned(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("llama", "kl"), ("gpt2", "kl"), ("bert_mlm", "kl"), ("bert", "cosine"), ("albert", "kl")]
+    ("name", "kind"),
+    [
+        *(("llama", "kl"), ("bert", "cosine")),
+        *(pytest.param(name, "kl", marks=pytest.mark.slow) for name in ("gpt2", "bert_mlm", "albert")),
+    ],
 )
 def test_rows_and_columns_are_those_of_plain_autograd(name, kind):
     model, plan = planned(name)
@@ -109,6 +114,7 @@ def _within(segments) -> Tensor:
     return torch.cat([end - size + torch.randperm(size) for end, size in zip(ends, segments, strict=True)])
 
 
+@pytest.mark.slow
 def test_columns_are_in_the_order_of_the_weight_where_a_linear_gathers():
     model = zoo.build("phi")
     plan = find_plan(model, TWO_FOUR, layout="fused", o_proj="free")
@@ -136,6 +142,7 @@ def test_experts_count_the_tokens_that_come_to_them(name):
         assert len({mine[name].tokens for name in experts}) > 1
 
 
+@pytest.mark.slow
 def test_an_expert_that_no_token_visits_has_no_information():
     model, plan = planned("mixtral")
     mine = found(model, plan, ids=IDS[:1, :1])
@@ -150,7 +157,7 @@ def test_an_expert_that_no_token_visits_has_no_information():
 @pytest.mark.parametrize(("name", "kind"), [("llama", "kl"), ("llama", "cosine"), ("gpt2", "kl")])
 @pytest.mark.slow
 def test_micro_batches_and_checkpointing_change_nothing(name, kind):
-    """To the bit, where the model computes the same: sums are in float64."""
+    """But for the last bit of float32, where the model is in float64, as the sums are."""
     model, plan = planned(name)
     model = model.double()
     expected = found(model, plan, kind, micro_batch_size=1, activation_checkpointing=False)
@@ -158,7 +165,7 @@ def test_micro_batches_and_checkpointing_change_nothing(name, kind):
         for checkpointing in (False, True):
             options = {"micro_batch_size": size, "activation_checkpointing": checkpointing}
             with unchanged(model):
-                assert_same(found(model, plan, kind, **options), expected, tolerance=0)
+                assert_same(found(model, plan, kind, **options), expected, torch.finfo(torch.float32).eps)
 
 
 def test_draws_follow_the_seed():
@@ -208,6 +215,7 @@ class Toy(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["kl", "cosine"])
+@pytest.mark.slow
 def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
     """Over many draws for one token, where rows and columns are independent: by how much removing a weight costs."""
     model, ids = Toy(), torch.full((40, 1000), 2)
@@ -241,7 +249,7 @@ def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
         assert one[linear].shape == (IDS.numel(), fisher.row.numel())
         assert one[linear].dtype == torch.bfloat16
         torch.testing.assert_close(one[linear].float().square().sum(0), fisher.row.float(), rtol=0.05, atol=1e-6)
-        assert torch.equal(one[linear], other[linear])
+        assert_equal_but_for_rounding(one[linear], other[linear], roundings=1)
 
 
 @pytest.mark.slow
@@ -256,6 +264,7 @@ def test_a_model_that_computes_the_gradients_of_its_layers_itself_is_refused():
         compile_model(model, None, config, ids=ids)
 
 
+@pytest.mark.slow
 def test_linears_without_a_gradient_have_no_output_gradients():
     """Such as those of the indexer of DeepSeek-V3.2, whose results only choose tokens."""
     model = zoo.build("llama")

@@ -14,6 +14,7 @@ from . import zoo
 from .kernel_inputs import TWO_FOUR
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_an_output_keeps_its_order_and_the_rest_moves():
     plan = zoo.planned("bert")[1]
     assert {space.name: bool(space.frozen) for space in plan.spaces} == {

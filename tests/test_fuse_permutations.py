@@ -1,5 +1,7 @@
 """Where each permutation ends up, and that graph and modules move the same parameters with it."""
 
+import pytest
+
 from permtriton.checkpoint.plan_entries import permutation_report
 from permtriton.passes.edits import moves_of
 
@@ -21,6 +23,7 @@ def test_a_fold_names_every_parameter_that_moves():
     assert down.edits == (*down.columns, *down.upstream)
 
 
+@pytest.mark.slow
 def test_a_space_that_stays_says_why():
     case = compiled("bert", "portable")
     reports = [permutation_report(case.plan, space) for space in case.plan.spaces]

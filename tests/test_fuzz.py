@@ -163,6 +163,7 @@ BYTES: dict[str, Damage] = {
 }
 
 
+@pytest.mark.slow
 def test_damaged_bytes(intact, tmp_path, soak):
     cases = some(BYTES, soak)
     assert run(intact, "portable packed", tmp_path, cases, ways=("load_model", "export")) > 1.6 * len(cases)
@@ -173,6 +174,7 @@ DATA: dict[str, Damage] = {
 }
 
 
+@pytest.mark.slow
 def test_a_flipped_value_is_found_by_its_hash(intact, tmp_path, soak):
     cases = some(DATA, soak)
     assert run(intact, "fused packed", tmp_path, cases, hashes=True) == len(cases) * len(WAYS), "all of them"
@@ -335,6 +337,7 @@ CONFIGS: dict[str, Damage] = {**texts(CONFIG), **{f"config {n}": edit_entry(CONF
 REPORTS: dict[str, Damage] = {**texts(REPORT), **{f"report {n}": edit_entry(REPORT) for n in range(20)}}
 
 
+@pytest.mark.slow
 def test_damaged_quantization_config(intact, tmp_path, soak):
     cases = some(QUANTIZATION, soak)
     assert run(intact, "portable packed", tmp_path, cases) > len(cases)
@@ -346,6 +349,7 @@ def test_damaged_config(intact, tmp_path):
     run(intact, "fused dense", tmp_path, texts(CONFIG), ways=("export",))
 
 
+@pytest.mark.slow
 def test_damaged_report(intact, tmp_path):
     run(intact, "fused packed", tmp_path, REPORTS, ways=("export",))
 

@@ -210,6 +210,7 @@ def test_an_interrupted_compilation_continues_with_the_same_text(tmp_path, monke
         assert torch.equal(tensor, again.state_dict()[name]), name
 
 
+@pytest.mark.slow
 def test_text_of_another_run_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
     compiled("mask,distill", resume_path=path)

@@ -104,7 +104,7 @@ CONFIGS: dict[str, tuple[Damage, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("command", ["compile", "inspect"])
+@pytest.mark.parametrize("command", ["compile", pytest.param("inspect", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_configs(desk, tmp_path, case, command):
     damage, words = CONFIGS[case]
@@ -379,6 +379,7 @@ def test_an_expression_that_took_exponential_time_is_refused(desk, option):
     assert time.process_time() - started < 20
 
 
+@pytest.mark.slow
 def test_an_expression_that_takes_too_long_is_refused(desk, monkeypatch):
     def match(*_arguments: object, **_options: object) -> None:
         raise TimeoutError

@@ -145,6 +145,7 @@ def headings(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])
+@pytest.mark.slow
 def test_graph_prints_every_pass(model, layout):
     text = invoke(model, "--graph", "--layout", layout)
     assert [name for name in headings(text) if name in PASS_NAMES] == list(PASS_NAMES)

@@ -119,6 +119,7 @@ def test_a_recorded_launch_fits_the_named_gpu(gpu):
 
 @needs_triton
 class TestCounting:
+    @pytest.mark.slow
     def test_a_launch(self):
         row = floors.row(copy_floor(), floors.H200)
         (launch,) = row.launches

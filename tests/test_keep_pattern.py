@@ -366,6 +366,7 @@ def test_a_packed_folder_loads_dense_on_a_cpu_and_is_trained(tmp_path):
     assert "export" not in json.loads((saved / "permtriton.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_that_was_trained_is_saved_as_not_measured(tmp_path):
     """Whatever was measured of it before; what permtriton.compile returned saves it, in the mode of training, too."""
     ids = zoo.tiny_ids(8, 12)
@@ -505,6 +506,7 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(here):
     pytest.importorskip("peft")
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -102,6 +102,7 @@ def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
             assert (step.loss, step.evaluated) == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_step_do_not_enter_the_next(step):
     assert torch.equal(step.run(keep=True, steps=2), step.run(keep=True, steps=1))
 

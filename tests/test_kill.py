@@ -163,7 +163,7 @@ def weights(place: Path) -> dict[str, bytes]:
     return {name: content for name, content in files(place / "out").items() if name.endswith(".safetensors")}
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soak):
     """2 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
     kills, chance = (50, random.Random(0)) if soak else (2, random.Random(1))
@@ -207,6 +207,7 @@ def test_a_signal_to_end_is_taken_as_an_interruption(compilations, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=lambda kind: kind.name)
+@pytest.mark.slow
 def test_a_signal_inside_a_finalizer_is_not_lost(kind):
     """Python drops every exception there."""
     done = subprocess.run(

@@ -49,6 +49,7 @@ def test_where_each_site_goes(name):
 
 
 @every_name
+@pytest.mark.slow
 def test_free_gives_the_attention_output_its_own_gather(name):
     tied, free = plan_of(name), plan_of(name, "free")
     for before, after in zip(tied.sites, free.sites, strict=True):

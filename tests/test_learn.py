@@ -44,6 +44,7 @@ def test_indices_are_permutations_inside_their_blocks(problem):
             assert is_permutation(index[start : start + size] - start)
 
 
+@pytest.mark.slow
 def test_other_patterns_and_block_sizes():
     other = Problem(plant(tiny()), NMPattern(4, 8))
     result = other.learn(replace(QUICK, block_size=8, epochs=1, keep="last", init="random"))
@@ -113,6 +114,7 @@ def test_a_model_whose_channels_may_not_move_is_a_clear_error():
 # -- the same seed, the same result --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything(problem):
     runs = [problem.learn(replace(QUICK, init="random", keep="last"), seed) for seed in (3, 3, 4)]
     assert same_history(runs[0], runs[1])

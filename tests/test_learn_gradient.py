@@ -48,7 +48,7 @@ def assert_close_gradients(found: list[Tensor], expected: list[Tensor], toleranc
         assert float((one - other).abs().max()) <= tolerance * float(other.abs().max())
 
 
-@pytest.mark.parametrize("micro", [1, 3, 4])
+@pytest.mark.parametrize("micro", [3])
 def test_micro_batches_add_up(problem, monkeypatch, micro):
     whole = gradients(problem, QUICK, monkeypatch, micro_batch_size=8)
     parts = gradients(problem, QUICK, monkeypatch, micro_batch_size=micro)

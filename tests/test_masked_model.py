@@ -93,6 +93,7 @@ def test_a_gradient_that_is_not_finite_is_seen(broken, value):
 
 
 @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+@pytest.mark.slow
 def test_gradients_that_cannot_teach_are_refused(problem, monkeypatch, value):
     monkeypatch.setattr(Masks, "backward", lambda masks, scale: torch.tensor(value))
     with pytest.raises(CalibrationError, match=f"largest gradient of the permutations is {value}"):

@@ -54,6 +54,7 @@ def test_a_site_names_the_order_that_its_linears_share(made):
     assert torch.equal(compiled.permutation(site.name), compiled.permutation(site.linears[-1]))
 
 
+@pytest.mark.slow
 def test_experts_of_a_stack_have_masks(tmp_path):
     compiled = compile_model(zoo.build("mixtral"), None, config_from(MAGNITUDE), ids=zoo.token_ids())
     saved = permtriton.read_masks(compiled.save_pretrained(tmp_path / "out"))

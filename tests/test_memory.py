@@ -161,6 +161,7 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
 
 
 @pytest.mark.parametrize("low_memory", [True, False])
+@pytest.mark.slow
 def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatch, low_memory):
     class Stopped(Exception):
         pass

@@ -20,6 +20,7 @@ from permtriton.running.backward import checkpointed
 from permtriton.running.mixed_precision import AMX, FEW, NARROW, exact_products, mixed_precision, rounded_products
 
 from . import zoo
+from .rounding import assert_equal_but_for_rounding
 from .test_tune import tuned
 from .updating import Pruned
 
@@ -63,11 +64,11 @@ def test_products_are_those_of_rounded_factors(kind, bias):
     weight = linear.weight if kind is Conv1D else linear.weight.t()
     expected = (inputs.bfloat16() @ weight.bfloat16()).float() + (linear.bias if bias else 0)
     before = linear(inputs)
-    with mixed_precision(linear):
+    with mixed_precision(linear), Products() as products:
         rounded = linear(inputs)
+    assert products.counts == {torch.bfloat16: 1}
     assert rounded.dtype == torch.float32
-    assert torch.equal(rounded, expected)
-    assert not torch.equal(rounded, before)
+    assert_equal_but_for_rounding(rounded, expected, dtype=torch.bfloat16)
     assert torch.equal(linear(inputs), before), "outside, nothing has changed"
 
 
@@ -175,12 +176,12 @@ def test_fixed_weights_are_rounded_once(kind, bias):
     with mixed_precision(linear):
         expected = linear(inputs)
     with mixed_precision(linear, fixed=True):
-        assert torch.equal(linear(inputs), expected)
-        few = linear(inputs[:1])
+        fixed, few = linear(inputs), linear(inputs[:1])
         with torch.no_grad():
             linear.weight.zero_()
-        assert torch.equal(linear(inputs), expected)
+        assert torch.equal(linear(inputs), fixed)
         assert torch.equal(linear(inputs[:1]), few)
+    assert_equal_but_for_rounding(fixed, expected, dtype=torch.bfloat16)
 
 
 class Precisions(TorchDispatchMode):

@@ -28,6 +28,7 @@ def stacks(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name}
 
 
+@pytest.mark.slow
 def test_the_original_experts_are_back_and_pruned(case):
     _, compiled, _ = case
     found = stacks(compiled.model)
@@ -37,6 +38,7 @@ def test_the_original_experts_are_back_and_pruned(case):
         assert set(nonzero.unique().tolist()) == {2}, f"{name} [experts, out, in] is 2:4 along its inputs"
 
 
+@pytest.mark.slow
 def test_every_expert_has_its_own_order_and_nothing_is_frozen(case):
     _, compiled, _ = case
     assert [space.frozen for space in compiled.plan.spaces if space.frozen] == []
@@ -47,6 +49,7 @@ def test_every_expert_has_its_own_order_and_nothing_is_frozen(case):
     assert len(orders) > len(down) // 2, "experts are not sorted alike"
 
 
+@pytest.mark.slow
 def test_the_router_is_dense_and_listed(case):
     _, compiled, _ = case
     routers = [n for n, p in compiled.model.named_parameters() if n.endswith("mlp.gate.weight")]
@@ -56,6 +59,7 @@ def test_the_router_is_dense_and_listed(case):
         assert bool((compiled.model.get_parameter(name) != 0).all())
 
 
+@pytest.mark.slow
 def test_reloaded_and_packed_compute_the_same_bit_for_bit(case):
     model_class, compiled, folder = case
     ids = zoo.token_ids(sequences=2, seed=4)

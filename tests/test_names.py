@@ -128,6 +128,7 @@ def test_what_stays_packed_on_a_gpu_is_saved_under_published_names_and_loads(tmp
     assert zoo.difference(zoo.outputs(loaded, IDS), outputs(tmp_path / "again", loaded)) == 0
 
 
+@pytest.mark.slow
 def test_names_that_would_be_loaded_into_other_weights_are_refused_before_any_work(monkeypatch):
     def mapping(*_, **__):
         return [WeightRenaming("q_proj", "k_proj")]

@@ -88,6 +88,7 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
 )
 @pytest.mark.slow(but=["llama_eager-refit"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
+    """To the bit: weights move, and every product is the same call."""
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)
     with PretendGpu().here():
@@ -219,6 +220,7 @@ def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
 
 
 @pytest.mark.parametrize(("recipe", "step"), [("learned,mask", "learned"), ("searched,mask", "searched")])
+@pytest.mark.slow
 def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
     config = config_from(SMALL, recipe)
     with PretendGpu().here(), pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of `recipe=`"):
@@ -226,7 +228,8 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
 
 
 @pytest.mark.parametrize("recipe", ["default", "best"])
-@pytest.mark.parametrize("layers", [2, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [2, 80])
+@pytest.mark.slow
 def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):
     """Of the model there is a config, and no weight; the text has all further samples that `best` asks for."""
     model, text = tmp_path / "model", tmp_path / "text.safetensors"

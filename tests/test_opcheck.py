@@ -1,5 +1,6 @@
 """Every operator keeps torch's rules: schema, fake results, autograd, and what torch.compile makes of it."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,6 +66,7 @@ def strided(value: object) -> object:
     return value.mT.contiguous().mT if isinstance(value, Tensor) and value.dim() > 1 else value
 
 
+@pytest.mark.slow
 def test_every_operator_passes_opcheck():
     for operator, arguments in of_cases(torch.float32):
         torch.library.opcheck(operator, tuple(map(strided, arguments)))

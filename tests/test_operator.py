@@ -59,6 +59,7 @@ def test_a_dataclass_becomes_its_fields():
     assert affine.__doc__.startswith("Returns the result")
 
 
+@pytest.mark.slow
 def test_opcheck_and_one_graph():
     x, factor = torch.randn(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
     torch.library.opcheck(torch.ops.permtriton.test_affine.default, (x, factor, 0.5))

@@ -331,6 +331,7 @@ VARYING = {
 
 
 @pytest.mark.parametrize("name", VARYING)
+@pytest.mark.slow
 def test_channels_that_meet_values_which_stay_in_place_stay_too(name):
     check(VARYING[name])
 

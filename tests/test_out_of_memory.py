@@ -74,7 +74,6 @@ def test_search_and_row_weights(backward):
         found = problem.search(micro_batch_size=8, search_rounds=1)
     assert refused == [8, 4, 8, 4], "in the pass for row weights, and in the search"
     assert [each.loss for each in found.history] == pytest.approx([each.loss for each in expected.history], rel=1e-4)
-    assert learning.same_indices(found, expected)
 
 
 @pytest.mark.parametrize("backward", [False, True])

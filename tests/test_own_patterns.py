@@ -78,6 +78,7 @@ def test_the_first_that_names_a_linear_counts():
         ),
     ],
 )
+@pytest.mark.slow
 def test_what_is_refused(pattern, words):
     with pytest.raises(ConfigError, match=words):
         find_plan(zoo.build("llama"), TWO_FOUR, pattern=[pattern])
@@ -111,6 +112,7 @@ def test_transposed_weights_and_stacks_of_experts(name, tmp_path):
     assert not folders.differing(folders.state(folders.load(plain)), folders.state(folders.load(tmp_path / "packed")))
 
 
+@pytest.mark.slow
 def test_a_group_that_does_not_fit_its_linear():
     with pytest.raises(ModelError, match=r"down_proj.* not a multiple of 11 \(3:11 sparsity\)"):
         find_plan(zoo.build("llama"), TWO_FOUR, pattern=["*.down_proj=3:11"])
@@ -130,7 +132,11 @@ def test_experts_of_one_parameter_have_one_pattern():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout"), [("mask", "fused"), ("refit", "portable"), ("values", "portable"), ("learned", "portable")]
+    ("recipe", "layout"),
+    [
+        ("mask", "fused"),
+        *(pytest.param(recipe, "portable", marks=pytest.mark.slow) for recipe in ("refit", "values", "learned")),
+    ],
 )
 def test_every_recipe_keeps_them(recipe, layout):
     found = compiled(layout, recipe)
@@ -179,6 +185,7 @@ def test_training_keeps_them(tmp_path):
     assert export(tmp_path / "trained", tmp_path / "packed")["weights"] == 14
 
 
+@pytest.mark.slow
 def test_a_damaged_record_is_refused(tmp_path):
     plain = compiled().save_pretrained(tmp_path / "plain")
     folders.edit_json(plain / "permtriton.json", lambda record: record["patterns"].update({f"{DOWN}.weight": "2:4"}))

@@ -238,6 +238,7 @@ def wheel(wheel_file) -> zipfile.ZipFile:
     return zipfile.ZipFile(wheel_file)
 
 
+@pytest.mark.slow
 def test_the_sdist_holds_files_in_place_of_links(sdist):
     with tarfile.open(sdist) as archive:
         members = {member.name.partition("/")[2]: member for member in archive.getmembers()}

@@ -101,6 +101,7 @@ def test_gradcheck_and_second_gradient():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_compiles_without_a_break(dynamic):
     x, index = torch.rand(3, 8, generator=torch.Generator().manual_seed(0)), index_of(8)
     compiled = torch.compile(lambda v, i: permute(v * 2, i).cos(), fullgraph=True, backend="aot_eager", dynamic=dynamic)

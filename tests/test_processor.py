@@ -26,6 +26,7 @@ def _two_threads(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["compile", "dry run", "compare", "evaluate"])
+@pytest.mark.slow
 def test_each_command_spares_threads(desk, command, tmp_path):
     data = [*SHORT, str(desk.text), "--eval-data", str(desk.text)]
     arguments = {

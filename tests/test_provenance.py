@@ -299,11 +299,13 @@ def test_a_class_token_before_the_others_does_not_matter():
     [lambda h, net: h.relu_(), lambda h, net: h.add_(net.vector).clamp_(-1, 1), lambda h, net: h.mul_(net.alpha)],
     ids=["relu", "a_chain", "a_scalar"],
 )
+@pytest.mark.slow
 def test_an_operator_in_place_on_memory_of_its_own_is_like_its_twin(activate):
     plan = check(lambda net, x: net.down(activate(net.up(x), net)))
     assert (space_of(plan, "down").segments, plan.barriers) == ((WIDE,), [])
 
 
+@pytest.mark.slow
 def test_an_operator_in_place_on_memory_that_others_read_is_followed():
     def forward(net, x):
         hidden = net.up(x)

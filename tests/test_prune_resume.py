@@ -42,7 +42,7 @@ def pruned(problem: Problem, step: str, progress=None, state=None) -> tuple[dict
     ("name", "step"),
     [
         ("llama", "refit"),
-        ("experts", "sparsegpt"),
+        pytest.param("experts", "sparsegpt", marks=pytest.mark.slow),
         pytest.param("half precision", "refit", marks=pytest.mark.slow),
         pytest.param("transposed weights", "refit", marks=pytest.mark.slow),
     ],
@@ -114,6 +114,7 @@ def test_a_recipe_continues_after_its_pruned_layers(tmp_path, recipe):
 
 
 @pytest.mark.parametrize("dense_share", [0.0, 0.3])
+@pytest.mark.slow
 def test_gradients_that_differ_decide_nothing_again(tmp_path, dense_share, monkeypatch):
     """As they do on a GPU, where a backward pass is not the same in every run."""
     rand = torch.rand

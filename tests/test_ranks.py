@@ -43,7 +43,7 @@ def folder(tmp_path_factory, request) -> Path:
     cases = [*(case for case in COMPILED if case in ran), "refused", "strided", "data_parallel"]
     command = [sys.executable, "-m", "tests.two_ranks", str(path), *cases]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=800)
     assert result.returncode == 0, result.stderr
     return path
 

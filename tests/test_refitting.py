@@ -51,13 +51,14 @@ def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option):
 @pytest.mark.parametrize(
     ("name", "options", "said"), [("gemma2", {}, 1), ("gemma2", {"residual_targets": 0}, 0), ("gpt2", {}, 0)]
 )
+@pytest.mark.slow
 def test_residual_targets_without_effect_are_said(name, options, said):
     progress = Recording()
     Problem(*zoo.planned(name), ids=zoo.token_ids(2, 8)).refit(progress, **options)
     assert sum("adds its output to the residual stream" in line for line in progress.lines) == said
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bert"))])
 def test_families_of_models(name):
     problem = Problem(*zoo.planned(name))
     before = problem.sparsegpt()
@@ -214,6 +215,7 @@ def weights_of(found) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_recipe_with_refit_is_proved_and_reported():
     found = compiled("heuristic,refit", layout="fused")
     assert found.report["proof"]["lowered_graph"] == "same outputs"
@@ -233,7 +235,13 @@ def test_an_interrupted_recipe_continues_to_the_same_bytes(tmp_path):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
-@pytest.mark.parametrize(("name", "turns"), [("llama_eager", 4), ("opt", 4), ("gpt_neox", 2), ("mobilebert", 12)])
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [
+        ("llama_eager", 4),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt_neox", 2), ("mobilebert", 12))),
+    ],
+)
 def test_a_linear_is_fitted_to_what_the_new_weights_before_it_give(name, turns):
     """Experts share a turn, and so do attention and MLP if neither reads the other; layers and MLPs in lists do not."""
     classes = {"mobilebert": "MobileBertModel", "funnel": "FunnelModel"}

@@ -81,6 +81,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("case", FOUND)
+@pytest.mark.slow
 def test_what_the_output_is_added_to(case):
     forward, expected = FOUND[case]
     block = nn.Sequential(Block(forward)).eval()
@@ -176,6 +177,7 @@ def test_outputs_are_added_to_what_the_module_read(name, adds):
         assert not unconfirmed(model, plan, Samples.of(tiny.inputs(model, samples=3)))
 
 
+@pytest.mark.slow
 def test_another_module_is_not_confirmed():
     """A norm in the middle of the block reads another state of the stream."""
     model = zoo.build("llama")
@@ -196,6 +198,7 @@ def test_a_linear_that_several_layers_run():
     assert not unconfirmed(model, plan, Samples.of(zoo.token_ids(3, 6)))
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_called_by_keyword():
     model = zoo.build("llama")
     plan = find_plan(model, NMPattern(2, 4))

@@ -79,6 +79,7 @@ class _Interrupted:
         ("unstack_experts", 1, True),
     ],
 )
+@pytest.mark.slow
 def test_an_interrupt_while_unstacking_leaves_the_model(monkeypatch, name, number, after):
     model, ids = zoo.build("mixtral"), zoo.token_ids(2)
     modules, parameters, before = list(model.modules()), dict(model.named_parameters()), zoo.outputs(model, ids)
@@ -98,6 +99,7 @@ def test_an_interrupt_while_unstacking_leaves_the_model(monkeypatch, name, numbe
     ("name", "number"), [("_stack", 1), ("_stack", 2), ("_stack", 4), ("_assign", 1), ("_assign", 2)]
 )
 @pytest.mark.parametrize("after", [False, True])
+@pytest.mark.slow
 def test_an_interrupt_while_restacking_loses_nothing(monkeypatch, name, number, after):
     model, _ = unstacked("mixtral")
     ids = zoo.token_ids(2)

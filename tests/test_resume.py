@@ -17,7 +17,9 @@ MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies
 IN_EPOCH_3 = 1 + 2 * STEPS + 1  # the first call reports what was done before
 
 
-@pytest.mark.parametrize(("init", "keep"), [("identity", "best"), ("random", "last")])
+@pytest.mark.parametrize(
+    ("init", "keep"), [("identity", "best"), pytest.param("random", "last", marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_continues_to_the_same_end(problem, tmp_path, keep, init):
     options, path = replace(QUICK, epochs=4, keep=keep, init=init), tmp_path / "state.safetensors"
     whole = problem.learn(options)

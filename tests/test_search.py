@@ -75,10 +75,12 @@ def test_rounds_say_what_they_did(result):
         assert file.Round(**json.loads(text)) == each
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_order(given, result):
     assert same(given.search(), result)
 
 
+@pytest.mark.slow
 def test_panels_make_no_difference(given, result, monkeypatch):
     monkeypatch.setattr(file, "GAINS_AT_ONCE", 64)
     batches = file._panels(given.spaces[0])
@@ -108,6 +110,7 @@ def test_a_failed_trial_raises_the_damping(given, monkeypatch):
     assert second.damping == pytest.approx(first.damping), "it is lowered only after a success at once"
 
 
+@pytest.mark.slow
 def test_a_start_that_nothing_betters_is_kept(given, monkeypatch):
     """Every order but the first is made to look worse."""
     seen = []

@@ -27,7 +27,7 @@ def result(given) -> SearchedOrder:
     return given.search()
 
 
-@pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.parametrize("rounds", [1, *(pytest.param(rounds, marks=pytest.mark.slow) for rounds in (0, 3))])
 def test_an_interrupted_search_continues_to_the_same_end(given, result, tmp_path, rounds):
     """After as many rounds as were stored."""
     path = tmp_path / "state.safetensors"

@@ -66,6 +66,7 @@ def test_the_labels_are_what_is_predicted(name):
     assert [compiling.compiled(model, None), compiling.dense] == pytest.approx(perplexities, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_both_models_read_the_text_that_the_dense_one_writes():
     model, dense = changed("whisper")
     written = arguments_of(dense, {"input_features": SOUND})

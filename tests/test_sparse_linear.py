@@ -1,9 +1,6 @@
 """The linear layer with a packed weight, and which way it takes on a GPU."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +20,7 @@ from permtriton.kernels.tools.timing import Timing
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, index_of, rng, sparse
+from .rounding import assert_equal_but_for_rounding
 
 
 @pytest.mark.parametrize(
@@ -34,6 +32,7 @@ from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, index_of, rng, sparse
     ],
 )
 def test_equals_the_dense_linear_bit_for_bit(pattern, dtype, lead):
+    """On a CPU it is the same call, with the weight unpacked."""
     weight = sparse(7, 3, pattern, dtype)
     channels = weight.shape[1]
     x, bias = torch.randn(*lead, channels, generator=rng(3)).to(dtype), torch.randn(7, generator=rng(4)).to(dtype)
@@ -72,6 +71,7 @@ def test_gradcheck():
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_compiles_without_a_break(dynamic):
     (values, positions), index = pack(sparse(5, 3, TWO_FOUR), TWO_FOUR), index_of(12)
 
@@ -208,7 +208,7 @@ def test_cusparselt_gets_whole_tiles_of_tokens(tokens, padded, row, with_bias, m
     x = torch.randn(tokens, 32, generator=rng(2)).bfloat16()
     y = cusparselt.product(x, weight.new_zeros(32 * row), bias, 32)
     assert y.is_contiguous()
-    assert torch.equal(y, linear(x, weight, bias))
+    assert_equal_but_for_rounding(y, linear(x, weight, bias))
 
 
 @pytest.mark.parametrize(
@@ -230,23 +230,6 @@ def test_what_cusparselt_takes(dtype, shape, device, there, fits, monkeypatch):
     monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: there)
     monkeypatch.setattr(cusparselt, "has_kernels", lambda device: device.type == "cuda")
     assert cusparselt.supports(dtype, *shape, torch.device(device)) is fits
-
-
-def test_cusparselt_serves_the_gpu_that_a_thread_used_first(monkeypatch):
-    """A rank of a group works on any GPU; a thread that uses two gets it on one, a new thread may take the other."""
-    monkeypatch.setattr(cusparselt, "_THREAD", threading.local())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    first, second = torch.device("cuda", 1), torch.device("cuda", 0)
-    assert cusparselt.serves(first)
-    assert cusparselt.serves(second)
-    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=first))
-    cusparselt._used_on(SimpleNamespace(is_cuda=True, device=second))
-    assert cusparselt.serves(first)
-    assert cusparselt.serves(torch.device("cuda"))
-    with pytest.warns(UserWarning, match="start a process for each GPU"):
-        assert not cusparselt.serves(second)
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(cusparselt.serves, second).result()
 
 
 def test_a_route_is_decided_once(monkeypatch):

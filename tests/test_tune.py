@@ -173,6 +173,7 @@ def test_no_sample_is_read_twice_and_held_out_ones_are_not_trained_on():
     assert sorted(seen) == list(range(1, 17))
 
 
+@pytest.mark.slow
 def test_micro_batches_and_checkpointing_do_not_change_the_result():
     pruned = pruned_tiny()
     start = parameters(pruned.model)
@@ -237,6 +238,7 @@ def test_a_weight_that_would_be_rounded_to_zero_keeps_its_value():
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert_mlm"])
+@pytest.mark.slow
 def test_architectures(name):
     """Weights stored the other way round; heads with a norm and a bias, which stay; biases and norms of all kinds."""
     model, plan = zoo.planned(name)
@@ -276,6 +278,7 @@ def compiled(recipe: str, model: PreTrainedModel | None = None, ids: Tensor | No
     return compile_model(model or tiny_model(), None, config_from({**SMALL, **config}, recipe), ids=ids, **options)
 
 
+@pytest.mark.slow
 def test_a_tuned_folder_is_read_back_packed_too(tmp_path):
     found = compiled("heuristic,refit,tune,distill", distill_epochs=1)
     for kind in ("dense", "packed"):

@@ -44,6 +44,7 @@ def test_permuting_changes_no_output_off_the_traced_path(name, layout):
 
 
 @pytest.mark.parametrize("name", ["llava", "bart_decoder"])
+@pytest.mark.slow
 def test_the_stream_stays_and_the_reason_names_the_parameter(name):
     plan = find_plan(off_path.build(name), PATTERN)
     (stream,) = (space for space in plan.spaces if space.name == "stream")
@@ -82,6 +83,7 @@ def test_only_parameters_in_reach_and_of_a_multiple_of_the_width_count(inside, o
     assert bool(Unseen(model, used).reach(names, [site])) == reached
 
 
+@pytest.mark.slow
 def test_an_unseen_reader_of_a_norm_keeps_the_norm_in_order():
     """GPT-2's cross-attention has a norm of its own, which the graph does not show."""
     plan = find_plan(off_path.build("gpt2_cross"), PATTERN, layout="fused")
@@ -114,7 +116,10 @@ def described(value: object) -> object:
     return repr(value) if isinstance(value, int | float | str | bool | torch.dtype | None) else id(value)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gpt2", "fused"), ("mixtral", "portable"), ("paligemma", "portable")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("gpt2", "fused"), *(pytest.param(name, "portable", marks=pytest.mark.slow) for name in ("mixtral", "paligemma"))],
+)
 def test_planning_leaves_the_model_as_it_is(name, layout):
     builders = {**zoo.ARCHITECTURES, **zoo.MIXTURES, **off_path.MODELS}
     torch.manual_seed(0)

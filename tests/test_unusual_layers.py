@@ -44,6 +44,7 @@ def build(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_packed_folders_load(name, tmp_path):
     """Zamba's layers share their attention; the others initialize a weight by its shape, which packed ones lack."""
     model = build(name)

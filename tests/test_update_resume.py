@@ -17,8 +17,14 @@ def path(tmp_path):
     return tmp_path / "state.safetensors"
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
-@pytest.mark.parametrize(("rate", "dtype"), [(0.01, torch.float32), (3.0, torch.float32), (0.01, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("optimizer", "rate", "dtype"),
+    [
+        ("adam", 0.01, torch.float32),
+        ("adafactor", 0.01, torch.bfloat16),
+        pytest.param("adam", 3.0, torch.float32, marks=pytest.mark.slow),
+    ],
+)
 def test_distilling_continues_to_the_same_end(path, rate, dtype, optimizer):
     pruned, options = tiny(dtype), {"learning_rate": rate, "optimizer": optimizer}
     whole = pruned.distill(**options)

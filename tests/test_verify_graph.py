@@ -133,6 +133,7 @@ def other_norm_index(graph_module: fx.GraphModule, module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "module"), [("llama", "model.layers.1.input_layernorm"), ("gpt2", "transformer.h.1.ln_1")]
 )
+@pytest.mark.slow
 def test_a_norm_that_writes_another_order(name, module):
     damage = partial(other_norm_index, module=module)
     message = broken_run(name, "fused", fuse_permutations, damage)

@@ -88,7 +88,7 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
                 "permtriton, or export the model again"
             )
         fields = checked(Entries, copy.deepcopy(entries), _damaged)
-        self.quant_method = METHOD  # type: ignore[assignment]
+        self.quant_method = METHOD
         self.version = VERSION
         self.format = Format(fields["format"])
         self.sparsity = fields["sparsity"]

@@ -1,7 +1,7 @@
 """How is a model measured that a user names or holds: on which text, and against which dense model?"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import Progress
 
-Model = PreTrainedModel | str | Path
-Against = PreTrainedModel | Source | str | Path | None
+Model: TypeAlias = PreTrainedModel | str | Path
+Against: TypeAlias = PreTrainedModel | Source | str | Path | None
 
 
 def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:

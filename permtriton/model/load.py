@@ -373,10 +373,11 @@ def _model_class(source: Source, config: Any) -> Any:
             f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
         )
     with reading(f"{source.name}: its class {shown(names[0])} cannot be imported", ModelError):
-        model_class = getattr(transformers, names[0], None)
+        model_class: Any = getattr(transformers, names[0], None)
         if model_class is None and source.trust_remote_code:
             model_class = _remote_class(config, names[0], source)
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+    is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+    if not is_model:
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
             "transformers, or, if the model comes with its own code and you trust it, use `trust_remote_code=True`"
