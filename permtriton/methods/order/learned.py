@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @documented
 @dataclass(frozen=True)
 class Learned(Learning, Step):
-    """Options of learning, from the order that the steps before it left; the recipe ``published`` has the paper's."""
+    """Options of learning, from the order that the steps before it left; the recipe ``permllm`` has the paper's."""
 
     name: ClassVar[str] = "learned"
     prefix: ClassVar[str] = "learn"
@@ -28,8 +28,11 @@ class Learned(Learning, Step):
         "memory"
     )
 
-    loss: Literal["cosine", ObjectiveKind, "auto"] = option(
-        "cosine", minimises(cosine="of the last hidden state, as in the paper")
+    loss: Literal["cosine", ObjectiveKind, "before_norm", "auto"] = option(
+        "cosine",
+        minimises(
+            cosine="of the last hidden state, as in the paper", before_norm="the same before the final norm, as in its code"
+        ),
     )
 
     @property
@@ -58,7 +61,9 @@ class Learned(Learning, Step):
         alive = facts.layer if one_layer else facts.pruned
         permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in facts.spaces)
         masked = alive * 2 * facts.element  # and their gradients
+        first = {"row weights": facts.gradients()} if self.gradient == "placement" else {}
         return {
+            **first,
             "learning": {
                 **facts.gradients(), **facts.targets(), "masked weights": masked, "permutations": permutations,
                 **facts.mask(),
@@ -80,9 +85,10 @@ class Learned(Learning, Step):
         from permtriton.methods.order.learning import LearningFile, learn
 
         objective = run.objective(self)
+        fisher = run.fisher(objective.kind) if self.gradient == "placement" else None
         masked = run.spread_twin()  # `learn` spreads the masked twin
         learned = learn(
-            masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.working_config,
+            masked, run.plan, run.importances(), fisher, run.samples, objective.on(masked), self, run.working_config,
             run.progress, run.state(LearningFile, self.name), not run.low_memory, run.placement.spread_on,
         )  # fmt: skip
         start, kept = learned.history[0].loss, learned.history[learned.kept].loss
