@@ -15,8 +15,9 @@ together: of parts of a gradient with equal shares of the curvature, it is the s
 Bytes moved: W and dL/dW_eff read, the terms (16 per weight) written and read, 4 per pair.
 Floor: B comparisons per weight for blocks of B, each with a difference and a multiply-add.
 
-A program of the Triton kernel, one warp, holds the sums of a tile of one block's pairs in registers and goes over a part
-of the rows, one at a time, as that of `swap_gains` does. The parts' sums are added in a fixed order.
+A program of the Triton kernel, one warp, holds the sums of a tile of one block's pairs in registers and goes over a
+part of the rows, one at a time, as that of `swap_gains` does. The parts' sums are added in a fixed order. Its terms are
+made in torch. The reference lets a tie go to the weight that is there, where the terms decide it as the mask does.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ def placement_reference(
         scores = importance.of_channels(chosen).scores(weight_CO)
         matrices = result[offset : offset + size * size * count].view(count, size, size)
         inside = (chosen - start).view(count, size) % size
-        for matrix, channels, terms in zip(matrices, inside, _by_block(scores, agreement, rise, count, pattern), strict=True):
+        for matrix, channels, terms in zip(
+            matrices, inside, _by_block(scores, agreement, rise, count, pattern), strict=True
+        ):
             matrix.index_copy_(0, channels, _placed(*terms))
 
     for_each(tiles, fill, on_cpu)
@@ -127,7 +130,9 @@ def _by_block(
     rivals = [(rank == place).to(scores.dtype) for place in (pattern.kept - 1, pattern.kept)]
     grouped = [part.unflatten(0, (-1, pattern.group)) for part in (scores, agreement)]
     thresholds, displaced = ([(part * rival).sum(1) for rival in rivals] for part in grouped)
-    for block in zip(*(part.chunk(blocks) for part in (scores, agreement, *thresholds, *displaced, *masks)), strict=True):
+    for block in zip(
+        *(part.chunk(blocks) for part in (scores, agreement, *thresholds, *displaced, *masks)), strict=True
+    ):
         yield *block[:2], *(torch.cat(block[first : first + 2]) for first in (2, 4, 6))
 
 

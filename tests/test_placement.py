@@ -34,9 +34,7 @@ class Problem:
         self.curvature = RankOneCurvature(*(torch.rand(n, generator=random) for n in (rows, channels)))
 
     def found(self) -> Tensor:
-        return placement(
-            self.grad, self.weight, self.importance, self.index, self.sizes, self.pattern, self.curvature
-        )
+        return placement(self.grad, self.weight, self.importance, self.index, self.sizes, self.pattern, self.curvature)
 
     def blocks(self) -> list[Tensor]:
         parts = self.found().split([size * size for size in self.sizes])

@@ -16,12 +16,12 @@ from benchmarks.gpu.bench import Bench, Prepare
 from benchmarks.gpu.table import PAIRS
 from permtriton.kernels.launch import jit, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
+from permtriton.kernels.placement import placement_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
-from permtriton.kernels.placement import placement_reference
 from permtriton.kernels.tools.cases.packing import unpack_case
 from permtriton.kernels.tools.cases.permute import permute_case
 from permtriton.kernels.tools.cases.placement import placement_case

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.floors import Floor, Gpu
 from benchmarks.gpu.recording import CudaLaunch, Launch
+from permtriton.kernels import placement
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.assignment import launched
 from permtriton.kernels.launch import triton
@@ -17,7 +18,6 @@ from permtriton.kernels.nm_mask import nm_mask_triton
 from permtriton.kernels.nm_mask_backward_triton import nm_mask_backward_triton
 from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permute_triton
 from permtriton.kernels.packing import unpack_triton
-from permtriton.kernels import placement
 from permtriton.kernels.permute import permute_triton
 from permtriton.kernels.sinkhorn import sinkhorn_backward_triton, sinkhorn_triton
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains_triton

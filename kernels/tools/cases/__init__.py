@@ -19,5 +19,6 @@ from permtriton.kernels.tools.cases import (
 )
 
 KERNELS = (
-    permute, norm_permute, sinkhorn, assignment, nm_mask, placement, swap_gains, sparsegpt_block, packing, sparse_linear,
+    permute, norm_permute, sinkhorn, assignment, nm_mask, placement, swap_gains, sparsegpt_block, packing,
+    sparse_linear,
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """What makes a pruned model a good one: the distance of its outputs from the dense model's, lower is better.
 
-``cosine`` is the paper's: the mean over tokens of ``1 - cos`` of the last hidden states (eq. 10); ``before_norm`` is the
-same of what the final norm reads, as the published code has it. ``kl`` is the mean
-over tokens of ``KL(dense || pruned)`` of the next token's distribution, in nats, for models with a language-model head.
+``cosine`` is the paper's: the mean over tokens of ``1 - cos`` of the last hidden states (eq. 10); ``before_norm`` is
+the same of what the final norm reads, as the published code has it. ``kl`` is the mean over tokens of
+``KL(dense || pruned)`` of the next token's distribution, in nats, for models with a language-model head.
 The dense model's logits are not stored: they follow from its last hidden states, a chunk of tokens at a time.
 """
 
@@ -195,8 +195,8 @@ class Objective:
 
     Attributes:
         kind: key of `LOSSES`.
-        target: dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the order in which
-            the model has them.
+        target: dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the
+            order in which the model has them.
         head: the model's head; None if the loss does not need it.
     """
 

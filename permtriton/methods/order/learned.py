@@ -31,7 +31,8 @@ class Learned(Learning, Step):
     loss: Literal["cosine", ObjectiveKind, "before_norm", "auto"] = option(
         "cosine",
         minimises(
-            cosine="of the last hidden state, as in the paper", before_norm="the same before the final norm, as in its code"
+            cosine="of the last hidden state, as in the paper",
+            before_norm="the same before the final norm, as in its code",
         ),
     )
 

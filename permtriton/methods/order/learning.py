@@ -284,7 +284,9 @@ class OrderTrainer:
         def backward(size: int) -> list[Tensor]:
             # As much curvature as there is gradient: that of the whole batch, once over all passes and ranks.
             passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
-            self._masks.set(index, soft, scale / passes)  # drops the gradients of an attempt for which memory was too small
+            self._masks.set(
+                index, soft, scale / passes
+            )  # drops the gradients of an attempt for which memory was too small
             return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
 
         losses = self._run(backward)

@@ -214,7 +214,7 @@ class Masks:
 
 
 @contextmanager
-def masked_model(
+def masked_model(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
