@@ -263,12 +263,9 @@ def swap_prediction_table(name: str) -> str:
             cells = [report["layout"], gradient, f"{found['rank_correlation']:.2f}", *shares]
             lines.append(f"| {' | '.join(cells)} | {report['share_that_falls']:.0%} |")
     first, versions = reports[0], reports[0]["versions"]
-    return "\n".join([
-        *lines,
-        "",
-        f"Demo model, {first['placement']['swaps']} random swaps inside blocks, {first['samples']} calibration sequences, "
-        f"{first['device']}; torch {versions['torch']}, transformers {versions['transformers']}.",
-    ])  # fmt: skip
+    what = f"{first['placement']['swaps']} random swaps inside blocks, {first['samples']} calibration sequences"
+    ran = f"{first['device']}; torch {versions['torch']}, transformers {versions['transformers']}"
+    return "\n".join([*lines, "", f"Demo model, {what}, {ran}."])
 
 
 def dense_share_plot(theme: str) -> str:
