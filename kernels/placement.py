@@ -35,7 +35,6 @@ from permtriton.kernels.nm_mask import group_ranks
 from permtriton.kernels.operator import operator
 from permtriton.kernels.swap_gains import (
     ALIGN,
-    TILE,
     RankOneCurvature,
     SwapTerms,
     _added,
@@ -45,7 +44,8 @@ from permtriton.kernels.swap_gains import (
 )
 from permtriton.util.sparsity import NMPattern
 
-ROWS_AT_ONCE = 512  # that the reference compares
+AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, near the core on a CPU
+COMPARED, ROWS_AT_ONCE = 1 << 16, 512  # numbers that the reference makes at once, of so many rows
 LEAST_ROWS = 128  # of W per program
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_I": 32, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 4224}, num_warps=1, num_stages=1),
@@ -77,7 +77,7 @@ def placement_reference(
     on_cpu = weight.device.type == "cpu"
     dtype = torch.promote_types(weight.dtype, torch.float32)
     result = torch.empty(sum(size * size for size in blocks), dtype=dtype, device=weight.device)
-    tiles = list(_tiles(blocks, TILE // max(weight.shape[0], 1) if on_cpu else weight.shape[1]))
+    tiles = list(_tiles(blocks, (AT_ONCE if on_cpu else GPU_AT_ONCE) // max(weight.shape[0], 1)))
 
     def fill(tile: tuple[int, int, int, int]) -> None:
         start, size, count, offset = tile
@@ -140,7 +140,7 @@ def _placed(scores: Tensor, agreement: Tensor, threshold: Tensor, displaced: Ten
     """Returns D of one block ``[positions, positions]``."""
     (size, rows), both = scores.shape, threshold.shape[0]
     step = min(rows, ROWS_AT_ONCE)
-    channels = min(max(TILE // 2 // max(both * step, 1), 1), size)
+    channels = min(max(COMPARED // max(both * step, 1), 1), size)
     totals = [masks.new_zeros(*masks.shape[:2], part.shape[0]) for part in scores.split(channels)]
     for start in range(0, rows, ROWS_AT_ONCE):
         there = slice(start, start + ROWS_AT_ONCE)
@@ -159,19 +159,17 @@ def _placed(scores: Tensor, agreement: Tensor, threshold: Tensor, displaced: Ten
 @jit
 def _placement_kernel(
     scores_ptr, agreement_ptr, threshold_ptr, displaced_ptr, index_ptr, partial_ptr,
-    rows, steps, first, size, row_stride, offset, total,
+    rows, steps, size, row_stride, total,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # Known to be multiples of ALIGN, so that loads and stores are wide.
-    first, size, row_stride = first * ALIGN, size * ALIGN, row_stride * ALIGN
-    offset, total = offset * ALIGN, total * ALIGN
+    size, row_stride, total = size * ALIGN, row_stride * ALIGN, total * ALIGN
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tiles = tl.cdiv(size, TILE_J)
     i = (tl.program_id(2) // tiles) * TILE_I + tl.arange(0, TILE_I)
     j = (tl.program_id(2) % tiles) * TILE_J + tl.arange(0, TILE_J)
     i_valid, j_valid = i < size, j < size
-    start = first + block * size
-    begin = split * steps
+    start, begin = block * size, split * steps
     at_i, at_j = start + i + begin * row_stride, start + j + begin * row_stride
     moved = tl.zeros([TILE_I, TILE_J], tl.float32)
     for _ in tl.range(tl.minimum(steps, rows - begin), num_stages=STAGES):
@@ -183,7 +181,7 @@ def _placement_kernel(
         at_i += row_stride
         at_j += row_stride
     channel = tl.load(index_ptr + start + i, mask=i_valid, other=0) - start
-    places = split * total + offset + block * size * size + channel[:, None] * size + j[None, :]
+    places = split * total + start * size + channel[:, None] * size + j[None, :]
     tl.store(partial_ptr + places, moved, mask=i_valid[:, None] & j_valid[None, :])
 
 
@@ -202,33 +200,35 @@ def placement_triton(
     curvature: RankOneCurvature,
 ) -> Tensor:
     """Computes `placement_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
-    terms = swap_terms(weight, importance, grad, index, pattern, curvature)
-    return launched(terms, index, blocks)
+    parts = [torch.empty(0, dtype=torch.float32, device=weight.device)]
+    for start, size, count, _ in _tiles(blocks, GPU_AT_ONCE // max(weight.shape[0], 1)):
+        there = slice(start, start + size * count)
+        curved, inside = RankOneCurvature(curvature.row, curvature.column[there]), index[there] - start
+        factors = importance.of_channels(there)
+        terms = swap_terms(weight[:, there], factors, grad[:, there], inside, pattern, curved)
+        parts.append(launched(terms, inside, size))
+    return torch.cat(parts)
 
 
-def launched(terms: SwapTerms, index: Tensor, blocks: Sequence[int]) -> Tensor:
-    """Returns the result from the terms of every position."""
-    total, (channels, rows) = sum(size * size for size in blocks), terms.scores.shape
+def launched(terms: SwapTerms, index: Tensor, size: int) -> Tensor:
+    """Returns the result of blocks of one size from the terms of every position."""
+    channels, rows = terms.scores.shape
+    total = channels * size
     if not total or not rows:
         return torch.zeros(total, dtype=torch.float32, device=index.device)
-    config = config_for("placement", CONFIGS, (rows, channels, max(blocks)), torch.float32).arguments()
-    programs = config.pop("PROGRAMS")
-    by_row = row_major(terms.tensors()[:4])
-    runs = [(size, len(list(run))) for size, run in groupby(blocks)]
-    tiles = {size: triton.cdiv(size, config["TILE_I"]) * triton.cdiv(size, config["TILE_J"]) for size, _ in runs}
-    splits = max(programs // sum(count * tiles[size] for size, count in runs), 1)
-    steps = triton.cdiv(rows, min(splits, triton.cdiv(rows, LEAST_ROWS)))
+    config = config_for("placement", CONFIGS, (rows, channels, size), torch.float32).arguments()
+    programs, blocks = config.pop("PROGRAMS"), channels // size
+    tiles = triton.cdiv(size, config["TILE_I"]) * triton.cdiv(size, config["TILE_J"])
+    splits = max(min(programs // (blocks * tiles), triton.cdiv(rows, LEAST_ROWS)), 1)
+    steps = triton.cdiv(rows, splits)
     splits = triton.cdiv(rows, steps)
     partial = torch.empty((splits, total), dtype=torch.float32, device=index.device)
-    stride = by_row[0].stride(0)
-    align = ALIGN if not any(number % ALIGN for number in (stride, *blocks)) else 1
-    first = offset = 0
-    for size, count in runs:
-        sizes = (number // align for number in (first, size, stride, offset, total))
-        _placement_kernel[(count, splits, tiles[size])](
-            *by_row, index.contiguous(), partial, rows, steps, *sizes, ALIGN=align, **config
-        )
-        first, offset = first + size * count, offset + size * size * count
+    by_row = row_major(terms.tensors()[:4])
+    sizes = (size, by_row[0].stride(0), total)
+    align = ALIGN if not any(number % ALIGN for number in sizes) else 1
+    _placement_kernel[(blocks, splits, tiles)](
+        *by_row, index.contiguous(), partial, rows, steps, *(number // align for number in sizes), ALIGN=align, **config
+    )
     return partial.sum(0) if splits > 1 else partial[0]
 
 

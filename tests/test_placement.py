@@ -133,7 +133,8 @@ def test_a_step_along_it_lowers_a_linear_loss():
 def test_tiles_threads_and_strides_make_no_difference(tile, monkeypatch):
     problem = Problem([8, 8, 8, 4, 12, 8], rows=37)
     expected = problem.found()
-    monkeypatch.setattr(file, "TILE", tile)
+    monkeypatch.setattr(file, "COMPARED", tile)
+    monkeypatch.setattr(file, "AT_ONCE", tile)
     monkeypatch.setattr(file, "ROWS_AT_ONCE", 10)
     problem.weight, problem.grad = problem.weight.t().contiguous().t(), problem.grad.repeat(2, 2)[:37, :48]
     torch.set_num_threads(3)

@@ -216,7 +216,7 @@ def _placement() -> Iterator[Build]:
     def learned(size: int) -> object:
         parts = (torch.empty(4096, 8 * size).t() for _ in range(4))
         terms = swap_gains.SwapTerms(*parts, torch.empty(8 * size))
-        return placement.launched(terms, torch.empty(8 * size).long(), [size] * 8)
+        return placement.launched(terms, torch.empty(8 * size).long(), size)
 
     for size, sizes in ((64, "aligned"), (12, "any sizes")):
         yield from builds_of(f"fp32 {sizes}", partial(learned, size), "placement", placement.CONFIGS)

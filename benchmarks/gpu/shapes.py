@@ -87,7 +87,7 @@ def _of_masks() -> Iterator[Floor]:
 def _of_placements() -> Floor:
     def launch(*inputs: Any) -> Tensor:  # after the terms, which are made in torch
         parts = [torch.empty(ROWS, CHANNELS, device=META).t() for _ in range(4)]
-        return placement.launched(SwapTerms(*parts, torch.empty(CHANNELS, device=META)), *inputs[3:5])
+        return placement.launched(SwapTerms(*parts, torch.empty(CHANNELS, device=META)), inputs[3], BLOCK)
 
     case, pairs = placement_case(ROWS, CHANNELS, torch.bfloat16, META), CHANNELS * BLOCK
     return Floor(case, launch, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["steps"],))

@@ -44,6 +44,11 @@ def test_the_rows_are_split(programs, monkeypatch):
     check([16, 16], 7)
 
 
+def test_tiles_of_blocks(monkeypatch):
+    monkeypatch.setattr(file, "GPU_AT_ONCE", 7 * 20)
+    check([8, 8, 8, 4, 12], 7)
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
 @pytest.mark.parametrize(("pattern", "size"), [(TWO_FOUR, 100), (NMPattern(4, 8), 16), (NMPattern(2, 3), 9)], ids=str)
 def test_dtypes_patterns_and_sizes(dtype, pattern, size):
@@ -51,11 +56,11 @@ def test_dtypes_patterns_and_sizes(dtype, pattern, size):
 
 
 def test_no_rows():
-    check_empty = file.placement_triton(
+    found = file.placement_triton(
         torch.empty(0, 8), torch.empty(0, 8), ImportanceFactors(1, torch.ones(8)), torch.arange(8), [8], TWO_FOUR,
         RankOneCurvature(torch.empty(0), torch.ones(8)),
     )  # fmt: skip
-    assert torch.equal(check_empty, torch.zeros(64))
+    assert torch.equal(found, torch.zeros(64))
 
 
 def test_what_the_kernel_does_not_take():

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, Facts, Outcome, Stage, Step
+from permtriton.driver.step import BACKWARD, FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.methods.options import Learning
 from permtriton.util.option import documented, option
 
@@ -62,9 +62,7 @@ class Learned(Learning, Step):
         alive = facts.layer if one_layer else facts.pruned
         permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in facts.spaces)
         masked = alive * 2 * facts.element  # and their gradients
-        first = {"row weights": facts.gradients()} if self.gradient == "placement" else {}
         return {
-            **first,
             "learning": {
                 **facts.gradients(), **facts.targets(), "masked weights": masked, "permutations": permutations,
                 **facts.mask(),
@@ -72,7 +70,7 @@ class Learned(Learning, Step):
         }  # fmt: skip
 
     def passes(self, facts: Facts) -> float:
-        return 6.5 * self.epochs
+        return BACKWARD + 7 * self.epochs if self.gradient == "placement" else 6.5 * self.epochs
 
     def state_bytes(self, facts: Facts) -> int:
         return 2 * sum(units * min(self.block_size, units) for units in facts.spaces) * 3 * FLOAT32
