@@ -35,6 +35,7 @@ from permtriton.errors import ConfigError
 from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.protocol import measured_by
 from permtriton.recipe import build_config, given_by
+from permtriton.util.bars import err
 
 CONTINUED = ("compile", "compare", "autotune")  # commands that keep what they have finished
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
@@ -166,6 +167,7 @@ def inspect(
 ) -> None:
     """Show what would be pruned, where each permutation would go and what it costs. Reads only MODEL's config."""
     config = build_config(model, None, flags, flags)
+    err.print(f"reading the sizes of {model}, not its weights", highlight=False, soft_wrap=True)
     from permtriton.cli.inspect import run
     from permtriton.model.source import Source
 

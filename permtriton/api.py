@@ -148,8 +148,8 @@ def inspect(
             `compile` takes them.
 
     Returns:
-        ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` (what stays dense, and why) and
-            ``barriers``; see docs/formats.md.
+        ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` (what stays dense, and why), ``barriers``,
+            ``parameters``, ``pruned_parameters``, ``dense_bytes`` and ``packed_bytes``; see docs/formats.md.
 
     Raises:
         PermTritonError: a bad option, or a model that cannot be read or traced.
@@ -166,7 +166,8 @@ def inspect(
     if isinstance(source, Source):
         model = load.load_empty_model(source)
     assert isinstance(model, PreTrainedModel)
-    return plan_report(planning.plan_model(model, chosen)[0])
+    plan, _ = planning.plan_model(model, chosen)
+    return {**plan_report(plan), **planning.sizes(model, plan)}
 
 
 @as_torch_starts()

@@ -194,7 +194,8 @@ class Job:
         """
         if self.output is not None and not ranks.number():
             progress.say(f"saving and verifying {self.output}")
-            compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
+            with progress.stage("save", 0):
+                compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
 
     def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
         """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
@@ -211,7 +212,8 @@ class Job:
         deleting = " ".join(f'--delete "{each}"' for each in WEIGHTS)
         left = f"{self.output} is complete: publish it by hf upload {self._repository} {self.output} {deleting}"
         try:
-            return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
+            with progress.stage("publish", 0):
+                return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
         except OutputError as error:
             raise OutputError(f"{error}. {left}") from error
         except KeyboardInterrupt as interruption:
@@ -274,10 +276,11 @@ class Job:
         tokenizer = self.asked.tokenizer
         if source is not None:
             progress.say(f"loading {source.described}")
-            if fetched:
-                model, beside = load.load_original(source, offload=offload, saved=True, progress=progress)
-            else:
-                model, beside = outline.load_outline(source)
+            with progress.stage("load", 0):
+                if fetched:
+                    model, beside = load.load_original(source, offload=offload, saved=True, progress=progress)
+                else:
+                    model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
         else:
             check_loaded(model)

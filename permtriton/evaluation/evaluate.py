@@ -84,7 +84,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
-        measured = load.load_model(source, progress=shown)
+        with shown.stage("load", 0):
+            measured = load.load_model(source, progress=shown)
         # What lies beside a GGUF file is not its record.
         record = None if source.gguf is not None else find_record(source.location, source.hub)
         _say_pattern(source, measured, record, shown)
@@ -151,7 +152,8 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
             "free: measure on a CPU, or the perplexity alone (without `against=`)"
         )
     shown.say(f"loading {against.described}")
-    dense, dense_tokenizer = load.load_original(against, progress=shown)
+    with shown.stage("load", 0):
+        dense, dense_tokenizer = load.load_original(against, progress=shown)
     tokenizers = map(tokenizer_of, (tokenizer, dense_tokenizer))
     vocabularies = [each.get_vocab() for each in tokenizers if hasattr(each, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
