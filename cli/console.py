@@ -173,7 +173,8 @@ def show(title: str, rows: Iterable[Iterable[str]], *columns: str) -> None:
         table.add_column(head, overflow="fold", width=width)
     for row in cells:
         table.add_row(*map(_Cell, row))
-    out.print(table, width=max(out.width, sum(widths) + 3 * len(widths) + 1), crop=False)
+    table.width = sum(widths) + 3 * len(widths) + 1  # also where that is more than the terminal has
+    out.print(table, crop=False)
 
 
 def say(line: str) -> None:

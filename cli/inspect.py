@@ -80,8 +80,8 @@ def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
     """Returns in a line how much would be pruned, and how large the weights are before and after."""
     pruned, total = sizes["pruned_parameters"], sizes["parameters"]
     dense, packed = (format_bytes(sizes[name]) for name in ("dense_bytes", "packed_bytes"))
-    in_words = str(dtype).removeprefix("torch.")
-    return f"to be pruned: {pruned:,} of {total:,} parameters ({pruned / total:.1%}); in {in_words}: {dense}, packed {packed}"
+    share = f"{pruned:,} of {total:,} parameters ({pruned / total:.1%})"
+    return f"to be pruned: {share}; in {str(dtype).removeprefix('torch.')}: {dense}, packed {packed}"
 
 
 def _print(plan: Plan) -> None:

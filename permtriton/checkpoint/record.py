@@ -176,6 +176,7 @@ class Evaluation(TypedDict, total=False):
     dense: float
     compiled: float
     text: str
+    windows: list[Integer]  # their number, and the tokens or positions of each
 
 
 class Pass(TypedDict):

@@ -151,7 +151,9 @@ class Request:
             progress.say(f"loading {self.source.described}")
             with progress.stage("load", 0):
                 model, tokenizer = load.load_original(self.source, progress=progress)
-            windows, text = held_out_windows(self.source.name, asked.eval_data, tokenizer, model, asked.window)
+            windows, text = held_out_windows(
+                self.source.name, asked.eval_data, tokenizer, model, asked.window, asked.eval_windows
+            )
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
             benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from scipy.io import wavfile
-from scipy.signal import resample_poly
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -185,6 +184,8 @@ def _waveform(path: Path, rate: int) -> Waveform:
         values = (values - (limits.max + limits.min + 1) / 2) / ((limits.max - limits.min + 1) / 2)
     mono = values.reshape(len(values), -1).mean(1)
     if file_rate != rate:
+        from scipy.signal import resample_poly  # its import takes longer than most others
+
         common = gcd(file_rate, rate)
         mono = resample_poly(mono, rate // common, file_rate // common)
     return mono.astype(np.float32)

@@ -175,6 +175,7 @@ class Job:
             source.name,
             config,
             eval_data=shown_name(name_of(asked.eval_data)) if asked.eval_data is not None else None,
+            eval_windows=None if asked.eval_windows is None else str(asked.eval_windows),
             dtype=None if source.dtype == "auto" else source.dtype,
             gguf_file=source.gguf_file,
             revision=source.revision,
@@ -288,7 +289,8 @@ class Job:
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
                 check_made_by_config(model)
-        windows, text = held_out_windows(source.name if source else "", self.asked.eval_data, tokenizer, model)
+        name = source.name if source else ""
+        windows, text = held_out_windows(name, self.asked.eval_data, tokenizer, model, count=self.asked.eval_windows)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
         if self.asked.save_format == Format.FP8:

@@ -35,6 +35,7 @@ SPLIT_AS_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 )  # fmt: skip
 SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class forgets it when it is loaded again
+TOKENIZER_LISTS = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 GEMMA_2_27B = 46  # layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
@@ -234,11 +235,21 @@ def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
 
 
 @contextmanager
-def read_quickly() -> Iterator[None]:
-    """Inside the ``with`` block, transformers reads GGUF files by `_reader`."""
+def read_quickly(*, config_only: bool = False) -> Iterator[None]:
+    """Inside the ``with`` block, transformers reads GGUF files by `_reader`.
+
+    Args:
+        config_only: whether only the config is read, of which the tokenizer's lists say the number of words alone.
+    """
     import gguf
 
-    with mock.patch.object(gguf, "GGUFReader", _reader()):
+    def opened(path: Any, *mode: Any) -> Any:
+        file = _reader()(path, *mode)
+        for name in TOKENIZER_LISTS if config_only else ():
+            file.fields.pop(name, None)
+        return file
+
+    with mock.patch.object(gguf, "GGUFReader", opened):
         yield
 
 
