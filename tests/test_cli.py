@@ -132,7 +132,7 @@ def test_compile_ends_with_a_verdict_and_the_next_step(desk):
     assert (first, second.rstrip()) == (f"written to {desk.out}", "Permutations")
     evaluation = json.loads((desk.out / "permtriton.json").read_text())["evaluation"]
     dense, pruned = evaluation["dense"], evaluation["compiled"]
-    assert evaluation["windows"] == [2, 128]
+    assert evaluation["windows"] == [2, 32]
     change = f"{dense:.2f} -> {pruned:.2f} ({pruned / dense - 1:+.1%})"
     assert last == f"{desk.out}: perplexity {change}; packed: permtriton export {desk.out}"
 
