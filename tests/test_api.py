@@ -268,7 +268,7 @@ def test_a_function_gets_every_step(here):
     events: list[permtriton.Event] = []
     permtriton.compile("my-model", data=TEXTS, progress=events.append, **{**QUICK, "recipe": "heuristic,mask"})
     counted = [event for event in events if event.total]
-    assert {"load", "trace", "save"} <= {event.stage for event in events}
+    assert {"load", "trace", "prove"} <= {event.stage for event in events}
     assert {"heuristic", "calibrate"} <= (stages := {event.stage for event in counted})
     for stage in stages:
         first, *_, last = [event for event in counted if event.stage == stage]
