@@ -29,8 +29,8 @@ def run(*, test: bool, json: bool) -> None:
         results = [dataclasses.asdict(check) for check in checks]
         print_json({**about, "self_test": results, "verdict": verdict(about, checks)})
     else:
-        rows = ((name, "\n".join(value) if isinstance(value, list) else value) for name, value in about.items())
-        show("This machine", rows)
+        lines = ((name, "\n".join(value) if isinstance(value, list) else value) for name, value in about.items())
+        show("This machine", lines)
         if checks:
             rows = ((check.name, check.outcome, check.detail, f"{check.seconds:.1f}") for check in checks)
             show("Self-test", rows, "what", "outcome", "detail", "seconds")

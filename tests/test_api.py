@@ -269,7 +269,8 @@ def test_a_function_gets_every_step(here):
     permtriton.compile("my-model", data=TEXTS, progress=events.append, **{**QUICK, "recipe": "heuristic,mask"})
     counted = [event for event in events if event.total]
     assert {"load", "trace", "prove"} <= {event.stage for event in events}
-    assert {"heuristic", "calibrate"} <= (stages := {event.stage for event in counted})
+    stages = {event.stage for event in counted}
+    assert {"heuristic", "calibrate"} <= stages
     for stage in stages:
         first, *_, last = [event for event in counted if event.stage == stage]
         assert (first.done, last.done) == (0, first.total)
