@@ -59,6 +59,7 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
         tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
         eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
             for the report; None for ``wikitext2`` (``demo`` for the demo model), ``none`` for no measurement.
+        eval_windows: number of its windows to measure, the first ones; None for all.
         config: TOML file of options; ``options`` and ``data`` win.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``, for a model that is loaded here.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that is loaded here.
@@ -147,8 +148,8 @@ def inspect(
             `compile` takes them.
 
     Returns:
-        ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` (what stays dense, and why) and
-            ``barriers``; see docs/formats.md.
+        ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` (what stays dense, and why), ``barriers``,
+            ``parameters``, ``pruned_parameters``, ``dense_bytes`` and ``packed_bytes``; see docs/formats.md.
 
     Raises:
         PermTritonError: a bad option, or a model that cannot be read or traced.
@@ -165,7 +166,8 @@ def inspect(
     if isinstance(source, Source):
         model = load.load_empty_model(source)
     assert isinstance(model, PreTrainedModel)
-    return plan_report(planning.plan_model(model, chosen)[0])
+    plan, _ = planning.plan_model(model, chosen)
+    return {**plan_report(plan), **planning.sizes(model, plan)}
 
 
 @as_torch_starts()
@@ -190,7 +192,7 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         model: folder, hub name, .gguf file or ``demo``.
         protocol: ``wanda`` or ``permllm`` for what these papers do: calibration as `compile` takes it, text, windows
             and tasks as `permtriton.evaluate` does; what is given beside it wins.
-        eval_data, window, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
+        eval_data, window, eval_windows, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
         seeds: seeds of the calibration draw and of learning.
         methods: methods, recipes, steps joined by ``" + "``, or lists of steps, such as ``["wanda", [Heuristic(),
             Mine()]]``; None for all methods.

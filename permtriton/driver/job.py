@@ -174,6 +174,7 @@ class Job:
             source.name,
             config,
             eval_data=shown_name(name_of(asked.eval_data)) if asked.eval_data is not None else None,
+            eval_windows=None if asked.eval_windows is None else str(asked.eval_windows),
             dtype=None if source.dtype == "auto" else source.dtype,
             gguf_file=source.gguf_file,
             revision=source.revision,
@@ -193,7 +194,8 @@ class Job:
         """
         if self.output is not None and not ranks.number():
             progress.say(f"saving and verifying {self.output}")
-            compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
+            with progress.stage("save", 0):
+                compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
 
     def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
         """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
@@ -210,7 +212,8 @@ class Job:
         deleting = " ".join(f'--delete "{each}"' for each in WEIGHTS)
         left = f"{self.output} is complete: publish it by hf upload {self._repository} {self.output} {deleting}"
         try:
-            return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
+            with progress.stage("publish", 0):
+                return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
         except OutputError as error:
             raise OutputError(f"{error}. {left}") from error
         except KeyboardInterrupt as interruption:
@@ -270,10 +273,11 @@ class Job:
         tokenizer = self.asked.tokenizer
         if source is not None:
             progress.say(f"loading {source.described}")
-            if fetched:
-                model, beside = load.load_original(source, saved=True, progress=progress)
-            else:
-                model, beside = outline.load_outline(source)
+            with progress.stage("load", 0):
+                if fetched:
+                    model, beside = load.load_original(source, saved=True, progress=progress)
+                else:
+                    model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
         else:
             check_loaded(model)
@@ -281,7 +285,8 @@ class Job:
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
                 check_made_by_config(model)
-        windows, text = held_out_windows(source.name if source else "", self.asked.eval_data, tokenizer, model)
+        name = source.name if source else ""
+        windows, text = held_out_windows(name, self.asked.eval_data, tokenizer, model, count=self.asked.eval_windows)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
         if self.asked.save_format == Format.FP8:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.kernels import autotune
-from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config
+from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -102,6 +102,7 @@ def load_model(
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
         unchanged_weights(source, also_replaced=True),
+        nullcontext() if source.gguf is None else read_quickly(),
     ):
         model, info = model_class.from_pretrained(
             source.location,
@@ -321,7 +322,8 @@ def config_of(source: Source) -> Any:
     """
     _check_revision(source)
     if source.gguf is not None:
-        with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
+        cannot = f"{source.gguf.path}: transformers {transformers.__version__} cannot read it"
+        with reading(cannot, ModelError), read_quickly(config_only=True):
             config = AutoConfig.from_pretrained(source.location, **source.loading)
             check_config(source.gguf, config)
             return config
