@@ -172,6 +172,7 @@ class Sometimes(TypedDict):
     """What only some compilations report."""
 
     gguf: NotRequired[Gguf]
+    left_out: NotRequired[list[str]]  # tensors of the dense checkpoint that the model's class does not use
     expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
 
 

@@ -29,10 +29,11 @@ from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading
+from permtriton.model.beside import fetch_beside
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.name import is_hub_name
-from permtriton.model.source import BESIDE, Source
+from permtriton.model.source import Source
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
 from permtriton.util.sparsity import NMPattern, PrunedWeight
@@ -77,7 +78,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     asked = source.revision or not is_hub_name(source.name)  # else it may be a folder that is gone
     record = find_record(source.name, source.hub) if asked else None
     if record is not None:
-        source.fetch(BESIDE)  # now, and not when the trained model is saved
+        fetch_beside(source)  # now, and not when the trained model is saved
     weights = _recorded(inner, record) if record else _recognized(inner)
     if not weights:
         count = sum(isinstance(module, LINEAR_MODULES) for module in inner.modules())
