@@ -16,7 +16,7 @@ from permtriton.checkpoint.record import Record
 from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import copy_file
 from permtriton.driver.planning import plan_model
-from permtriton.errors import ModelError, reading, shown
+from permtriton.errors import ModelError, OutputError, reading, shown
 from permtriton.model.headers import read_json
 from permtriton.model.load import ADAPTER, load_empty_model
 from permtriton.model.source import Source
@@ -53,6 +53,8 @@ def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = Fa
     """
     check_apart(output, adapter)
     check_apart(output, to)
+    if output.exists():
+        raise OutputError(f"output {output} exists: choose another folder")
     settings, record = _settings(adapter, to), Folder.open(to).record
     with reading(f"{adapter / WEIGHTS} cannot be read", ModelError):
         tensors = load_file(adapter / WEIGHTS)
@@ -75,6 +77,8 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
     Raises:
         ModelError: as `adapt`.
     """
+    if not (adapter / ADAPTER).is_file():
+        raise ModelError(f"{adapter} holds no {ADAPTER}: give a folder that PEFT's save_pretrained wrote")
     settings = read_json(adapter / ADAPTER)
     kind, begin = settings.get("peft_type"), str(settings.get("init_lora_weights", "")).lower()
     if kind not in (*LOW_RANK, *PROMPTS) or settings.get("target_parameters"):
@@ -134,7 +138,7 @@ class _Order:
         folds: dict[str, list[Fold]] = {}
         for edit in edits_of(moves_of(plan, indices)):
             if isinstance(edit, Fold):
-                folds.setdefault(names[edit.parameter], []).append(edit)
+                folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts are unstacked
         transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D | nn.Embedding)}
         return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices))
 
@@ -168,6 +172,8 @@ class _Order:
         parameter = resolve_name(path, self.names, self.prefix)
         if parameter is None and path.split(".")[-2:][0] in READ_STATES and tensor.ndim == 2:
             return self._moved(name, tensor, self.hidden, 1)
+        if tensor.ndim > 2:
+            raise ModelError(f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it anew")
         for fold in self.folds.get(self.names[self._known(name, path)], ()):
             tensor = self._moved(name, tensor, fold.index, fold.dim)
         return tensor

@@ -31,6 +31,7 @@ from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading
 from permtriton.model.beside import fetch_beside
 from permtriton.model.expert_linears import input_dim
+from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.name import is_hub_name
 from permtriton.model.source import Source
@@ -86,6 +87,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
             f"no weight of this {type(inner).__name__} is N:M, of {count} linears: expected a model that was pruned, "
             "with its zeros in groups. Load a folder that permtriton compile wrote"
         )
+    _refuse_dense_adapters(model, inner, record)
+    for weight in weights.values():
+        weight.clear_signs()
     return KeptPattern(inner, weights, record)
 
 
@@ -125,6 +129,14 @@ class _Weight:
     def restore(self) -> None:
         value, zeros = self.here()
         value.masked_fill_(zeros, 0)
+
+    @torch.no_grad()
+    def clear_signs(self) -> None:
+        """Makes each -0.0 an ordinary zero: small weights are rounded to it in float16."""
+        value = _local(self.parameter)
+        negative = value.signbit() & (value == 0)
+        if bool(negative.any()):  # else the weight may stay mapped from its file
+            value.masked_fill_(negative, 0)
 
     def before_merging(self) -> Tensor:
         """Returns a copy of the values, with NaN for what is not zero where the weight was zero."""
@@ -268,7 +280,14 @@ class KeptPattern:
             ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, trains copies of N:M
                 weights, or has an adapter on a linear that gathers its input.
         """
+        _refuse_dense_adapters(model, self._model(), self.record)
         if not hasattr(model, "merge_and_unload"):
+            kinds = {str(each.peft_type).rpartition(".")[2] for each in getattr(model, "peft_config", {}).values()}
+            if hasattr(model, "get_base_model"):
+                raise ModelError(
+                    f"an adapter of the kind {', '.join(sorted(kinds))} changes no weights, so that it cannot be merged: "
+                    "keep it beside the model"
+                )
             raise ModelError(
                 f"a {type(model).__name__} is no PeftModel: give the one that holds the adapters. Those of the model's "
                 "own add_adapter are merged in a second model: save them with save_pretrained, load the folder of the "
@@ -333,6 +352,8 @@ class KeptPattern:
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
         _divide_again(model)
         _refuse_changed(model)
+        for weight in self._weights.values():
+            weight.clear_signs()
         state: dict[str, Any] | None = None
         if _is_divided(model):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -451,6 +472,21 @@ def _refuse_changed(model: nn.Module) -> None:
             raise ModelError(
                 f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
                 "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
+            )
+
+
+def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> None:
+    """Refuses adapters that were trained on the dense model, whose channels have another order."""
+    if record is None or not any(site["moved"] for site in record["sites"]):
+        return
+    for config in getattr(model, "peft_config", {}).values():
+        base = config.base_model_name_or_path or inner.name_or_path
+        unpruned = Path(base, CONFIG_FILE).is_file() and not Path(base, REPORT_FILE).is_file()
+        if base != inner.name_or_path and (base == record["model"] or unpruned):
+            raise ModelError(
+                f"the adapter was trained on {base}, whose channels have another order than those of "
+                f"{inner.name_or_path}: write it in this order with permtriton adapt ADAPTER --to {inner.name_or_path}. "
+                f"If it was trained in this order, say so by base_model_name_or_path in its adapter_config.json"
             )
 
 
