@@ -12,5 +12,8 @@ def run(adapter: Path, to: Path, output: Path | None, *, trust_remote_code: bool
     if json:
         print_json(report)
     else:
-        rows = [("reordered", f"{report['reordered']} of {report['tensors']} tensors"), ("written to", report["output"])]
+        rows = [
+            ("reordered", f"{report['reordered']} of {report['tensors']} tensors"),
+            ("written to", report["output"]),
+        ]
         show("Adapter", rows)

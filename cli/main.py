@@ -227,9 +227,7 @@ def export(
 def adapt(
     adapter: Annotated[Path, typer.Argument(help="An adapter of PEFT that was trained on the dense model.")],
     to: Annotated[Path, typer.Option(help="The folder that was compiled from that model, of layout portable.")],
-    output: Annotated[
-        Path | None, output_option(help="Folder to write; ADAPTER-for-FOLDER here by default.")
-    ] = None,
+    output: Annotated[Path | None, output_option(help="Folder to write; ADAPTER-for-FOLDER here by default.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:

@@ -173,7 +173,9 @@ class _Order:
         if parameter is None and path.split(".")[-2:][0] in READ_STATES and tensor.ndim == 2:
             return self._moved(name, tensor, self.hidden, 1)
         if tensor.ndim > 2:
-            raise ModelError(f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it anew")
+            raise ModelError(
+                f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it anew"
+            )
         for fold in self.folds.get(self.names[self._known(name, path)], ()):
             tensor = self._moved(name, tensor, fold.index, fold.dim)
         return tensor

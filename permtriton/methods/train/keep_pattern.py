@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.patterns import kept_in_groups, linear_weights, pattern_of
-from permtriton.checkpoint.record import Record, find_record, recorded_weights
+from permtriton.checkpoint.record import PRUNED_ELSEWHERE, Record, find_record, recorded_weights
 from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
@@ -346,7 +346,7 @@ class KeptPattern:
             raise ModelError(
                 f"{name} holds no permtriton.json, which would have to be saved, too: use save_pretrained of what "
                 "permtriton.compile returned, load the model from a folder that permtriton compile wrote, or save it "
-                "with its own save_pretrained"
+                f"with its own save_pretrained. {PRUNED_ELSEWHERE}"
             )
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
