@@ -276,11 +276,6 @@ def adapt(
 
     Raises:
         PermTritonError: an adapter of another kind or model, layout ``fused``, or the output cannot be written.
-
-    Example:
-        >>> import permtriton
-        >>> permtriton.adapt("my-adapter", "my-model-2of4")["output"]
-        'my-adapter-for-my-model-2of4'
     """
     source, folder = path_of("adapter", adapter), path_of("to", to)
     default = f"{real_path(source).name}-for-{real_path(folder).name}"

@@ -55,8 +55,8 @@ def documents_in(
     column = wanted or next((each for each in COLUMNS if each in names), "text")
     if column not in names:
         raise CalibrationError(
-            f"{source} has the columns {shown(list(names))}, not {column}: give messages, text or input_ids, or "
-            "name another column by `text_column=`"
+            f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or "
+            "conversations as messages, or name another column by `text_column=`"
         )
     documents = column_of(column)
     if column == "input_ids" and len(documents) and isinstance(documents[0], str):
