@@ -89,9 +89,8 @@ def test_an_adapted_adapter_does_what_it_did_to_the_dense_model(llama, tmp_path,
     start = before if before.shape == got.shape else 0
     assert cosine(got - start, expected - start) > 1 - 1e-5
     assert not torch.allclose(effect("adapter"), expected, atol=1e-3), "as it is, it does something else"
-    assert json.loads((tmp_path / "adapted" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
-        folder
-    )
+    settings = json.loads((tmp_path / "adapted" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(folder)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert_mlm", "llama_tied"])
@@ -169,8 +168,8 @@ def test_an_adapter_of_the_dense_model_is_not_merged(llama, tmp_path):
     trained(folders.load(dense), peft.LoraConfig(target_modules=["v_proj"]), adapter)
     folders.prune(model := folders.load(folder))
     model.save_pretrained(folder)
-    for call in (permtriton.keep_pattern, lambda wrapped: kept.merge_and_unload(wrapped)):
-        kept = permtriton.keep_pattern(loaded := folders.load(folder))
+    kept = permtriton.keep_pattern(loaded := folders.load(folder))
+    for call in (permtriton.keep_pattern, kept.merge_and_unload):
         with pytest.raises(ModelError, match=r"the adapter was trained on \S*dense, whose channels.*permtriton adapt"):
             call(peft.PeftModel.from_pretrained(loaded, adapter))
     folders.edit_json(adapter / "adapter_config.json", lambda at: at.update(base_model_name_or_path=str(folder)))

@@ -1,4 +1,4 @@
-"""What stands beside a model's weights, in its folder, its config and its checkpoint: what comes along, and is it true?"""
+"""What stands beside a model's weights, in its folder and config: what comes along, and is it true?"""
 
 import json
 from pathlib import Path
@@ -45,7 +45,9 @@ def test_the_model_inside_the_folder_of_an_embedder(tmp_path):
     inside = tmp_path / "0_Transformer"
     zoo.tiny_llama().save_pretrained(inside)
     (tmp_path / "modules.json").write_text(json.dumps([{"path": "0_Transformer"}, {"path": "1_Pooling"}]))
-    with pytest.raises(ModelError, match=r"holds no config\.json: the model that modules\.json names is \S*0_Transformer"):
+    with pytest.raises(
+        ModelError, match=r"holds no config\.json: the model that modules\.json names is \S*0_Transformer"
+    ):
         permtriton.inspect(tmp_path)
     assert embeds(load_empty_model(Source(str(inside))))
 
@@ -55,7 +57,15 @@ def test_what_is_no_weight_comes_along(tmp_path):
     folder = embedder(tmp_path / "dense")
     trained_tokenizer().save_pretrained(folder)
     comes = {"LICENSE", "NOTICE", "tokenizer.model", "labels.txt"}
-    stays = {"pytorch_model.bin", "model.onnx", "optimizer.pt", "params.json", "quantize_config.json", "onnx/", "big.txt"}
+    stays = {
+        "pytorch_model.bin",
+        "model.onnx",
+        "optimizer.pt",
+        "params.json",
+        "quantize_config.json",
+        "onnx/",
+        "big.txt",
+    }
     for name in (*comes, *stays, "README.md", ".env"):
         folder.joinpath(name).mkdir() if name.endswith("/") else (folder / name).write_text("x")
     with (folder / "big.txt").open("w") as file:
@@ -96,7 +106,7 @@ def test_damaged_modules_are_passed_over(tmp_path, content):
 
 
 def test_weights_that_transformers_leaves_out_in_silence_are_named(tmp_path, monkeypatch):
-    """Such as the layers of Qwen3-Next and DeepSeek that predict further tokens; their config says that there are none."""
+    """Such as the layers of Qwen3-Next and DeepSeek that predict further tokens; the config then declares none."""
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*", r"inv_freq"])
     zoo.tiny_llama().save_pretrained(tmp_path)
     more = {"mtp.0.up.weight": torch.ones(2, 2), "mtp.0.norm.weight": torch.ones(2), "model.inv_freq": torch.ones(2)}

@@ -18,7 +18,6 @@ from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, PrunedWeight, in_words
 from permtriton.util.validation import checked
 
-
 # What to do with weights of another tool, or of a training that saved them without the record.
 PRUNED_ELSEWHERE = (
     "If its weights are N:M already, this packs them as they are: permtriton compile FOLDER --recipe mask "
@@ -226,8 +225,8 @@ def read_record(folder: Path) -> Record:
     path = folder / REPORT_FILE
     if not path.is_file():
         raise ModelError(
-            f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile. "
-            f"{PRUNED_ELSEWHERE}"
+            f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"
+            f". {PRUNED_ELSEWHERE}"
         )
     return checked(Record, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
 

@@ -8,15 +8,15 @@ from pathlib import Path, PurePosixPath
 
 from transformers import PreTrainedModel
 
-from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE, WEIGHTS_FILE, checkpoint_files
+from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, checkpoint_files
 from permtriton.model.name import DEMO
 from permtriton.model.source import BESIDE, MODULES, Source
 from permtriton.util.output_files import real_path
 
 LARGEST = 64 * 2**20  # bytes of a file that is copied
 WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_config.json", "permtriton*.json")
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl", "*.np[yz]",
-           "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
+           "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
 OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of a copy in another format
 OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
 
@@ -57,7 +57,7 @@ def fetch_beside(source: Source) -> list[str]:
 
 
 def beside(source: Source) -> list[str]:
-    """Returns the files that come along where a model is saved, if they are there: all but weights, and bounded in size.
+    """Returns the files that come along where a model is saved, if they are there: no weights, and bounded in size.
 
     Of a folder, these are its own files and the folders that `MODULES` names.
     """

@@ -142,11 +142,7 @@ def load_model(
     stored = _fetched(source) if stored is None else stored
     without_place = set(info["unexpected_keys"])
     _check_unused(model, stored, without_place, source.name)
-    others = sorted(without_place | _ignored(model, stored))
-    if unused is not None:
-        unused += others
-    if others and progress is not None:
-        progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(others)}")
+    _note_unused(model, without_place | _ignored(model, stored), progress, unused)
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
     if source.gguf is None and _quantization(config) is None:
@@ -239,6 +235,14 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
             )
+
+
+def _note_unused(model: PreTrainedModel, names: set[str], progress: Progress | None, unused: list[str] | None) -> None:
+    """Says which tensors the class does not use, and adds them to ``unused``."""
+    if unused is not None:
+        unused += sorted(names)
+    if names and progress is not None:
+        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(names))}")
 
 
 def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:

@@ -285,8 +285,8 @@ class KeptPattern:
             kinds = {str(each.peft_type).rpartition(".")[2] for each in getattr(model, "peft_config", {}).values()}
             if hasattr(model, "get_base_model"):
                 raise ModelError(
-                    f"an adapter of the kind {', '.join(sorted(kinds))} changes no weights, so that it cannot be merged: "
-                    "keep it beside the model"
+                    f"an adapter of the kind {', '.join(sorted(kinds))} changes no weights, so that it cannot be "
+                    "merged: keep it beside the model"
                 )
             raise ModelError(
                 f"a {type(model).__name__} is no PeftModel: give the one that holds the adapters. Those of the model's "
@@ -485,8 +485,8 @@ def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> Non
         if base != inner.name_or_path and (base == record["model"] or unpruned):
             raise ModelError(
                 f"the adapter was trained on {base}, whose channels have another order than those of "
-                f"{inner.name_or_path}: write it in this order with permtriton adapt ADAPTER --to {inner.name_or_path}. "
-                f"If it was trained in this order, say so by base_model_name_or_path in its adapter_config.json"
+                f"{inner.name_or_path}: write it in this order with permtriton adapt ADAPTER --to FOLDER. If it was "
+                "trained in this order, say so by base_model_name_or_path in its adapter_config.json"
             )
 
 
