@@ -154,9 +154,13 @@ def test_conversations_are_written_by_the_chat_template(tmp_path, kind):
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     with pytest.raises(CalibrationError, match="document 1 is a conversation, but the model's tokenizer has no chat"):
         evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000)
+    (tmp_path / "b.jsonl").write_text(json.dumps({kind: [{names[0]: names[2]}]}))
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
     ids = evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000).flatten()
     assert tokenizer.decode(ids) == "user: one"
+    if kind == "conversations":
+        with pytest.raises(CalibrationError, match="document 1: the chat template cannot write it: KeyError 'value'"):
+            evaluation_ids(str(tmp_path / "b.jsonl"), tokenizer, VOCABULARY, 1000)
 
 
 # -- sources that cannot be used -----------------------------------------------------------------------------------

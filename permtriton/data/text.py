@@ -358,13 +358,13 @@ def _read(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file: one in each line, or all of them, or texts, in one array."""
+    """Returns the objects of a file: one in each line, or all of them, or texts, in one array or alone."""
     text, rows = _read(path), list[dict[str, Any]]()
-    if text.lstrip().startswith("["):
-        with suppress(ValueError, RecursionError):  # else each line may be an array
-            array = json.loads(text)
-            if all(isinstance(row, str | dict) for row in array):
-                return [{"text": row} if isinstance(row, str) else row for row in array]
+    with suppress(ValueError, RecursionError):  # else it has more lines
+        whole = json.loads(text)
+        array = whole if isinstance(whole, list) else [whole]
+        if all(isinstance(row, str | dict) for row in array):
+            return [{"text": row} if isinstance(row, str) else row for row in array]
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue

@@ -80,10 +80,11 @@ class Encoder:
             raise CalibrationError(
                 f"{place} is a conversation, but the model's tokenizer has no chat template: give texts, or token ids"
             )
-        named = [
-            {"role": SPEAKERS.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m for m in messages
-        ]
         with reading(f"{place}: the chat template cannot write it", CalibrationError):
+            named = [
+                {"role": SPEAKERS.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m
+                for m in messages
+            ]
             ids = tokenizer.apply_chat_template(named, tokenize=True, return_dict=True)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
 

@@ -56,6 +56,8 @@ def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = Fa
     if output.exists():
         raise OutputError(f"output {output} exists: choose another folder")
     settings, record = _settings(adapter, to), Folder.open(to).record
+    if not (adapter / WEIGHTS).is_file():
+        raise ModelError(f"{adapter} holds no {WEIGHTS}: load it with PEFT and save it again")
     with reading(f"{adapter / WEIGHTS} cannot be read", ModelError):
         tensors = load_file(adapter / WEIGHTS)
     order = _Order.of(to, record, trust_remote_code=trust_remote_code)
@@ -107,6 +109,7 @@ class _Order:
         transposed: linears and embeddings whose weight is ``[in, out]``.
         prefix: name of the base model in the model.
         hidden: order of the last hidden state's channels; None where they did not move.
+        embedded: the same of what embeds the tokens.
     """
 
     names: dict[str, str]
@@ -114,6 +117,7 @@ class _Order:
     transposed: set[str]
     prefix: str
     hidden: Tensor | None
+    embedded: Tensor | None
 
     @classmethod
     def of(cls, folder: Path, record: Record, *, trust_remote_code: bool) -> "_Order":
@@ -140,7 +144,9 @@ class _Order:
             if isinstance(edit, Fold):
                 folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts are unstacked
         transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D | nn.Embedding)}
-        return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices))
+        table = next(name for name, each in model.named_parameters() if each is model.get_input_embeddings().weight)
+        embedded = next((fold.index for fold in folds.get(table, ()) if fold.dim == 1), None)
+        return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices), embedded)
 
     def reordered(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a tensor of an adapter in the new order.
@@ -149,7 +155,7 @@ class _Order:
             ModelError: the model has no such module, or the tensor is of another kind or size.
         """
         if name == "prompt_embeddings":
-            return self._moved(name, tensor, self.hidden, -1)
+            return self._moved(name, tensor, self.embedded, 1)
         path = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer", "")
         module, _, kind = path.removesuffix(".weight").rpartition(".")
         if module.endswith((".lora_B", ".lora_magnitude_vector")):  # lora_B.bias

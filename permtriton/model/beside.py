@@ -17,6 +17,7 @@ LARGEST = 64 * 2**20  # bytes of a file that is copied
 WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_config.json", "permtriton*.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
            "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
+WITH_THE_TOKENIZER = "additional_chat_templates"
 OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of a copy in another format
 OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
 
@@ -28,8 +29,7 @@ def embeds(model: PreTrainedModel) -> bool:
     source = Source(name).at_commit(model.config)
     if source.folder is None:
         return bool(source.revision) and source.find(MODULES) is not None
-    folder = real_path(source.folder)
-    return source.holds(MODULES) or folder.name in _named(folder.parent / MODULES)
+    return source.holds(MODULES) or (real_path(source.folder).parent / MODULES).is_file()
 
 
 def modules_of(source: Source) -> list[str]:
@@ -74,7 +74,7 @@ def left_out(source: Source) -> list[str]:
         return []
     modules = modules_of(source)
     own = {file.name for file in checkpoint_files(source.folder)}
-    inside = {each.split("/")[0] for each in modules}
+    inside = {WITH_THE_TOKENIZER, *(each.split("/")[0] for each in modules)}
     folders = [f"{each.name}/" for each in source.folder.iterdir() if each.is_dir() and each.name not in inside]
     files = [name for name, comes in _files(source.folder, modules) if not comes and name not in own]
     return [each for each in sorted([*folders, *files]) if not each.startswith((".", "_")) and not _is(each, WRITTEN)]
