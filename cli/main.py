@@ -244,6 +244,20 @@ def export(
 
 
 @command()
+def adapt(
+    adapter: Annotated[Path, typer.Argument(help="An adapter of PEFT that was trained on the dense model.")],
+    to: Annotated[Path, typer.Option(help="The folder that was compiled from that model, of layout portable.")],
+    output: Annotated[Path | None, output_option(help="Folder to write; ADAPTER-for-FOLDER here by default.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    json: Json = False,
+) -> None:
+    """Bring an adapter of the dense model into the channel order of a compiled folder; its effect stays the same."""
+    from permtriton.cli.adapt import run
+
+    run(adapter, to, output, trust_remote_code=trust_remote_code, json=json)
+
+
+@command()
 def report(
     folders: Annotated[
         list[Path],

@@ -13,6 +13,7 @@ from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.comparison.asked import AskedComparison
 from permtriton.comparison.request import Request
 from permtriton.data.in_memory import is_named, selected
+from permtriton.driver import adapt as adapting
 from permtriton.driver import planning
 from permtriton.driver.asked import Asked
 from permtriton.driver.job import DryRun, Job
@@ -257,6 +258,31 @@ def export(
     target = path_of("output", f"{real_path(place).name}-{format}" if output is None else output)
     result = exporting.export(place, target, format, overwrite=overwrite, progress=reporter(progress))
     return {"output": str(target), **result}
+
+
+def adapt(
+    adapter: str | Path, to: str | Path, output: str | Path | None = None, *, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Writes an adapter that was trained on the dense model for a compiled folder, as ``permtriton adapt`` does.
+
+    In a folder of layout ``portable``, channels have another order; the adapter is brought into it, exactly.
+
+    Args:
+        adapter: folder that PEFT's ``save_pretrained`` wrote: LoRA (DoRA, AdaLoRA), IA3, or a soft prompt.
+        to: folder that permtriton compiled from that dense model.
+        output: folder to write; None for ``ADAPTER-for-FOLDER`` in the present folder.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Returns:
+        ``output``, and the number of ``tensors``, and of those that were ``reordered``.
+
+    Raises:
+        PermTritonError: an adapter of another kind or model, layout ``fused``, or the output cannot be written.
+    """
+    source, folder = path_of("adapter", adapter), path_of("to", to)
+    default = f"{real_path(source).name}-for-{real_path(folder).name}"
+    target = path_of("output", default if output is None else output)
+    return adapting.adapt(source, folder, target, trust_remote_code=trust_remote_code)
 
 
 def report(

@@ -1,7 +1,7 @@
 """What was asked of a compilation, by a command or a call, and how is it run?"""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -155,17 +155,18 @@ class Job:
         asked, source = self.asked, self._source
         device = resolve_device(asked.device) if source else None
         with nullcontext() if source is None else load.unchanged_weights(source):
-            model, given, text = self._loaded(progress, device)
+            unused = list[str]()
+            model, given, text = self._loaded(progress, device, unused=unused)
             source = source and source.at_commit(model.config)
             if self._repository is not None:
                 progress.say(f"to be published in {self._repository}")
-            given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text))
+            given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text, unused))
             compiled = compile_given(model, given)
         # Where the compiled model is, there is room for the dense one.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
-    def _origin(self, config: CompileConfig, text: str) -> Origin:
+    def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
         """Returns what the record says of what was asked."""
         asked, source = self.asked, self.model
         if not isinstance(source, Source):
@@ -184,7 +185,7 @@ class Job:
         gguf: Gguf | None = None
         if source.gguf is not None:
             gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-        return Origin(command, text, gguf)
+        return Origin(command, text, gguf, unused)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
         """Writes the output, if there is one; of several ranks, the first one does.
@@ -261,12 +262,17 @@ class Job:
                 raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
     def _loaded(
-        self, progress: Progress, device: torch.device | None, fetched: bool = True
+        self,
+        progress: Progress,
+        device: torch.device | None,
+        fetched: bool = True,
+        unused: list[str] | None = None,
     ) -> tuple[PreTrainedModel, Given, str]:
         """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
 
         Args:
             fetched: whether the weights are on this machine.
+            unused: as `permtriton.model.load.load_model` takes it.
         """
         source = self._source
         model: Any = self.model
@@ -275,7 +281,7 @@ class Job:
             progress.say(f"loading {source.described}")
             with progress.stage("load", 0):
                 if fetched:
-                    model, beside = load.load_original(source, saved=True, progress=progress)
+                    model, beside = load.load_original(source, saved=True, progress=progress, unused=unused)
                 else:
                     model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
