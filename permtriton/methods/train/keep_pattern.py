@@ -37,6 +37,7 @@ from permtriton.model.name import is_hub_name
 from permtriton.model.source import Source
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
+from permtriton.util.permutation import moved
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
@@ -477,7 +478,7 @@ def _refuse_changed(model: nn.Module) -> None:
 
 def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> None:
     """Refuses adapters that were trained on the dense model, whose channels have another order."""
-    if record is None or not any(site["moved"] for site in record["sites"]):
+    if record is None or not any(moved(torch.tensor(site["index"])) for site in record["sites"]):
         return
     for config in getattr(model, "peft_config", {}).values():
         base = config.base_model_name_or_path or inner.name_or_path
