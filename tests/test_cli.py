@@ -79,7 +79,7 @@ def test_help_shows_the_options_of_an_ordinary_compilation():
                "dry-run", "restart", "help-all")  # fmt: skip
     assert {f"--{flag}" for flag in (*running, *(name.replace("_", "-") for name in COMMON))} <= words
     hidden = {option.flag for name, option in all_options().items() if name not in COMMON}
-    hidden |= {"--offload", "--shard", "--devices"}
+    hidden |= {"--offload", "--shard"}
     listed = {
         line.split()[0].rstrip(",") for line in shown("compile", "--help").splitlines() if line.startswith("  --")
     }
