@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
 
-from benchmarks import report_demo, trials  # noqa: E402
+from benchmarks import pages, report_demo, trials  # noqa: E402
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.gpu.floors import GPUS  # noqa: E402
@@ -105,7 +105,7 @@ def quantized_table(name: str) -> str:
     counts = ("zeros", "lost_zeros", "further_zeros", "groups_above_pattern")
     rows = [
         [
-            row["name"], f"{row['bytes'] / 1e6:.0f} MB", f"{row['perplexity']:.2f}",
+            row["name"], f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else "", f"{row['perplexity']:.2f}",
             *(f"{row[key]:,}" if key in row else "" for key in counts),
         ]
         for row in report["rows"]
@@ -113,9 +113,47 @@ def quantized_table(name: str) -> str:
     heading = (
         "folder | size | perplexity | zeros before | zeros lost | further zeros | groups of 4 with more than 2 kept"
     )
-    measured = report["rows"][0]
-    of = f"Perplexity on {measured['windows']} windows of {measured['window']:,} tokens, the first one in bfloat16"
+    measured = report["rows"][-1]
+    of = f"Perplexity on {measured['windows']} windows of {measured['window']:,} tokens, all but FP8 in bfloat16"
     return _table(heading, rows, f"{of}; {_machine([report])}.")
+
+
+def tasks_table(**files: str) -> str:
+    """Returns the scores of ``permtriton evaluate --tasks`` for several models, a file each."""
+    reports = {name: _load(file) for name, file in files.items()}
+    first, perplexity = (
+        next(iter(reports.values())),
+        {row["name"]: row["evaluation"] for row in _load(REAL)["rows"][::-1]},
+    )
+    columns = [(task["name"], metric) for task in first["tasks"] for metric in task["scores"]]
+    heading = " | ".join(["model", "perplexity", *(f"{task}, {metric}" for task, metric in columns)])
+    rows = []
+    for name, report in reports.items():
+        scores = {task["name"]: task["scores"] for task in report["tasks"]}
+        cells = [scores[task][metric] for task, metric in columns]
+        values = [f"{cell['value']:.3f} ± {cell['stderr']:.3f}" for cell in cells]
+        rows.append([name, f"{perplexity[name]['perplexity']:.2f}", *values])
+    counts = " and ".join(f"{task['samples']} questions of `{task['name']}`" for task in first["tasks"])
+    versions = ", ".join(f"{key} {first['versions'][key]}" for key in ("lm_eval", "torch", "transformers"))
+    hardware = json.loads(pages.RESULT.read_text(encoding="utf-8"))["hardware"]
+    caption = (
+        f"Seed 0, in bfloat16; {counts}; ± is the standard error, which is larger than that of a difference, because "
+        f"all answer the same questions. Perplexity: that of the table above. {hardware}; {versions}."
+    )
+    return _table(heading, rows, caption)
+
+
+def plans_table() -> str:
+    """Returns what ``python -m benchmarks.plans`` was told about large models."""
+    report = _load("plans.json")
+    rows = []
+    for row in report["rows"]:
+        count, memory = row["devices"].split("x")
+        least, most = (round(row["seconds"][key] / 60) for key in ("least", "most"))
+        of_a_gpu = f"{row['memory']['peak'] / 2**30:.0f} GiB"
+        rows.append([row["model"], f"{count} of {memory} GiB", f"{least} to {most} minutes, estimated", of_a_gpu])
+    caption = f"Not run yet; the estimate holds {report['rows'][0]['assumed']}. Default recipe, 128 x 1024 tokens."
+    return _table("LLaMA 3 | GPUs | time | memory of each GPU", rows, caption)
 
 
 def variation_table(*names: str) -> str:
@@ -227,7 +265,25 @@ def config_options_table() -> str:
     return "\n".join(lines).rstrip()
 
 
+def pages_words() -> str:
+    """Returns where ``benchmarks/pages.py`` ran, and how long its longest commands took."""
+    report = json.loads(pages.RESULT.read_text(encoding="utf-8"))
+    took = {record["commands"].split()[2]: record["cpu_seconds"] for record in report["pages"][pages.PAGES[0]]}
+    minutes = "; ".join(f"`{name}` {took[name] / 60:.0f}" for name in ("compile", "evaluate"))
+    versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
+    return f"{report['hardware']}; {versions}. CPU minutes: {minutes}."
+
+
+SCORED = {
+    "dense": "tasks-smollm2-dense.json",
+    "sparsegpt": "tasks-smollm2-sparsegpt.json",
+    "default": "tasks-smollm2-default.json",
+}
+
 TABLES = {
+    "tasks": lambda: tasks_table(**SCORED),
+    "plans": plans_table,
+    "pages-machine": pages_words,
     "architectures-summary": architectures.summary,
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
@@ -301,6 +357,13 @@ def rewritten(page: str) -> str:
     return SECTION.sub(lambda found: f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
 
 
+def with_outputs(page: Path, text: str) -> str:
+    """Returns a page with its tables, and with what the commands in it printed."""
+    records = json.loads(pages.RESULT.read_text(encoding="utf-8"))["pages"]
+    name = page.relative_to(ROOT).as_posix()
+    return pages.filled(rewritten(text), records[name]) if name in records else rewritten(text)
+
+
 def _load_lines(name: str) -> list[Any]:
     """Returns the results of a benchmark that prints one JSON line each."""
     text = (RESULTS / name).read_text(encoding="utf-8")
@@ -319,7 +382,8 @@ def main() -> None:
     found = sorted(name for text in before.values() for name in SECTION.findall(text))
     if found != sorted(TABLES):
         sys.exit(f"the pages have the tables {', '.join(found)}: expected each once of {', '.join(sorted(TABLES))}")
-    after = {page: rewritten(text) for page, text in before.items()} | {path: draw() for path, draw in PLOTS.items()}
+    after = {page: with_outputs(page, text) for page, text in before.items()}
+    after |= {path: draw() for path, draw in PLOTS.items()}
     for path, text in after.items():
         if not check:
             path.write_text(text, encoding="utf-8")

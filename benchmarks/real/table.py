@@ -25,7 +25,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Returns the rows of some methods, and one sentence each of what is measured and where the rest stands.
+    """Returns the rows of some methods, what is measured in short, and where the rest stands.
 
     Raises:
         KeyError: a method has no row.
@@ -33,9 +33,14 @@ def short(report: Mapping[str, Any], names: Sequence[str]) -> str:
     rows = [row for name in names for row in report["rows"] if row["name"] == name]
     if missing := set(names) - {row["name"] for row in rows}:
         raise KeyError(f"no rows of {', '.join(sorted(missing))}")
-    windows = next(row for row in rows if row["name"] == DENSE)["evaluation"]["windows"]
-    more = "[All rows, versions and the command](docs/benchmarks.md#a-real-language-model)."
-    return f"{_table({**report, 'rows': rows})}\n\n{_measures(report, windows)}{_library(rows)} {more}"
+    samples, length = report["inputs"]["calibration"]
+    words = (
+        f"Perplexity on WikiText-2, and on Python's language reference. {LOSS} All rows of a seed have the same "
+        f"{samples} x {length} calibration tokens of WikiText-2; the training at the end of the default and of `best` "
+        "reads more of it. ± is the standard deviation over seeds. [All rows, what each column means, versions and the "
+        "command](docs/benchmarks.md#a-real-language-model)."
+    )
+    return f"{_table({**report, 'rows': rows})}\n\n{words}"
 
 
 def in_words(report: Mapping[str, Any], ours: str, theirs: str) -> str:
@@ -109,16 +114,14 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     (samples, length), compared = report["inputs"]["calibration"], report["inputs"]["kl_windows"]
     best = RECIPES["best"]
     return (
-        f"Perplexity on the first {windows} windows of WikiText-2's test split (tokenized, with `<unk>`), KL on the "
-        f"first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference, on which "
-        f"none was calibrated, of the seeds where that was measured; calibration {samples} x {length} tokens of "
-        "WikiText-2's validation split (the same domain), the same ids for all rows of a seed "
-        f"(the training at the end of the default reads {_drawn(report)} further sequences of that "
-        f"split, that of `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
-        "model writes); "
-        f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
-        "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder; "
-        "they are left out where it ran in parts."
+        f"Perplexity on the first {windows} windows of 1,024 tokens of WikiText-2's test split (tokenized, with "
+        f"`<unk>`), KL on the first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language "
+        f"reference. Calibration: {samples} x {length} tokens of WikiText-2's validation split (the same domain), the "
+        f"same ids for all rows of a seed; the training at the end of the default reads {_drawn(report)} further "
+        f"sequences of it, that of `best` {samples * best.steps[-1].further}, and {samples * best.generated} that the "
+        f"dense model writes. ± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a "
+        "GGUF file (Q4_1), dequantized. CPU seconds and peak memory are those of the whole command; left out where it "
+        "ran in parts."
     )
 
 
