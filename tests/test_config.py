@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from permtriton import NMPattern, config_from
-from permtriton.cli.main import compare, compile
+from permtriton.cli.main import compile
 from permtriton.config import CalibrationConfig
 from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.errors import ConfigError
@@ -149,18 +149,6 @@ def test_steps_may_be_given_as_they_are():
 
 def test_every_option_is_a_flag_of_compile():
     assert set(OPTIONS) <= set(inspect.signature(compile).parameters)
-
-
-def test_no_flag_of_the_commands_is_dropped_on_the_way():
-    """A parameter of a command either reaches the config or steers the run."""
-    running = {
-        "model", "recipe", "eval_data", "device", "dtype", "output", "overwrite", "config", "json", "revision",
-        "token", "save_format", "push_to_hub", "trust_remote_code", "seeds", "methods", "patterns", "ablate",
-        "values", "tasks", "tasks_dir", "limit", "restart", "dry_run", "devices", "shard", "onload",
-        "help_all", "gguf_file", "private", "protocol", "window",
-    }  # fmt: skip
-    for command in (compile, compare):
-        assert set(inspect.signature(command).parameters) <= running | set(OPTIONS)
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if options_of(part)])
