@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 
 DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit
 
-.PHONY: demo test lint types unit interpreted slow numeric processors soak vllm vllm-install real peers install clean
+.PHONY: demo test lint types unit interpreted slow numeric processors soak vllm vllm-install real peers tutorial install clean
 
 install: $(INSTALLED)
 
@@ -108,6 +108,11 @@ $(VLLM)/.installed: pyproject.toml
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares gigabytes, unless pip finds torch's CPU build elsewhere.
 real: $(INSTALLED) peers
 	$(BIN)/python -m benchmarks.real --texts "$(TEXTS)" --peers $(PEERS) --threads 1 --output real-work/results.json
+
+# The commands of the tutorial, of docs/quantizing.md and of others, whose outputs go into these pages: half an hour.
+# make tutorial TEXTS=FOLDER MODEL=FILE, with FOLDER as for make real, and FILE the GGUF file that the tutorial names.
+tutorial: $(INSTALLED)
+	$(BIN)/python -m benchmarks.pages --texts "$(TEXTS)" --model "$(MODEL)"
 
 peers: $(PEERS)/llmcompressor/.installed $(PEERS)/modelopt/.installed
 

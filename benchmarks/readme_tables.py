@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
 
-from benchmarks import report_demo, trials  # noqa: E402
+from benchmarks import pages, report_demo, trials  # noqa: E402
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.gpu.floors import GPUS  # noqa: E402
@@ -227,7 +227,17 @@ def config_options_table() -> str:
     return "\n".join(lines).rstrip()
 
 
+def pages_words() -> str:
+    """Returns where ``benchmarks/pages.py`` ran, and how long its longest commands took."""
+    report = json.loads(pages.RESULT.read_text(encoding="utf-8"))
+    took = {record["commands"].split()[2]: record["cpu_seconds"] for record in report["pages"][pages.PAGES[0]]}
+    minutes = "; ".join(f"`{name}` {took[name] / 60:.0f}" for name in ("compile", "evaluate"))
+    versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
+    return f"{report['hardware']}; {versions}. CPU minutes: {minutes}."
+
+
 TABLES = {
+    "pages-machine": pages_words,
     "architectures-summary": architectures.summary,
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
@@ -283,6 +293,13 @@ def rewritten(page: str) -> str:
     return SECTION.sub(lambda found: f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
 
 
+def with_outputs(before: dict[Path, str]) -> dict[Path, str]:
+    """Returns the pages with their tables, and with what the commands in them printed."""
+    records = json.loads(pages.RESULT.read_text(encoding="utf-8"))["pages"]
+    after = {page: rewritten(text) for page, text in before.items()}
+    return after | {ROOT / name: pages.filled(after[ROOT / name], kept) for name, kept in records.items()}
+
+
 def _load_lines(name: str) -> list[Any]:
     """Returns the results of a benchmark that prints one JSON line each."""
     text = (RESULTS / name).read_text(encoding="utf-8")
@@ -301,7 +318,7 @@ def main() -> None:
     found = sorted(name for text in before.values() for name in SECTION.findall(text))
     if found != sorted(TABLES):
         sys.exit(f"the pages have the tables {', '.join(found)}: expected each once of {', '.join(sorted(TABLES))}")
-    after = {page: rewritten(text) for page, text in before.items()} | {path: draw() for path, draw in PLOTS.items()}
+    after = with_outputs(before) | {path: draw() for path, draw in PLOTS.items()}
     for path, text in after.items():
         if not check:
             path.write_text(text, encoding="utf-8")
