@@ -145,7 +145,9 @@ def about() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", nargs="*", default=PAGES, help="by default all; later pages use folders of earlier ones")
+    parser.add_argument(
+        "pages", nargs="*", default=PAGES, help="by default all; later pages use folders of earlier ones"
+    )
     parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "smollm2", help="folder to work in")
@@ -165,6 +167,7 @@ def main() -> None:
         "PYTHONPATH": str(ROOT),
         "COLUMNS": "80",
     }
+    described = about()
     kept = json.loads(RESULT.read_text(encoding="utf-8"))["pages"] if RESULT.is_file() else {}
     for page in arguments.pages:
         kept[page] = []
@@ -172,7 +175,7 @@ def main() -> None:
             print(block.commands, end="", flush=True)
             kept[page].append(run(block, work, environment))
             print(f"{kept[page][-1]['cpu_seconds']} CPU seconds", flush=True)
-        RESULT.write_text(json.dumps({**about(), "pages": kept}, indent=1) + "\n", encoding="utf-8")
+        RESULT.write_text(json.dumps({**described, "pages": kept}, indent=1) + "\n", encoding="utf-8")
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "readme_tables.py")], check=True)
 
 
