@@ -131,8 +131,8 @@ def _cpu_seconds() -> float:
 
 def about() -> dict[str, Any]:
     """Returns what the result file says of the machine and the versions."""
-    from benchmarks.real.__main__ import commit, processor  # noqa: PLC0415, imports transformers; filling does not
-    from permtriton.util.machine import versions  # noqa: PLC0415
+    from benchmarks.real.__main__ import commit, processor  # here: it imports transformers, which filling does not need
+    from permtriton.util.machine import versions
 
     threads = os.environ["OMP_NUM_THREADS"]
     return {
@@ -146,37 +146,47 @@ def about() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "pages", nargs="*", default=PAGES, help="by default all; later pages use folders of earlier ones"
+        "pages", nargs="*", default=PAGES, help="all by default; later ones use folders of earlier ones"
     )
     parser.add_argument("--texts", type=Path, required=True, help="folder with valid.txt and test.txt of WikiText-2")
     parser.add_argument("--model", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "smollm2", help="folder to work in")
+    parser.add_argument("--resume", action="store_true", help="run only commands that the result file does not have")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    work: Path = arguments.work.resolve()
-    if PAGES[0] in arguments.pages:
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
-        for target in (ROOT / "examples", ROOT / "benchmarks"):
-            (work / target.name).symlink_to(target)
-        (work / "smollm2.gguf").symlink_to(arguments.model.resolve())
-    environment = {
-        **os.environ,
-        "TEXTS": str(arguments.texts.resolve()),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "COLUMNS": "80",
-    }
-    described = about()
-    kept = json.loads(RESULT.read_text(encoding="utf-8"))["pages"] if RESULT.is_file() else {}
+    report = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {"pages": {}}
+    if not arguments.resume:
+        report = {
+            **about(),
+            "pages": {name: kept for name, kept in report["pages"].items() if name not in arguments.pages},
+        }
+        if PAGES[0] in arguments.pages:
+            shutil.rmtree(arguments.work, ignore_errors=True)
+    environment = prepared(arguments.work.resolve(), arguments.texts.resolve(), arguments.model.resolve())
     for page in arguments.pages:
-        kept[page] = []
+        records = report["pages"].setdefault(page, [])
+        done = {record["commands"] for record in records}
         for block in blocks((ROOT / page).read_text(encoding="utf-8")):
-            print(block.commands, end="", flush=True)
-            kept[page].append(run(block, work, environment))
-            print(f"{kept[page][-1]['cpu_seconds']} CPU seconds", flush=True)
-        RESULT.write_text(json.dumps({**described, "pages": kept}, indent=1) + "\n", encoding="utf-8")
+            if block.commands not in done:
+                print(block.commands, end="", flush=True)
+                records.append(run(block, arguments.work, environment))
+                print(f"{records[-1]['cpu_seconds']} CPU seconds", flush=True)
+                RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     subprocess.run([sys.executable, str(ROOT / "benchmarks" / "readme_tables.py")], check=True)
+
+
+def prepared(work: Path, texts: Path, model: Path) -> dict[str, str]:
+    """Puts the model and the checkout's folders into the folder to work in; returns the environment of commands."""
+    work.mkdir(parents=True, exist_ok=True)
+    for name, target in {
+        "smollm2.gguf": model,
+        "examples": ROOT / "examples",
+        "benchmarks": ROOT / "benchmarks",
+    }.items():
+        (work / name).unlink(missing_ok=True)
+        (work / name).symlink_to(target)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "TEXTS": str(texts), "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
 
 
 if __name__ == "__main__":
