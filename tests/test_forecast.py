@@ -212,6 +212,12 @@ def test_a_dry_run_for_other_devices_is_refused_where_the_compilation_would_be(d
     desk.refuses(desk.compile("--dry-run", "--devices", *options), *words)
 
 
+def test_a_dry_run_for_other_devices_reads_no_text(desk):
+    result = RUNNER.invoke(app, ["compile", str(desk.model), "--dry-run", "--devices", "2x80", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["memory"]["peak"] > 0
+
+
 def test_a_dry_run_for_other_devices_shares_the_samples_among_them(desk):
     result = RUNNER.invoke(app, desk.compile("--dry-run", "--devices", "4x80", "--shard"))
     assert result.exit_code == 0, result.output

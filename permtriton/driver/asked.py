@@ -67,9 +67,8 @@ class Asked(Loads):
     devices: str | None = flag(
         None,
         RUNNING,
-        "With --dry-run: plan for this many GPUs of torchrun with this many GiB each, such as 8x80.",
+        "With --dry-run: plan for this many GPUs with this many GiB each, such as 8x80. Needs no text and no weights.",
         metavar="COUNTxGIB",
-        hidden=True,
         command=True,
     )
     shard: bool | None = flag(

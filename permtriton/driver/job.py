@@ -281,15 +281,19 @@ class Job:
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
                 check_made_by_config(model)
-        windows, text = held_out_windows(source.name if source else "", self.asked.eval_data, tokenizer, model)
+        no_text = self.asked.devices is not None and "calibration" not in self.given  # a plan for GPUs reads none
+        eval_data = "none" if no_text and self.asked.eval_data is None else self.asked.eval_data
+        windows, text = held_out_windows(source.name if source else "", eval_data, tokenizer, model)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
         if self.asked.save_format == Format.FP8:
             check_quantizable(model)
         calibration = fitted(self.config.calibration, self.given, model, progress)
-        samples, config = None, replace(self.config, calibration=calibration)
-        if self.asked.data is not None:
-            samples, config = calibration_of(self.asked.data, config, tokenizer, model, self.given.get("samples"))
+        samples, config, data = None, replace(self.config, calibration=calibration), self.asked.data
+        if no_text:
+            data = torch.zeros(calibration.samples, calibration.sequence_length, dtype=torch.int64)
+        if data is not None:
+            samples, config = calibration_of(data, config, tokenizer, model, self.given.get("samples"))
         given = Given(
             tokenizer,
             with_suggested(config, self.given),
