@@ -1,6 +1,6 @@
 """Measures what quantizing a compiled folder costs, and checks in every group that its zeros stayed.
 
-python -m benchmarks.quantized FOLDER FP8=FOLDER-fp8 --text TEXT --output benchmarks/results/quantized-cpu.json
+python -m benchmarks.quantized FOLDER FP8=FOLDER-fp8 --dense DENSE --text TEXT --output RESULT.json
 
 Needs the package compressed-tensors beside permtriton.
 """
@@ -18,6 +18,7 @@ import permtriton
 from permtriton.util.machine import device_name, versions
 
 WEIGHT, PATTERN = "_proj.weight", (2, 4)
+WINDOW = 1024  # tokens, as in benchmarks/real
 
 
 def zeros(folder: Path, quantized: Path) -> dict[str, int]:
@@ -35,29 +36,23 @@ def zeros(folder: Path, quantized: Path) -> dict[str, int]:
     return counts
 
 
-def row(name: str, folder: Path, text: Path | None, dtype: str) -> dict[str, Any]:
-    """Returns the size of a folder's weights in bytes and, with a text, its perplexity."""
-    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    if text is None:
-        return {"name": name, "bytes": size}
-    found = permtriton.evaluate(str(folder), str(text), dtype=dtype)
-    return {
-        "name": name,
-        "bytes": size,
-        "perplexity": found.perplexity,
-        "windows": found.windows,
-        "window": found.window,
-    }
+def row(name: str, model: Path, text: Path, dtype: str) -> dict[str, Any]:
+    """Returns the perplexity of a model, and the size of a folder's weights in bytes."""
+    found = permtriton.evaluate(str(model), str(text), dtype=dtype, window=WINDOW)
+    size = {"bytes": sum(path.stat().st_size for path in model.glob("*.safetensors"))} if model.is_dir() else {}
+    return {"name": name, **size, "perplexity": found.perplexity, "windows": found.windows, "window": found.window}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("quantized", nargs="+", metavar="NAME=FOLDER")
-    parser.add_argument("--text", type=Path, help="measure the perplexity on it, too")
+    parser.add_argument("--dense", type=Path, required=True, help="the model that the folder was compiled from")
+    parser.add_argument("--text", type=Path, required=True, help="text to measure the perplexity on")
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    rows = [row(arguments.folder.name, arguments.folder, arguments.text, "bfloat16")]
+    folders = (("dense", arguments.dense), (arguments.folder.name, arguments.folder))
+    rows = [row(name, path, arguments.text, "bfloat16") for name, path in folders]
     for name, _, path in (each.partition("=") for each in arguments.quantized):
         measured = row(name, Path(path), arguments.text, "auto")
         rows.append({**measured, **zeros(arguments.folder, Path(path))})

@@ -105,7 +105,7 @@ def quantized_table(name: str) -> str:
     counts = ("zeros", "lost_zeros", "further_zeros", "groups_above_pattern")
     rows = [
         [
-            row["name"], f"{row['bytes'] / 1e6:.0f} MB", f"{row['perplexity']:.2f}",
+            row["name"], f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else "", f"{row['perplexity']:.2f}",
             *(f"{row[key]:,}" if key in row else "" for key in counts),
         ]
         for row in report["rows"]
@@ -113,9 +113,47 @@ def quantized_table(name: str) -> str:
     heading = (
         "folder | size | perplexity | zeros before | zeros lost | further zeros | groups of 4 with more than 2 kept"
     )
-    measured = report["rows"][0]
-    of = f"Perplexity on {measured['windows']} windows of {measured['window']:,} tokens, the first one in bfloat16"
+    measured = report["rows"][-1]
+    of = f"Perplexity on {measured['windows']} windows of {measured['window']:,} tokens, all but FP8 in bfloat16"
     return _table(heading, rows, f"{of}; {_machine([report])}.")
+
+
+def tasks_table(**files: str) -> str:
+    """Returns the scores of ``permtriton evaluate --tasks`` for several models, a file each."""
+    reports = {name: _load(file) for name, file in files.items()}
+    first, perplexity = (
+        next(iter(reports.values())),
+        {row["name"]: row["evaluation"] for row in _load(REAL)["rows"][::-1]},
+    )
+    columns = [(task["name"], metric) for task in first["tasks"] for metric in task["scores"]]
+    heading = " | ".join(["model", "perplexity", *(f"{task}, {metric}" for task, metric in columns)])
+    rows = []
+    for name, report in reports.items():
+        scores = {task["name"]: task["scores"] for task in report["tasks"]}
+        cells = [scores[task][metric] for task, metric in columns]
+        values = [f"{cell['value']:.3f} ± {cell['stderr']:.3f}" for cell in cells]
+        rows.append([name, f"{perplexity[name]['perplexity']:.2f}", *values])
+    counts = " and ".join(f"{task['samples']} questions of `{task['name']}`" for task in first["tasks"])
+    versions = ", ".join(f"{key} {first['versions'][key]}" for key in ("lm_eval", "torch", "transformers"))
+    hardware = json.loads(pages.RESULT.read_text(encoding="utf-8"))["hardware"]
+    caption = (
+        f"Seed 0; {counts}; ± is the standard error, which is larger than that of a difference, because all answer the "
+        f"same questions. Perplexity: that of the table above. {hardware}; {versions}."
+    )
+    return _table(heading, rows, caption)
+
+
+def plans_table() -> str:
+    """Returns what ``python -m benchmarks.plans`` was told about large models."""
+    report = _load("plans.json")
+    rows = []
+    for row in report["rows"]:
+        count, memory = row["devices"].split("x")
+        least, most = (round(row["seconds"][key] / 60) for key in ("least", "most"))
+        of_a_gpu = f"{row['memory']['peak'] / 2**30:.0f} GiB"
+        rows.append([row["model"], f"{count} of {memory} GiB", f"{least} to {most} minutes, estimated", of_a_gpu])
+    caption = f"Nobody has run these: {report['rows'][0]['assumed']}. Default recipe, 128 x 1024 tokens."
+    return _table("LLaMA 3 | GPUs | time | memory of each GPU", rows, caption)
 
 
 def variation_table(*names: str) -> str:
@@ -236,7 +274,15 @@ def pages_words() -> str:
     return f"{report['hardware']}; {versions}. CPU minutes: {minutes}."
 
 
+SCORED = {
+    "dense": "tasks-smollm2-dense.json",
+    "sparsegpt": "tasks-smollm2-sparsegpt.json",
+    "default": "tasks-smollm2-default.json",
+}
+
 TABLES = {
+    "tasks": lambda: tasks_table(**SCORED),
+    "plans": plans_table,
     "pages-machine": pages_words,
     "architectures-summary": architectures.summary,
     "finetune": finetune_table,
