@@ -3,6 +3,7 @@
 A row is what is measured, cut off and repeated as a whole. A call is a command of less than ten minutes.
 """
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -208,6 +209,8 @@ def markdown(rows: Mapping[str, Any]) -> str:
     else:
         body, notes = [HEADINGS, *lines(rows)], [f"- {' '.join(caption.split())}" for caption in captions(rows)]
     text = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in body]
+    short = ((f" {SPEED}", "x "), (FLOOR, "of the floor"), (", dense", ""))  # cuBLAS is dense, the floor a speed
+    text = [functools.reduce(lambda line, words: line.replace(*words), short, line) for line in text]
     return "\n".join([text[0], "|" + "---|" * len(body[0]), *text[1:], "", *notes])
 
 
