@@ -109,16 +109,13 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     (samples, length), compared = report["inputs"]["calibration"], report["inputs"]["kl_windows"]
     best = RECIPES["best"]
     return (
-        f"Perplexity on the first {windows} windows of WikiText-2's test split (tokenized, with `<unk>`), KL on the "
-        f"first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference, on which "
-        f"none was calibrated, of the seeds where that was measured; calibration {samples} x {length} tokens of "
-        "WikiText-2's validation split (the same domain), the same ids for all rows of a seed "
-        f"(the training at the end of the default reads {_drawn(report)} further sequences of that "
-        f"split, that of `best` {samples * best.steps[-1].further}, beside {samples * best.generated} that the dense "
-        "model writes); "
+        f"Perplexity on the first {windows} windows of 1,024 tokens of WikiText-2's test split (tokenized, with `<unk>`), "
+        f"KL on the first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference. "
+        f"Calibration: {samples} x {length} tokens of WikiText-2's validation split (the same domain), the same ids for "
+        f"all rows of a seed; the training at the end of the default reads {_drawn(report)} further sequences of it, "
+        f"that of `best` {samples * best.steps[-1].further}, and {samples * best.generated} that the dense model writes. "
         f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
-        "dequantized. CPU seconds and peak memory are those of the whole command, from loading to the saved folder; "
-        "they are left out where it ran in parts."
+        "dequantized. CPU seconds and peak memory are those of the whole command; left out where it ran in parts."
     )
 
 
