@@ -2,9 +2,9 @@
 
     make tutorial TEXTS=FOLDER MODEL=FILE    # or python -m benchmarks.pages --texts FOLDER --model FILE [PAGE ...]
 
-A block whose lines begin with ``$ `` is run by bash, a block of Python by Python, all of them in one folder and in the
-order of the pages. The output stands below the commands (of Python, in the next block): all of it, or, after ``...``,
-as many last lines as the page has. A block without ``$ `` is left alone. What was printed is kept in a result file,
+A block whose lines begin with ``$ `` is run by bash, a block of Python that "It prints" follows by Python, all of them in
+one folder and in the order of the pages. The output stands below the commands (of Python, in the next block): all of it,
+or, after ``...``, as many last lines as the page has. Other blocks are left alone. What was printed is kept in a result file,
 from which ``benchmarks/readme_tables.py`` fills the pages and by which its ``--check`` compares them.
 """
 
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "pages-smollm2-cpu.json"
-PAGES = ("docs/tutorial.md", "docs/quantizing.md", "docs/benchmarks.md", "docs/evaluation.md")
+PAGES = ("docs/tutorial.md", "docs/quantizing.md", "docs/benchmarks.md", "docs/evaluation.md", "docs/fine-tuning.md")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
-PROMPT, SHORTENED, MOST_LINES = "$ ", "...", 60
+PROMPT, PRINTS, SHORTENED, MOST_LINES = "$ ", "It prints", "...", 60
 
 
 class Block(NamedTuple):
@@ -51,7 +51,7 @@ def blocks(page: str) -> Iterator[Block]:
     fences = list(FENCE.finditer(page))
     for fence, following in zip(fences, [*fences[1:], None], strict=True):
         body, start = fence[2], fence.start(2)
-        if fence[1] == "python" and following:
+        if fence[1] == "python" and following and page[fence.end() : following.start()].strip() == PRINTS:
             yield Block((sys.executable, "-c"), body, following[2], following.start(2), following.end(2))
         elif not fence[1] and body.startswith(PROMPT):
             commands = _commands(body)

@@ -19,6 +19,8 @@ another one
 print("four")
 ```
 
+It prints
+
 ```
 an old answer
 ```
@@ -29,6 +31,14 @@ $ true
 
 ```
 echo left alone
+```
+
+```python
+left_alone
+```
+
+```
+too
 ```
 """
 
