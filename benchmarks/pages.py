@@ -2,10 +2,10 @@
 
     make tutorial TEXTS=FOLDER MODEL=FILE    # or python -m benchmarks.pages --texts FOLDER --model FILE [PAGE ...]
 
-A block whose lines begin with ``$ `` is run by bash, a block of Python that "It prints" follows by Python, all of them in
-one folder and in the order of the pages. The output stands below the commands (of Python, in the next block): all of it,
-or, after ``...``, as many last lines as the page has. Other blocks are left alone. What was printed is kept in a result file,
-from which ``benchmarks/readme_tables.py`` fills the pages and by which its ``--check`` compares them.
+A block whose lines begin with ``$ `` is run by bash, and a block of Python that "It prints" follows by Python, all of
+them in one folder and in the order of the pages. The output stands below the commands (of Python, in the next block):
+all of it, or, after ``...``, as many last lines as the page has. Other blocks are left alone. What was printed is kept
+in a result file, from which ``benchmarks/readme_tables.py`` fills the pages and by which its ``--check`` compares them.
 """
 
 import argparse

@@ -109,13 +109,14 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
     (samples, length), compared = report["inputs"]["calibration"], report["inputs"]["kl_windows"]
     best = RECIPES["best"]
     return (
-        f"Perplexity on the first {windows} windows of 1,024 tokens of WikiText-2's test split (tokenized, with `<unk>`), "
-        f"KL on the first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language reference. "
-        f"Calibration: {samples} x {length} tokens of WikiText-2's validation split (the same domain), the same ids for "
-        f"all rows of a seed; the training at the end of the default reads {_drawn(report)} further sequences of it, "
-        f"that of `best` {samples * best.steps[-1].further}, and {samples * best.generated} that the dense model writes. "
-        f"± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a GGUF file (Q4_1), "
-        "dequantized. CPU seconds and peak memory are those of the whole command; left out where it ran in parts."
+        f"Perplexity on the first {windows} windows of 1,024 tokens of WikiText-2's test split (tokenized, with "
+        f"`<unk>`), KL on the first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language "
+        f"reference. Calibration: {samples} x {length} tokens of WikiText-2's validation split (the same domain), the "
+        f"same ids for all rows of a seed; the training at the end of the default reads {_drawn(report)} further "
+        f"sequences of it, that of `best` {samples * best.steps[-1].further}, and {samples * best.generated} that the "
+        f"dense model writes. ± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a "
+        "GGUF file (Q4_1), dequantized. CPU seconds and peak memory are those of the whole command; left out where it "
+        "ran in parts."
     )
 
 
