@@ -137,7 +137,7 @@ def tasks_table(**files: str) -> str:
     versions = ", ".join(f"{key} {first['versions'][key]}" for key in ("lm_eval", "torch", "transformers"))
     hardware = json.loads(pages.RESULT.read_text(encoding="utf-8"))["hardware"]
     caption = (
-        f"Seed 0; {counts}; ± is the standard error, which is larger than that of a difference, because all answer the "
+        f"Seed 0, in bfloat16; {counts}; ± is the standard error, which is larger than that of a difference, because all answer the "
         f"same questions. Perplexity: that of the table above. {hardware}; {versions}."
     )
     return _table(heading, rows, caption)
@@ -339,11 +339,11 @@ def rewritten(page: str) -> str:
     return SECTION.sub(lambda found: f"<!-- table {found[1]} -->\n{TABLES[found[1]]()}\n<!-- end -->", page)
 
 
-def with_outputs(before: dict[Path, str]) -> dict[Path, str]:
-    """Returns the pages with their tables, and with what the commands in them printed."""
+def with_outputs(page: Path, text: str) -> str:
+    """Returns a page with its tables, and with what the commands in it printed."""
     records = json.loads(pages.RESULT.read_text(encoding="utf-8"))["pages"]
-    after = {page: rewritten(text) for page, text in before.items()}
-    return after | {ROOT / name: pages.filled(after[ROOT / name], kept) for name, kept in records.items()}
+    name = page.relative_to(ROOT).as_posix()
+    return pages.filled(rewritten(text), records[name]) if name in records else rewritten(text)
 
 
 def _load_lines(name: str) -> list[Any]:
@@ -364,7 +364,8 @@ def main() -> None:
     found = sorted(name for text in before.values() for name in SECTION.findall(text))
     if found != sorted(TABLES):
         sys.exit(f"the pages have the tables {', '.join(found)}: expected each once of {', '.join(sorted(TABLES))}")
-    after = with_outputs(before) | {path: draw() for path, draw in PLOTS.items()}
+    after = {page: with_outputs(page, text) for page, text in before.items()}
+    after |= {path: draw() for path, draw in PLOTS.items()}
     for path, text in after.items():
         if not check:
             path.write_text(text, encoding="utf-8")
