@@ -137,8 +137,8 @@ def tasks_table(**files: str) -> str:
     versions = ", ".join(f"{key} {first['versions'][key]}" for key in ("lm_eval", "torch", "transformers"))
     hardware = json.loads(pages.RESULT.read_text(encoding="utf-8"))["hardware"]
     caption = (
-        f"Seed 0, in bfloat16; {counts}; ± is the standard error, which is larger than that of a difference, because all answer the "
-        f"same questions. Perplexity: that of the table above. {hardware}; {versions}."
+        f"Seed 0, in bfloat16; {counts}; ± is the standard error, which is larger than that of a difference, because "
+        f"all answer the same questions. Perplexity: that of the table above. {hardware}; {versions}."
     )
     return _table(heading, rows, caption)
 
