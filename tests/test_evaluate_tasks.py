@@ -108,6 +108,27 @@ def test_the_example_tasks_are_made_by_their_script():
     assert all(len(set(row["choices"])) == 4 for row in stored)
 
 
+def test_tasks_are_made_of_any_paragraphs(tmp_path, model, tokenizer):
+    import runpy
+
+    words = [[f"{place}-{number}" for place in range(60)] for number in range(200)]
+    for paragraph in words:
+        paragraph[3] = paragraph[45] = "again"
+    made = runpy.run_path(str(EXAMPLES.parent / "make_tasks.py"))
+    made["write_tasks"]("\n".join([" = Heading = ", *map(" ".join, words)]), tmp_path / "tasks")
+    continued = [json.loads(line) for line in (tmp_path / "tasks/continuation.jsonl").read_text().splitlines()]
+    assert len(continued) == 100
+    for row in continued:
+        whole = row["context"] + row["choices"][row["answer"]]
+        assert [whole + " " in " ".join(paragraph) for paragraph in words].count(True) == 1
+        assert len({choice.split()[0].split("-")[1] for choice in row["choices"]}) == 4, "of other paragraphs"
+    asked = [json.loads(line) for line in (tmp_path / "tasks/cloze.jsonl").read_text().splitlines()]
+    assert {(len(row["context"].split()), row["answer"]) for row in asked} == {(45, " again")}
+    (scored,) = Tasks(["cloze"], limit=1, folder=tmp_path / "tasks").run(model, tokenizer)
+    assert set(scored.scores) == {"acc"}
+    Tasks(["continuation"], folder=tmp_path / "tasks")  # whose answers are too long for this model
+
+
 def test_equal_runs_give_equal_results_and_a_limit_limits(folder, model, tokenizer):
     tasks = Tasks(["foxes", "dogs"], limit=2, folder=folder)
     first = tasks.run(model, tokenizer)
