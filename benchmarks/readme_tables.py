@@ -152,7 +152,7 @@ def plans_table() -> str:
         least, most = (round(row["seconds"][key] / 60) for key in ("least", "most"))
         of_a_gpu = f"{row['memory']['peak'] / 2**30:.0f} GiB"
         rows.append([row["model"], f"{count} of {memory} GiB", f"{least} to {most} minutes, estimated", of_a_gpu])
-    caption = f"Nobody has run these: {report['rows'][0]['assumed']}. Default recipe, 128 x 1024 tokens."
+    caption = f"Not run yet; the estimate holds {report['rows'][0]['assumed']}. Default recipe, 128 x 1024 tokens."
     return _table("LLaMA 3 | GPUs | time | memory of each GPU", rows, caption)
 
 
