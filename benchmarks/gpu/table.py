@@ -242,10 +242,9 @@ def summary(rows: Mapping[str, Any]) -> str:
     lines += ["", f"All linears of a layer of LLaMA-3-8B's shapes, bfloat16, on one {about['hardware']['device']}. A "
               f"step of decoding of the whole model, with 512 tokens of context, takes {', '.join(steps)}. Both models "
               "run as transformers launches them, in CUDA graphs, with q, k, v, gate and up as products of their own. "
-              f"Reading their bytes alone would take {dense:.1f} ms (dense) and "
-              f"{packed:.1f} ms (packed); the rest goes into attention, norms and launches, "
-              "which stay as they are. From 512 tokens on, ours is cuSPARSELt's product, whose algorithm its own search "
-              "chose. Random weights; torch "
+              f"Reading their bytes alone would take {dense:.1f} ms (dense) and {packed:.1f} ms (packed); the rest is "
+              "attention, norms and launches, which stay as they are. From 512 tokens on, ours is cuSPARSELt's "
+              "product, whose algorithm its own search chose. Random weights; torch "
               f"{about['versions']['torch']}, cuSPARSELt {about['versions']['cusparselt']}."]  # fmt: skip
     return "\n".join(lines)
 
