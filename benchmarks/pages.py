@@ -137,7 +137,7 @@ def about() -> dict[str, Any]:
     threads = os.environ["OMP_NUM_THREADS"]
     return {
         "command": "make tutorial TEXTS=FOLDER MODEL=FILE",
-        "hardware": f"{processor()}, {os.cpu_count()} cores, {threads} of them used, with other work beside it",
+        "hardware": f"{processor()}, {os.cpu_count()} cores, {threads} of them used, load average {os.getloadavg()[0]:.0f}",
         "versions": versions(),
         "commit": commit(),
     }
