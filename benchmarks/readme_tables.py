@@ -149,9 +149,9 @@ def plans_table() -> str:
     rows = []
     for row in report["rows"]:
         count, memory = row["devices"].split("x")
-        least, most = (round(row["seconds"][key] / 60) for key in ("least", "most"))
+        minutes = sum(row["seconds"].values()) / 60
         of_a_gpu = f"{row['memory']['peak'] / 2**30:.0f} GiB"
-        rows.append([row["model"], f"{count} of {memory} GiB", f"{least} to {most} minutes, estimated", of_a_gpu])
+        rows.append([row["model"], f"{count} of {memory} GiB", f"roughly {minutes:.0f} minutes, estimated", of_a_gpu])
     caption = f"Not run yet; the estimate holds {report['rows'][0]['assumed']}. Default recipe, 128 x 1024 tokens."
     return _table("LLaMA 3 | GPUs | time | memory of each GPU", rows, caption)
 
