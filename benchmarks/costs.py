@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--sequences", type=int, default=1, help="of a step, or of an evaluation")
     parser.add_argument("--micro-batch", type=int, default=1, help="sequences per forward and backward pass of a step")
+    parser.add_argument("--gradient", default="placement", choices=["placement", "published"], help="of a step")
     parser.add_argument("--discard-masks", action="store_true", help="a step computes masks for each micro-batch")
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences of a round")
     args = parser.parse_args()
@@ -81,7 +82,7 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     model = llama(args)
     plan, ids = find_plan(model, PATTERN), torch.randint(0, args.vocabulary, (args.sequences, args.tokens))
     target = hidden_states(model, Samples.of(ids), 1)
-    pairs = step_seconds(model, plan, ids, target, args.micro_batch, not args.discard_masks)
+    pairs = step_seconds(model, plan, ids, target, args.micro_batch, not args.discard_masks, args.gradient)
     dense, learn = zip(*islice(pairs, 1, args.repeats + 1), strict=True)  # the first pair warms up
     dense_s, learn_s = statistics.median(dense), statistics.median(learn)
     return {"dense_s": dense_s, "learn_s": learn_s, "ratio": learn_s / dense_s, "dense_samples_s": dense,

@@ -259,9 +259,27 @@ TABLES = {
     "demo-methods": lambda: comparison_table(
         "compare-demo-recipe.json", "compare-demo-best.json", "compare-demo-tuned.json"
     ),
+    "swap-prediction": lambda: swap_prediction_table("swap-prediction-learned-cpu.jsonl"),
     "trials": lambda: trials.table(RESULTS),
     "encoder": lambda: encoder_table("compare-minilm.json", "compare-minilm-tuned.json"),
 }
+
+
+def swap_prediction_table(name: str) -> str:
+    """Returns how well each gradient of learning predicts single swaps, layout by layout."""
+    reports = _load_lines(name)
+    columns = ("rank correlation", "sign right", "predicted to lower the loss")
+    lines = ["| layout | gradient | " + " | ".join(columns) + " | lower it |", "|---" * (len(columns) + 3) + "|"]
+    for report in reports:
+        for gradient in ("published", "placement without curvature", "placement"):
+            found = report[gradient]
+            shares = [f"{found[share]:.0%}" for share in ("sign_right", "predicted_to_fall")]
+            cells = [report["layout"], gradient, f"{found['rank_correlation']:.2f}", *shares]
+            lines.append(f"| {' | '.join(cells)} | {report['share_that_falls']:.0%} |")
+    first, versions = reports[0], reports[0]["versions"]
+    what = f"{first['placement']['swaps']} random swaps inside blocks, {first['samples']} calibration sequences"
+    ran = f"{first['device']}; torch {versions['torch']}, transformers {versions['transformers']}"
+    return "\n".join([*lines, "", f"Demo model, {what}, {ran}."])
 
 
 def dense_share_plot(theme: str) -> str:

@@ -4,6 +4,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from permtriton import NMPattern
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learned import Learned
@@ -49,6 +51,15 @@ def random_importances(model: PreTrainedModel, plan: Plan) -> dict[str, Importan
     return found
 
 
+def random_curvatures(model: PreTrainedModel, plan: Plan) -> dict[str, RankOneCurvature]:
+    """Returns a curvature of the loss for each pruned linear."""
+    found = {}
+    for _, name in plan.linears():
+        channels, rows = weight_in_out(linear_module(model, name)).shape
+        found[name] = RankOneCurvature(torch.rand(rows).to(model.device), torch.rand(channels).to(model.device))
+    return found
+
+
 def timed(run: Callable[[], object], device: torch.device) -> float:
     """Returns the seconds of a call, with all that it launches on the device."""
     if device.type == "cuda":
@@ -61,7 +72,13 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def step_seconds(
-    model: PreTrainedModel, plan: Plan, ids: Tensor, target: Tensor, micro_batch: int, keep: bool = True
+    model: PreTrainedModel,
+    plan: Plan,
+    ids: Tensor,
+    target: Tensor,
+    micro_batch: int,
+    keep: bool = True,
+    gradient: Literal["placement", "published"] = "placement",
 ) -> Iterator[tuple[float, float]]:
     """Yields the seconds of a dense step and of a learning step on the same sequences, in turn, without end.
 
@@ -75,10 +92,12 @@ def step_seconds(
         target: the dense model's last hidden states on them.
         micro_batch: sequences per forward and backward pass.
         keep: whether masks are computed once per step, not for each micro-batch.
+        gradient: of the permutations, as the option.
     """
     rows, layers, importances = torch.arange(ids.shape[0]), layer_modules(model, plan), random_importances(model, plan)
-    learn = Learned(batch_size=ids.shape[0], epochs=1000)
+    learn = Learned(batch_size=ids.shape[0], epochs=1000, gradient=gradient)
     config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch, activation_checkpointing=True)
+    curvatures = None if gradient == "published" else random_curvatures(model, plan)
     relaxation = Relaxation(learned_spaces(plan, learn), learn, 0, model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=learn.learning_rate)
 
@@ -93,7 +112,7 @@ def step_seconds(
         model.requires_grad_(False)
 
     def learning(number: int) -> float:
-        with masked_model(model, plan, importances, relaxation, learn, config, keep) as masks:
+        with masked_model(model, plan, importances, relaxation, learn, config, curvatures, keep) as masks:
             objective = Objective("cosine", target)
             trainer = OrderTrainer(model, masks, relaxation, optimizer, Samples.of(ids), objective, learn, config)
             trainer.step(rows, number)  # the allocator settles after the weights were transposed

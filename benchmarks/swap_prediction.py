@@ -1,10 +1,15 @@
-"""How well the gains of single swaps predict the true change of the loss, on the embedded demo model.
-
-Swaps are drawn at random from all pairs of every space, half of them among the best partners that a round would choose
-from. Each is applied alone, and the loss over all calibration sequences is measured. One JSON line is printed: the rank
-correlation (Spearman) of gain and true fall of the loss, and the median of true over predicted.
+"""How well gradients predict what single swaps do to the loss, on the embedded demo model.
 
     python benchmarks/swap_prediction.py --swaps 100 --layout portable
+    python benchmarks/swap_prediction.py learned --swaps 100 --layout fused
+
+Swaps are drawn at random from all pairs of every space, half of them among the best partners that a round of the search
+would choose from. Each is applied alone, and the loss over all calibration sequences is measured. One JSON line is
+printed: the rank correlation (Spearman) of gain and true fall of the loss, and the median of true over predicted.
+
+With ``learned``, the gains are those of the gradients that learning hands to its permutations: random swaps inside
+blocks of 64, the loss that learning minimises, and beside the correlation the share of swaps whose sign is right, and
+of those that are predicted to lower the loss.
 """
 
 import argparse
@@ -12,15 +17,20 @@ import json
 import math
 import platform
 import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
 from permtriton import find_plan
+from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_ids
 from permtriton.demo import FOLDER
+from permtriton.kernels.nm_mask import nm_mask_backward
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
@@ -37,69 +47,144 @@ from permtriton.util.machine import device_name, versions
 from permtriton.util.permutation import identity
 from permtriton.util.progress import NoProgress
 
+BLOCK = 64
+Pair = tuple[int, int, int]  # number of the space, position, position
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="searched", choices=["searched", "learned"])
     parser.add_argument("--swaps", type=int, default=100)
+    parser.add_argument("--samples", type=int, default=64, help="calibration sequences")
     parser.add_argument("--layout", default="portable", choices=["portable", "fused"])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    config = config_from({"layout": args.layout, "seed": args.seed}, model="demo")
+    config = config_from({"layout": args.layout, "seed": args.seed, "samples": args.samples}, model="demo")
     model, tokenizer = load_original(Source(str(FOLDER)))
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     ids = calibration_ids(config.calibration, tokenizer, vocabulary, args.seed)
     plan = find_plan(model, config.sparsity, layout=args.layout)
     statistics_of = site_statistics(model, plan, config.importance, Samples.of(ids), 16, NoProgress())
     importances = importances_of(model, plan, config.importance, statistics_of)
-    objective = dense_objective(model, "kl", Samples.of(ids), 16)
-    fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
+    kind: ObjectiveKind = "cosine" if args.what == "learned" else "kl"
+    objective = dense_objective(model, kind, Samples.of(ids), 16)
+    fisher = fisher_information(model, plan, kind, Samples.of(ids), config, NoProgress())
     spaces = [space for space in plan.spaces if not space.frozen]
     with hard_masked(model, plan, importances, fisher, config) as masks:
         searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched())
         base = {space.name: identity(space.units) for space in spaces}
         masks.set(base)
         start = masks.take_gradients(objective, Samples.of(ids))
-        report = {}
-        for damping in (0.0, 1.0):
-            pairs = _draw(searcher, spaces, base, damping, args.swaps, args.seed, config.sparsity.group)
-            gains = [_gain(masks, spaces[space], base, left, right, damping, ids) for space, left, right in pairs]
-            falls = [start - searcher.loss(_swap(spaces, base, *pair)) for pair in pairs]
-            masks.set(base)
-            report[f"damping {damping:g}"] = {
-                "rank_correlation": round(float(spearmanr(gains, falls).statistic), 3),
-                "median_true_over_predicted": round(
-                    statistics.median(fall / gain for fall, gain in zip(falls, gains, strict=True) if gain), 3
-                ),
-                "swaps": len(pairs),
-            }
+        trial = Trial(masks, searcher, spaces, base, start, ids)
+        report = (_learned if args.what == "learned" else _searched)(trial, args.swaps, args.seed)
     print(json.dumps({
-        **report, "loss": round(start, 4), "layout": args.layout, "seed": args.seed,
-        "device": device_name(model.device), "system": platform.platform(), "versions": versions(),
+        **report, "loss": round(start, 4), "objective": kind, "layout": args.layout, "seed": args.seed,
+        "samples": args.samples, "device": device_name(model.device), "system": platform.platform(),
+        "versions": versions(),
     }))  # fmt: skip
 
 
-def _draw(searcher: Searcher, spaces: list[ChannelSpace], base: dict[str, Tensor], damping: float, count: int,
-          seed: int, group: int) -> list[tuple[int, int, int]]:  # fmt: skip
-    """Returns (number of the space, position, position) of half random swaps and half of the best ones."""
+@dataclass(frozen=True)
+class Trial:
+    """The masked model in its base order, its loss there, and what swaps are measured with."""
+
+    masks: HardMasks
+    searcher: Searcher
+    spaces: list[ChannelSpace]
+    base: dict[str, Tensor]
+    start: float
+    ids: Tensor
+
+    def falls(self, pairs: list[Pair]) -> list[float]:
+        """Returns the true fall of the loss by each swap."""
+        found = [self.start - self.searcher.loss(_swap(self.spaces, self.base, *pair)) for pair in pairs]
+        self.masks.set(self.base)
+        return found
+
+
+def _searched(trial: Trial, count: int, seed: int) -> dict[str, Any]:
+    report = {}
+    for damping in (0.0, 1.0):
+        pairs = _draw(trial, damping, count, seed)
+        gains = [_gain(trial, pair, damping) for pair in pairs]
+        falls = trial.falls(pairs)
+        report[f"damping {damping:g}"] = {
+            **_correlation(gains, falls),
+            "median_true_over_predicted": round(
+                statistics.median(fall / gain for fall, gain in zip(falls, gains, strict=True) if gain), 3
+            ),
+        }
+    return report
+
+
+def _learned(trial: Trial, count: int, seed: int) -> dict[str, Any]:
+    """All gradients of the same swaps."""
+    pairs = _draw(trial, None, count, seed)
+    falls = trial.falls(pairs)
+    found = {
+        "published": [_published(trial, pair) for pair in pairs],
+        "placement without curvature": [_gain(trial, pair, 0.0) for pair in pairs],
+        "placement": [_gain(trial, pair, 1.0) for pair in pairs],
+    }
+    report: dict[str, Any] = {"share_that_falls": _share(fall > 0 for fall in falls)}
+    for name, gains in found.items():
+        right = ((gain > 0) == (fall > 0) for gain, fall in zip(gains, falls, strict=True))
+        falling = _share(gain > 0 for gain in gains)
+        report[name] = {**_correlation(gains, falls), "sign_right": _share(right), "predicted_to_fall": falling}
+    return report
+
+
+def _correlation(gains: list[float], falls: list[float]) -> dict[str, Any]:
+    return {"rank_correlation": round(float(spearmanr(gains, falls).statistic), 3), "swaps": len(gains)}
+
+
+def _share(true: Iterable[bool]) -> float:
+    return round(statistics.fmean(true), 3)
+
+
+def _draw(trial: Trial, damping: float | None, count: int, seed: int) -> list[Pair]:
+    """Returns half random swaps and half of the best ones; without a damping, random swaps inside blocks."""
     generator = torch.Generator().manual_seed(seed)
-    best: Swaps = searcher.swaps(base, damping)
-    rows = torch.randperm(best.count, generator=generator)[: count // 2].tolist()
-    pairs = [(int(best.space[row]), int(best.left[row]), int(best.right[row])) for row in rows]
+    pairs: list[Pair] = []
+    if damping is not None:
+        best: Swaps = trial.searcher.swaps(trial.base, damping)
+        rows = torch.randperm(best.count, generator=generator)[: count // 2].tolist()
+        pairs += [(int(best.space[row]), int(best.left[row]), int(best.right[row])) for row in rows]
     while len(pairs) < count:
-        number = int(torch.randint(len(spaces), (), generator=generator))
-        segment = int(torch.randint(len(spaces[number].segments), (), generator=generator))
-        start, size = sum(spaces[number].segments[:segment]), spaces[number].segments[segment]
+        number = int(torch.randint(len(trial.spaces), (), generator=generator))
+        space = trial.spaces[number]
+        runs = space.spans if damping is not None else space.blocks(BLOCK)
+        start, size = list(runs)[int(torch.randint(len(list(runs)), (), generator=generator))]
         left, right = (start + torch.randperm(size, generator=generator)[:2]).tolist()
-        if left // group != right // group:
+        if left // space.group != right // space.group:
             pairs.append((number, left, right))
     return pairs
 
 
-def _gain(masks: HardMasks, space: ChannelSpace, base: dict[str, Tensor], left: int, right: int, damping: float,
-          ids: Tensor) -> float:  # fmt: skip
-    terms = masks.terms(space, base, damping, ids.numel())
-    one, other = torch.tensor([left]), torch.tensor([right])
+def _gain(trial: Trial, pair: Pair, damping: float) -> float:
+    number, *positions = pair
+    terms = trial.masks.terms(trial.spaces[number], trial.base, damping, trial.ids.numel())
+    one, other = map(torch.tensor, ([position] for position in positions))
     return math.fsum(float(swap_gains(t.of_positions(one), t.of_positions(other))) for t in terms)
+
+
+def _published(trial: Trial, pair: Pair) -> float:
+    """Returns the fall of the loss that the published gradient of the permutation predicts."""
+    number, *positions = pair
+    fall = 0.0
+    for linear in trial.masks._linears:
+        if linear.site.space is not trial.spaces[number] or linear.gradient is None:
+            continue
+        given = (linear.oriented(linear.gradient), linear.oriented(linear.dense), linear.importance)
+        blocks = [size for _, size in linear.site.space.blocks(BLOCK)] * linear.site.copies
+        index = torch.arange(linear.site.channels)
+        flat = nm_mask_backward(*given, index, blocks, linear.pattern.group, False)
+        matrix = torch.block_diag(
+            *(part.view(size, size) for part, size in zip(flat.split([s * s for s in blocks]), blocks, strict=True))
+        )
+        for i, j in zip(*(linear.site.by_unit[position].tolist() for position in positions), strict=True):
+            fall += float(matrix[i, i] + matrix[j, j] - matrix[i, j] - matrix[j, i])
+    return fall
 
 
 def _swap(spaces: list[ChannelSpace], base: dict[str, Tensor], number: int, left: int, right: int) -> dict[str, Tensor]:

@@ -71,6 +71,10 @@ class RankOneCurvature:
     row: Tensor
     column: Tensor
 
+    def to(self, device: torch.device) -> RankOneCurvature:
+        """Returns the curvature on a device."""
+        return RankOneCurvature(self.row.to(device), self.column.to(device))
+
 
 @dataclass(frozen=True)
 class SwapTerms:
@@ -153,7 +157,7 @@ def swap_terms(
         for part, of_tile in zip(parts, terms.tensors(), strict=True):
             part[tile] = of_tile
 
-    _for_each(range(0, channels, step), fill, on_cpu)
+    for_each(range(0, channels, step), fill, on_cpu)
     return SwapTerms(*parts)
 
 
@@ -223,7 +227,7 @@ def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
         tile = SwapTerms(*(part[there].contiguous() for part in right.tensors()))
         _fill(gains[:, there], left, tile)
 
-    _for_each(range(0, columns, step), fill, on_cpu)
+    for_each(range(0, columns, step), fill, on_cpu)
     return gains
 
 
@@ -246,7 +250,7 @@ def _fill(gains: Tensor, left: SwapTerms, right: SwapTerms) -> None:
     torch.sub(kept, moved.sum(0), out=gains)
 
 
-def _for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) -> None:
+def for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) -> None:
     """Runs tiles, on a CPU in threads of their own: torch's threads would wait for each other after every operation.
 
     On a busy machine such waiting takes up to a hundred times as long as the work.
@@ -324,7 +328,7 @@ def swap_gains_triton(left: SwapTerms, right: SwapTerms) -> Tensor:
     if not lines * columns * rows:
         return left.own.unsqueeze(1) + right.own
     gains = torch.empty((lines, columns), dtype=torch.float32, device=left.own.device)
-    by_row = [_row_major(side.tensors()[:4]) for side in (left, right)]
+    by_row = [row_major(side.tensors()[:4]) for side in (left, right)]
     sizes = [lines, columns, *(side[0].stride(0) for side in by_row)]
     options = _launch(config_for("swap_gains", CONFIGS, (rows,), torch.float32), sizes)
     grid = (triton.cdiv(columns, options["TILE_J"]), triton.cdiv(lines, options["TILE_I"]))
@@ -343,7 +347,7 @@ def _launch(config: Config, sizes: Sequence[int]) -> dict[str, int]:
     return {"ALIGN": 1, **arguments, "TILE_J": min(arguments["TILE_J"], 64)}
 
 
-def _row_major(parts: Sequence[Tensor]) -> list[Tensor]:
+def row_major(parts: Sequence[Tensor]) -> list[Tensor]:
     """Returns the terms as ``[O, positions]`` in one layout, positions next to each other."""
     turned = [part.t() for part in parts]
     if len({part.stride() for part in turned}) == 1 and turned[0].stride(1) == 1:

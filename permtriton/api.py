@@ -40,7 +40,7 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
 
     Args:
         model: folder, hub name, .gguf file or ``demo``; or a loaded transformers model, which is changed in place.
-        recipe: ``default``, ``best``, ``fast``, ``values`` or ``published``, or steps: their names separated by commas
+        recipe: ``default``, ``best``, ``fast``, ``values`` or ``permllm``, or steps: their names separated by commas
             (``my_steps.py:Mine`` for one of yours), or a list of them. `permtriton.recipes` describes them.
         protocol: ``wanda`` or ``permllm`` for their calibration data: 128 sequences of 2048 or 1024 tokens of ``c4``,
             each drawn from one document; options that are given win over it.

@@ -10,6 +10,7 @@ from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
 ObjectiveKind = Literal["kl", "cosine"]
+LossKind = Literal[ObjectiveKind, "before_norm"]
 OptimizerKind = Literal["adam", "adafactor"]
 LOSS_WORDS: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 Layout = Literal["portable", "fused"]

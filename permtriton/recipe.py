@@ -8,7 +8,7 @@ import os
 import shlex
 import tomllib
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, get_args
@@ -30,7 +30,9 @@ from permtriton.model.name import DEMO, shown_name
 from permtriton.util.option import Option, given_options, options_of
 
 DEFAULT = "default"
-RIA_LEARNING_RATE = 5e-3  # the paper's, of the recipe published
+PERMLLM = "permllm"
+ALIASES = {"published": PERMLLM}
+RIA_LEARNING_RATE = 5e-3  # the paper's, of the recipe permllm
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Recipe:
         generated: sequences that the dense model writes per calibration sample, where it can.
         step_tokens: tokens that a step of ``distill`` reads, at least, unless that takes more sequences than the step
             has by default; 0 for the batch size of the steps.
+        options: values of options that are no step's, by name, in place of their defaults.
     """
 
     steps: tuple[Step, ...]
     summary: str
     generated: int = 0
     step_tokens: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def names(self) -> str:
@@ -83,9 +87,23 @@ RECIPES: dict[str, Recipe] = {
         "the best masks where kept weights must keep their values",
     ),
     # The paper's settings and its code's: no base order, random start, clamped logits, one softmax scale, last epoch.
-    "published": Recipe(
-        (Learned(init="random", clamp=1.0, group_scale=False, keep="last", learning_rate=1e-3), Mask()),
+    PERMLLM: Recipe(
+        (
+            Learned(
+                init="random",
+                clamp=1.0,
+                gradient="published",
+                group_scale=False,
+                loss="before_norm",
+                tau_end=0.1,
+                tau_falls="epoch",
+                keep="last",
+                learning_rate=1e-3,
+            ),
+            Mask(),
+        ),
         "PermLLM as published",
+        options={"layout": "fused", "o_proj": "free"},
     ),
 }
 # What the embedded demo model takes in place of the defaults.
@@ -140,8 +158,8 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
             if problem := steps.problem_of(type(step)):
                 raise ConfigError(f"recipe holds a {type(step).__name__}, which {problem}")
         return tuple(recipe)  # type: ignore[arg-type]
-    if recipe in RECIPES:
-        return RECIPES[recipe].steps
+    if ALIASES.get(recipe, recipe) in RECIPES:
+        return RECIPES[ALIASES.get(recipe, recipe)].steps
     known = {kind.name: kind for kind in steps.STEPS}
     names = [name.strip() for name in recipe.split(",")]
     if unknown := [name for name in names if name not in known and ":" not in name]:
@@ -174,14 +192,16 @@ def config_from(
     given = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
     named = given.pop("recipe", None)
     chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
+    chosen = ALIASES.get(chosen, chosen) if isinstance(chosen, str) else chosen
     steps_given = steps_of(chosen)
     known = all_options(steps_given)
     if unknown := sorted(set(given) - set(known)):
         raise ConfigError(f"unknown option {shown(unknown[0])}{near(unknown[0], known)}")
     for name, value in given.items():  # those of steps that the recipe lacks, too
         known[name].check(known[name].convert(value))
-    values = {**(SMALL if model == DEMO else {}), **given}
-    if chosen == "published" and values.get("importance") == "ria":
+    own = RECIPES[chosen].options if isinstance(chosen, str) and chosen in RECIPES else {}
+    values = {**(SMALL if model == DEMO else {}), **own, **given}
+    if chosen == PERMLLM and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
     config = CompileConfig(
         **given_options(CompileConfig, values),
@@ -265,6 +285,8 @@ def defaults(option: Option) -> str:
             value = getattr(step, option.field, None)
             if step.name == option.step and value != option.default:
                 texts.append((f"{name}: ", value))
+        if option.name in recipe.options:
+            texts.append((f"{name}: ", recipe.options[option.name]))
         if option.name == "generated" and recipe.generated:
             texts.append((f"{name}: ", f"{recipe.generated} per sample"))
         if option.name == "distill_batch_size" and recipe.step_tokens:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.driver.traced import graph_outputs
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.prune.weights import mask_weights
 from permtriton.model.experts import unstack_experts
 from permtriton.passes import listing
@@ -103,6 +104,16 @@ def random_importances(plan: Plan, model: nn.Module, seed: int = 0) -> dict[str,
     for number, (site, name) in enumerate(plan.linears()):
         more = (factor(weight_in_out(linear_module(model, name)).shape[1]), factor(site.channels))
         found[name] = ImportanceFactors(1 + number % 2, factor(site.channels), *(more if number % 3 == 0 else ()))
+    return found
+
+
+def random_curvatures(plan: Plan, model: nn.Module) -> dict[str, RankOneCurvature]:
+    """Returns a curvature of the loss for each pruned linear, small enough not to outweigh the gradient."""
+    generator, found = torch.Generator().manual_seed(1), {}
+    for site, name in plan.linears():
+        rows = weight_in_out(linear_module(model, name)).shape[1]
+        row, column = (torch.rand(size, generator=generator) * 0.1 for size in (rows, site.channels))
+        found[name] = RankOneCurvature(row, column)
     return found
 
 

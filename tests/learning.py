@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
+from permtriton.methods.measure.fisher import Fisher, fisher_information
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms
@@ -71,7 +72,11 @@ class Problem:
     def learn(self, options: Options = QUICK, seed: int = 0, progress=None, resume=None, **running) -> LearnedOrder:
         config = CompileConfig(sparsity=self.pattern, seed=seed, **running)
         arguments = (Objective("cosine", self.target), options, config, progress or NoProgress(), resume)
-        return learn(self.model, self.plan, self.importances, self.ids, *arguments)
+        fisher = self.fisher(config) if options.gradient == "placement" else None
+        return learn(self.model, self.plan, self.importances, fisher, self.ids, *arguments)
+
+    def fisher(self, config: CompileConfig) -> dict[str, Fisher]:
+        return fisher_information(self.model, self.plan, "cosine", self.ids, config, NoProgress())
 
     def loss(self, weights: dict[str, Tensor]) -> Tensor:
         """The loss with other weights, by module name, in place of the model's own."""

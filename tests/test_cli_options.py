@@ -20,7 +20,7 @@ BAD_OPTIONS = {
     "one token": (("--sequence-length", "1"), ["--sequence-length is 1", "at least 2"]),
     "beyond the positions": (("--sequence-length", "33"), ["33", "32 positions", "--sequence-length 32"]),
     "more samples than text": (("--samples", "9999"), ["9999 are needed", "--samples"]),
-    "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, best, fast, values, published"]),
+    "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, best, fast, values, permllm"]),
     "unknown importance": (("--importance", "fancy"), ["'fancy'", "magnitude, wanda, ria, obs"]),
     "unknown step": (("--recipe", "mask,fancy"), ["'fancy' is no step", "heuristic, learned, searched, mask"]),
     "no pruning": (

@@ -92,8 +92,14 @@ def test_recipes_are_compared_where_they_are_named():
     assert [row.config for row in fused] == [replace(row.config, layout="fused") for row in rows]
     fast = rows[list(RECIPES).index("fast")].config
     assert fast.steps == RECIPES["fast"].steps, "a method sets no option of a recipe"
-    assert rows[-1].config.steps[0].clamp == RECIPES["published"].steps[0].clamp
+    assert rows[-1].config.steps[0].clamp == RECIPES["permllm"].steps[0].clamp
     assert rows[-1].config.steps[0].epochs == 1, "the user's options win over the recipe's"
+
+
+def test_the_papers_method_stands_beside_the_score_alone():
+    rows = method_rows(given(), ["wanda + permllm", "ria + permllm", "ria + permllm (portable)"], (), model="demo")
+    settings = [(row.config.importance, row.config.layout, row.config.steps[0].learning_rate) for row in rows]
+    assert settings == [("wanda", "fused", 1e-3), ("ria", "fused", 5e-3), ("ria", "portable", 5e-3)]
 
 
 ABLATIONS = {

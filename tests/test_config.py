@@ -60,7 +60,9 @@ OTHER = {
     "learn_init": "random",
     "learn_init_noise": 0.3,
     "learn_clamp": 2.0,
+    "learn_gradient": "published",
     "learn_group_scale": False,
+    "learn_tau_falls": "epoch",
     "learn_keep": "last",
     "learn_loss": "kl",
     "search_rounds": 3,
@@ -198,9 +200,12 @@ def test_published_learning_rate(given, rate):
     assert config_from(given, "published").steps[0].learning_rate == rate
 
 
-def test_published_is_the_paper_to_the_letter():
-    config = config_from({}, "published")
+@pytest.mark.parametrize("name", ["permllm", "published"])
+def test_the_papers_recipe_is_its_code_to_the_letter(name):
+    config = config_from({}, name)
     learn = config.steps[0]
+    assert (config.named, config.layout, config.o_proj) == ("permllm", "fused", "free")
+    assert (learn.gradient, learn.loss, learn.tau_falls) == ("published", "before_norm", "epoch")
     assert (config.importance, config.recipe) == ("wanda", "learned,mask")
     assert (learn.block_size, learn.sinkhorn_rounds, learn.epochs, learn.batch_size) == (64, 5, 50, 16)
     assert (learn.tau_start, learn.tau_end, learn.weight_decay) == (1.0, 0.1, 0.1)

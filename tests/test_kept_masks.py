@@ -22,11 +22,11 @@ from permtriton.model.forward import hidden_states
 from permtriton.passes.plan import layer_modules
 
 from . import zoo
-from .graphs import random_importances
+from .graphs import random_curvatures, random_importances
 from .learning import CPU, PATTERN
 
 LEARN = Options(block_size=16, batch_size=6, epochs=2, init="random")
-MASK, MASK_BACKWARD = "permtriton.nm_mask.default", "permtriton.nm_mask_backward.default"
+MASK, MASK_BACKWARD = "permtriton.nm_mask.default", "permtriton.placement.default"
 
 
 class Recorder:
@@ -61,7 +61,9 @@ class Step:
         importances = random_importances(self.plan, self.model)
         if wide:
             importances = {name: replace(f, scale=f.scale.double()) for name, f in importances.items()}
-        with masked_model(self.model, self.plan, importances, relaxation, options, config, keep) as self.masks:
+        curvatures = random_curvatures(self.plan, self.model) if options.gradient == "placement" else None
+        arguments = (importances, relaxation, options, config, curvatures, keep)
+        with masked_model(self.model, self.plan, *arguments) as self.masks:
             arguments = (self.ids, Objective("cosine", self.target), options, config)
             self.trainer = OrderTrainer(self.model, self.masks, relaxation, optimizer, *arguments)
             for _ in range(steps):
@@ -85,13 +87,14 @@ def difference(found: Tensor, expected: Tensor) -> float:
     [
         ("llama", "portable", {}),  # tied channels of o; one space that all sites of the residual stream read
         ("llama", "fused", {"layers": "last:1"}),  # linears whose order is fixed
+        ("llama", "fused", {"gradient": "published"}),
         ("gpt2", "fused", {}),  # weights stored [in, out]
         ("mixtral", "fused", {}),
     ],
 )
 @pytest.mark.slow
 def test_the_gradient_is_the_same_in_exact_arithmetic(name, layout, options):
-    """A mask's gradient is linear in that of the weight: of the sum over micro-batches, it is the sum of theirs."""
+    """It is linear in that of the weight, with the curvature: of a sum over micro-batches, it is the sum of theirs."""
     with unstacked_experts(model := zoo.build(name)), zoo.float32_means_float64():
         step = Step(model.double(), layout, **options)
         expected = step.run(keep=False, wide=True, micro_batch_size=4)
@@ -140,13 +143,13 @@ def test_fixed_masks_are_computed_once_for_all_steps(step):
 
 def test_kept_weights_and_gradients_lie_in_memory_as_the_weights_do(step, monkeypatch):
     """So autograd keeps the first gradient as it is and adds the others in place, and kernels read whole rows."""
-    strides, backward = set(), torch.ops.permtriton.nm_mask_backward
+    strides, backward = set(), torch.ops.permtriton.placement
 
     def look(grad: Tensor, weight: Tensor, *arguments: object) -> Tensor:
         strides.add((grad.stride() == weight.stride(), grad.stride(0)))
         return backward(grad, weight, *arguments)
 
-    monkeypatch.setattr(torch.ops.permtriton, "nm_mask_backward", look)
+    monkeypatch.setattr(torch.ops.permtriton, "placement", look)
     step.run(keep=True, micro_batch_size=2)
     assert strides == {(True, 1)}
 

@@ -11,11 +11,12 @@ from permtriton import find_plan
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.order.learning import learned_spaces
+from permtriton.methods.order.relaxation import Relaxation
 from permtriton.util.permutation import identity, is_permutation, moved
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
-from .learning import PATTERN, QUICK, Problem, plant, same_history, same_indices, tiny
+from .learning import CPU, PATTERN, QUICK, Problem, plant, same_history, same_indices, tiny
 
 # -- what it finds -------------------------------------------------------------------------------------------------
 
@@ -76,7 +77,7 @@ def test_the_last_epoch_is_kept_on_request(problem):
 
 
 def test_the_last_epoch_is_kept_though_an_earlier_one_is_better(problem):
-    result = problem.learn(replace(QUICK, keep="last"))
+    result = problem.learn(replace(QUICK, keep="last", gradient="published", tau_end=0.1))
     losses = [epoch.loss for epoch in result.history]
     assert losses[result.kept] == losses[-1] > min(losses)
     assert losses[-1] == pytest.approx(problem.hard_loss(result.indices), rel=1e-4)
@@ -87,6 +88,18 @@ def test_temperature_falls_from_start_to_end(problem):
     assert taus[0] == QUICK.tau_start
     assert taus[-1] == pytest.approx(QUICK.tau_end)
     assert taus == sorted(taus, reverse=True)
+
+
+def test_the_published_temperature_is_that_of_the_epoch(problem):
+    """And is not at its end in the last one: 0.118 after 50 epochs."""
+    taus = [epoch.tau for epoch in problem.learn(replace(QUICK, tau_falls="epoch", tau_end=0.1)).history]
+    assert taus == pytest.approx([1.0, 0.7, 0.4, 0.4])
+
+
+def test_what_the_clamp_stops_still_learns(problem):
+    relaxation = Relaxation(learned_spaces(problem.plan, QUICK), replace(QUICK, clamp=0.01), 0, CPU)
+    relaxation.soft(0.5)[0][:, 0, 1].sum().backward()
+    assert float(relaxation.weights[0].grad.abs().max()) > 0
 
 
 @pytest.mark.parametrize("last", [1, 2, 9])

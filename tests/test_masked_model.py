@@ -45,7 +45,7 @@ def test_every_linear_gets_the_order_of_its_site(block_size, layout, layers):
 class Weight:
     """Stands for a masked weight that is not kept."""
 
-    def set(self, index: Tensor, soft: Tensor, keep: bool) -> None:
+    def set(self, index: Tensor, soft: Tensor, keep: bool, curved: float) -> None:
         self.soft = soft
 
     def take_gradient(self) -> None:

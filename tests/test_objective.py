@@ -20,7 +20,7 @@ from permtriton.methods.measure.objective import (
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
 from permtriton.methods.train.distill import Distill
-from permtriton.model.forward import hidden_states, last_hidden_state
+from permtriton.model.forward import hidden_before_norm, hidden_states, last_hidden_state
 
 from . import zoo
 from .learning import unchanged
@@ -190,3 +190,13 @@ def test_auto_means_the_logits_where_there_is_a_head(name, kind):
     assert default_objective(model) == kind
     for step in (Searched(), Distill(), Learned(loss="auto")):
         assert objective_kind(step.objective, model) == kind
+
+
+@pytest.mark.parametrize(("name", "norm"), [("llama", "norm"), ("gpt2", "ln_f"), ("falcon", "ln_f"), ("bert", "")])
+def test_what_the_final_norm_reads(name, norm):
+    """BERT's last norm is inside its last layer."""
+    model, ids = zoo.build(name), Samples.of(zoo.token_ids(2, 5))
+    with torch.no_grad():
+        before, after = hidden_before_norm(model, ids), last_hidden_state(model, ids)
+        assert norm == "" or not torch.equal(before, after)
+        torch.testing.assert_close(model.base_model.get_submodule(norm)(before) if norm else before, after)

@@ -26,9 +26,9 @@ CHANGES = [
     {},
     {"recipe": "mask"},
     {"recipe": "heuristic,mask", "heuristic_row_weights": "fisher", "samples": 8},
-    {"recipe": "learned,mask", "learn_epochs": 3, "learn_group_scale": False, "activation_checkpointing": True},
+    {"recipe": "learned,mask", "learn_epochs": 3, "learn_gradient": "published", "activation_checkpointing": True},
     {"recipe": "published", "importance": "ria", "learn_learning_rate": 1e-3},
-    {"recipe": "published", "importance": "ria"},
+    {"recipe": "permllm", "importance": "ria", "layout": "portable"},
     {"recipe": "fast"},
     {"recipe": "heuristic,sparsegpt"},
     {"recipe": "heuristic,sparsegpt,distill", "distill_epochs": 3},
@@ -60,7 +60,7 @@ def test_the_importance_follows_from_the_steps(recipe, importance):
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("fancy", ["'fancy'", "default, best, fast, values, published", "heuristic, learned, searched, mask"]),
+        ("fancy", ["'fancy'", "default, best, fast, values, permllm", "heuristic, learned, searched, mask"]),
         ("mask,fancy", ["'mask,fancy'", "'fancy' is no step;"]),
         ("fast,distill", ["'fast' is no step; the recipes are"]),
         ("", ["'' is no recipe"]),
@@ -127,7 +127,7 @@ def test_defaults_are_left_out():
     published = {"importance": "ria", "learn_learning_rate": 5e-3}
     for given in (published, {"importance": "ria"}):
         command = command_of("org/model", config_from(given, "published"))
-        assert command == "permtriton compile org/model --recipe published --importance ria --learn-learning-rate 0.005"
+        assert command == "permtriton compile org/model --recipe permllm --importance ria --learn-learning-rate 0.005"
     config = config_from({"seed": 3, "micro_batch_size": 2}, "mask")  # without gradients, it has no effect
     assert command_of("org/model", config) == "permtriton compile org/model --recipe mask --seed 3"
 

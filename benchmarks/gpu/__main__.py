@@ -45,7 +45,8 @@ MEASURES = {
     "decoding_tuned": models.decoding, "learning_step": models.learning_step, "inference": models.inference,
     "compile_default": partial(models.compilation, recipe="default"),
     "compile_fast": partial(models.compilation, recipe="fast"), "nm_mask": kernels.masks, "permute": kernels.permute,
-    "norm": kernels.norm, "sinkhorn": kernels.sinkhorn, "assignment": kernels.assignment, "swap_gains": kernels.swaps,
+    "norm": kernels.norm, "sinkhorn": kernels.sinkhorn, "assignment": kernels.assignment,
+    "placement": kernels.placements, "swap_gains": kernels.swaps,
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from benchmarks.gpu.bench import Bench, Prepare
 from benchmarks.gpu.table import PAIRS
 from permtriton.kernels.launch import jit, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
+from permtriton.kernels.placement import placement_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case
 from permtriton.kernels.tools.cases.assignment import assignment_case
@@ -23,6 +24,7 @@ from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mas
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.cases.packing import unpack_case
 from permtriton.kernels.tools.cases.permute import permute_case
+from permtriton.kernels.tools.cases.placement import placement_case
 from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
 from permtriton.kernels.tools.cases.swap_gains import swap_gains_case
 from permtriton.kernels.tools.timing import relative_error
@@ -194,6 +196,14 @@ def masks(bench: Bench) -> None:
         peers: dict[str, Prepare] = {"eager torch": lambda inputs, eager=eager: partial(eager, *inputs)}
         bench.compare(f"nm_mask {name}", make(rows, channels, bench.dtype, bench.device), peers, copies=True)
     bench.compare("unpack", unpack_case(rows, channels, bench.dtype, bench.device), {}, copies=True)
+
+
+def placements(bench: Bench) -> None:
+    """The gradient of the block permutations of the largest linear, with its terms."""
+    case = placement_case(*bench.pick((11008, 4096), (96, 128)), bench.dtype, bench.device)
+    peers: dict[str, Prepare] = {"eager torch": lambda inputs: partial(placement_reference, *inputs)}
+    figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 3e12 / s}
+    bench.compare("placement", case, peers, figures=figures)
 
 
 def swaps(bench: Bench) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu.floors import Floor, Gpu
 from benchmarks.gpu.recording import CudaLaunch, Launch
+from permtriton.kernels import placement
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.assignment import launched
 from permtriton.kernels.launch import triton
@@ -19,13 +20,14 @@ from permtriton.kernels.norm_permute import add_norm_permute_triton, norm_permut
 from permtriton.kernels.packing import unpack_triton
 from permtriton.kernels.permute import permute_triton
 from permtriton.kernels.sinkhorn import sinkhorn_backward_triton, sinkhorn_triton
-from permtriton.kernels.swap_gains import swap_gains_triton
+from permtriton.kernels.swap_gains import SwapTerms, swap_gains_triton
 from permtriton.kernels.tools.case import BLOCK, PATTERN
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
 from permtriton.kernels.tools.cases.norm_permute import EPS, add_norm_permute_case, norm_permute_case
 from permtriton.kernels.tools.cases.packing import unpack_case
 from permtriton.kernels.tools.cases.permute import permute_case
+from permtriton.kernels.tools.cases.placement import placement_case
 from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
 from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
 from permtriton.kernels.tools.cases.swap_gains import POSITIONS, swap_gains_case
@@ -49,6 +51,7 @@ def floors(gpu: Gpu) -> Iterator[Floor]:
         yield Floor(make(BLOCKS, BLOCK, META), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))
     yield Floor(assignment_case(BLOCKS, BLOCK, META), launched, entries, "score", None)
     yield from _of_masks()
+    yield _of_placements()
     yield _of_swaps()
     case = unpack_case(ROWS, CHANNELS, torch.bfloat16, META)
     yield Floor(case, lambda *packed: unpack_triton(*packed[:3]), ROWS * CHANNELS, "weight", lambda launch: ())
@@ -79,6 +82,15 @@ def _of_masks() -> Iterator[Floor]:
     shape, weights = (ROWS, CHANNELS, torch.bfloat16, META), ROWS * CHANNELS
     yield Floor(nm_mask_case(*shape), forward, weights, "weight", lambda launch: ())
     yield Floor(nm_mask_backward_case(*shape), backward, weights, "weight", loops)
+
+
+def _of_placements() -> Floor:
+    def launch(*inputs: Any) -> Tensor:  # after the terms, which are made in torch
+        parts = [torch.empty(ROWS, CHANNELS, device=META).t() for _ in range(4)]
+        return placement.launched(SwapTerms(*parts, torch.empty(CHANNELS, device=META)), inputs[3], BLOCK)
+
+    case, pairs = placement_case(ROWS, CHANNELS, torch.bfloat16, META), CHANNELS * BLOCK
+    return Floor(case, launch, pairs * ROWS, "pair and row", lambda launch: (launch.numbers["steps"],))
 
 
 def _of_swaps() -> Floor:

@@ -65,6 +65,7 @@ ROWS = {
     "norm": Row("rest", 25, 50, "RMSNorm that writes a permuted order", True),
     "sinkhorn": Row("rest", 50, 90, "the relaxation of one step, with torch.compile as a peer", True),
     "assignment": Row("rest", 40, 80, "the hard permutations of one step, with scipy as a peer", True),
+    "placement": Row("rest", 25, 60, "the gradient of block permutations", True),
     "swap_gains": Row("rest", 25, 60, "the gains of a search", True),
 }
 CALLS = tuple(dict.fromkeys(row.call for row in ROWS.values()))
@@ -92,6 +93,7 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "sinkhorn both": {f"{SPEED}eager torch": (20.0, None), f"{SPEED}torch.compile": (5.0, None)},
     "nm_mask forward": {COPY: (0.8, None)},
     "nm_mask backward": {COPY: (0.5, None)},
+    "placement": {PAIRS: (1.0, None)},
     "swap_gains": {PAIRS: (3.0, None)},
     "unpack": {COPY: (0.8, None)},
     "permute, 16384 rows": {COPY: (0.95, None)},

@@ -10,10 +10,11 @@ from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
 from permtriton.methods.steps import STEPS
-from permtriton.recipe import DEFAULT, RECIPES, all_options, config_from
+from permtriton.recipe import ALIASES, DEFAULT, PERMLLM, RECIPES, all_options, config_from
 from permtriton.util.sparsity import NMPattern
 
-FUSED = " (fused)"
+FUSED, PORTABLE = " (fused)", " (portable)"
+JOINED = " + "  # steps that make a method of the user's own
 _ROW_WEIGHTS = {"heuristic_row_weights": "fisher"}
 
 
@@ -54,8 +55,14 @@ KNOWN = METHODS | {
     for suffix, layout in (("", "portable"), (FUSED, "fused"))
     for name in RECIPES
 }
+# The paper's method has its own layout, unless another is named.
+KNOWN |= {
+    f"{score}{name}{suffix}": {"importance": score.removesuffix(JOINED) or "auto", "recipe": name, "layout": layout}
+    for suffix, layout in (("", "fused"), (PORTABLE, "portable"))
+    for name in (PERMLLM, *(alias for alias, recipe in ALIASES.items() if recipe == PERMLLM))
+    for score in ("", f"wanda{JOINED}", f"ria{JOINED}")
+}
 DENSE = "dense"
-JOINED = " + "  # steps that make a method of the user's own
 Method = str | Sequence[Step]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
+from permtriton.config import LossKind
 from permtriton.data.samples import Samples
 from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
@@ -16,7 +17,7 @@ from permtriton.driver.step import Outcome, Stage, Step
 from permtriton.driver.workspace import Kind, Workspace
 from permtriton.evaluation.held_out import Evaluation
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.measure.fisher import fisher_information, output_gradients
+from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, default_objective, dense_objective, objective_kind
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
@@ -161,12 +162,15 @@ class Run:
         """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
         if self.rows is not None:
             return self.rows
-        kind = default_objective(self.model)
+        fisher = self.fisher(default_objective(self.model))
+        return {name: each.row.to(self.model.device) for name, each in fisher.items()}
+
+    def fisher(self, kind: LossKind) -> dict[str, Fisher]:
+        """Returns linear name -> Fisher information of its weight, for a distance from the dense outputs."""
         with self.running() as model:
-            fisher = fisher_information(
+            return fisher_information(
                 model, self.plan, kind, self.samples, self.working_config, self.progress, self.store
             )
-        return {name: each.row.to(self.model.device) for name, each in fisher.items()}
 
     def output_gradients(self, tokens: int) -> dict[str, Tensor]:
         """Returns linear name -> gradients of its outputs on about so many calibration tokens, ``[tokens, rows]``."""

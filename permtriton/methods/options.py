@@ -22,12 +22,15 @@ class Learning:
     )
     sinkhorn_rounds: int = option(5, "Rounds of row and column normalisation (eq. 3-5); 0 means a row softmax.")
     tau_start: float = option(1.0, "Temperature at the first step.", positive=True)
-    tau_end: float = option(0.1, "Temperature at the last step, reached linearly.", positive=True)
+    tau_end: float = option(0.5, "Temperature at the last step, reached linearly.", positive=True)
+    tau_falls: Literal["step", "epoch"] = option(
+        "step", "When the temperature falls: at every step, or at the start of every epoch but the first."
+    )
     epochs: int = option(50, "Passes over the calibration sequences.", minimum=1)
     batch_size: int = option(16, "Sequences per optimiser step.", minimum=1)
     learning_rate: float = option(
         5e-3,
-        "Peak AdamW learning rate, with cosine decay; the recipe published takes 0.005 with the importance ria.",
+        "Peak AdamW learning rate, with cosine decay; the recipe permllm takes 0.005 with the importance ria.",
         positive=True,
     )
     weight_decay: float = option(0.1, "AdamW weight decay.")
@@ -42,7 +45,16 @@ class Learning:
     )
     init_noise: float = option(0.1, "Size of the random part when learning starts near the identity.")
     clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
-    group_scale: bool = option(True, "Divide scores by the mean of their group before the mask's softmax.")
+    gradient: Literal["placement", "published"] = option(
+        "placement",
+        "Gradient of the permutations: placement (what the loss does as each channel takes each position, with its "
+        "curvature) or published (by way of a softmax over each group).",
+    )
+    group_scale: bool = option(
+        True,
+        "Divide scores by the mean of their group before the softmax of the published gradient.",
+        needs={"learn_gradient": ("published",)},
+    )
     keep: Literal["best", "last"] = option(
         "best",
         "Epoch to keep: best (the one with the lowest loss under the hard permutation, or the start) or last.",

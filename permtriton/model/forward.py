@@ -16,6 +16,7 @@ from permtriton.model.seq2seq import arguments_of
 from permtriton.running import ranks
 from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.running.store import MEMORY, Store
+from permtriton.util.hooks import hooked
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
 
@@ -83,6 +84,19 @@ def last_hidden_state(model: PreTrainedModel, samples: Samples) -> Tensor:
     raise AssertionError(f"{type(model).__name__} does not run its decoder")
 
 
+def hidden_before_norm(model: PreTrainedModel, samples: Samples) -> Tensor:
+    """Returns what the final norm makes the last hidden state of; that state where the norm is inside a layer."""
+    core, runs = core_of(model), []
+
+    def record(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if inputs and isinstance(output, Tensor) and inputs[0].shape == output.shape:
+            runs.append((inputs[0], output.data_ptr()))
+
+    with hooked(module.register_forward_hook(record) for module in core.children()):
+        hidden = last_hidden_state(model, samples)
+    return next((before for before, after in runs if after == hidden.data_ptr()), hidden)
+
+
 class _Reached(Exception):
     """Ends a forward pass at the last hidden state, so that no logits are computed."""
 
@@ -121,14 +135,20 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
 
 
 @torch.no_grad()
-def hidden_states(model: PreTrainedModel, samples: Samples, batch: int, store: Store = MEMORY) -> Tensor:
-    """Returns the last hidden state of every sample, ``[samples, tokens, hidden]``, in a store."""
+def hidden_states(
+    model: PreTrainedModel,
+    samples: Samples,
+    batch: int,
+    store: Store = MEMORY,
+    hidden_of: Callable[[PreTrainedModel, Samples], Tensor] = last_hidden_state,
+) -> Tensor:
+    """Returns the last hidden state of every sample, or another one, ``[samples, tokens, hidden]``, in a store."""
     own = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
         states = torch.empty(0)
         for rows in ranks.parts(torch.arange(len(samples)), size):
-            hidden = last_hidden_state(model, samples[rows])
+            hidden = hidden_of(model, samples[rows])
             if not states.numel():
                 states = store.empty((own.numel(), *hidden.shape[1:]), dtype=hidden.dtype)
             states[rows - own[0]] = hidden.cpu()

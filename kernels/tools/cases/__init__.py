@@ -11,10 +11,14 @@ from permtriton.kernels.tools.cases import (
     norm_permute,
     packing,
     permute,
+    placement,
     sinkhorn,
     sparse_linear,
     sparsegpt_block,
     swap_gains,
 )
 
-KERNELS = (permute, norm_permute, sinkhorn, assignment, nm_mask, swap_gains, sparsegpt_block, packing, sparse_linear)
+KERNELS = (
+    permute, norm_permute, sinkhorn, assignment, nm_mask, placement, swap_gains, sparsegpt_block, packing,
+    sparse_linear,
+)  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton.config import CommonConfig, ObjectiveKind
+from permtriton.config import CommonConfig, LossKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.objective import LOSSES
@@ -81,7 +81,7 @@ class Fisher:
 def fisher_information(
     model: PreTrainedModel,
     plan: Plan,
-    kind: ObjectiveKind,
+    kind: LossKind,
     samples: Samples,
     config: CommonConfig,
     progress: Progress,
@@ -139,7 +139,7 @@ def _squares(values: Tensor) -> Tensor:
 def output_gradients(
     model: PreTrainedModel,
     plan: Plan,
-    kind: ObjectiveKind,
+    kind: LossKind,
     samples: Samples,
     config: CommonConfig,
     progress: Progress,
@@ -181,7 +181,7 @@ class _BackwardPasses:
 
     model: PreTrainedModel
     plan: Plan
-    kind: ObjectiveKind
+    kind: LossKind
     samples: Samples
     config: CommonConfig
     progress: Progress

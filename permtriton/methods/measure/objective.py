@@ -1,7 +1,8 @@
 """What makes a pruned model a good one: the distance of its outputs from the dense model's, lower is better.
 
-``cosine`` is the paper's: the mean over tokens of ``1 - cos`` of the last hidden states (eq. 10). ``kl`` is the mean
-over tokens of ``KL(dense || pruned)`` of the next token's distribution, in nats, for models with a language-model head.
+``cosine`` is the paper's: the mean over tokens of ``1 - cos`` of the last hidden states (eq. 10); ``before_norm`` is
+the same of what the final norm reads, as the published code has it. ``kl`` is the mean over tokens of
+``KL(dense || pruned)`` of the next token's distribution, in nats, for models with a language-model head.
 The dense model's logits are not stored: they follow from its last hidden states, a chunk of tokens at a time.
 """
 
@@ -17,13 +18,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax, normalize
 from transformers import PreTrainedModel
 
-from permtriton.config import ObjectiveKind
+from permtriton.config import LossKind, ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, reading
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.core import body_of, core_of, has_head
 from permtriton.model.forward import (
     cosine_loss,
+    hidden_before_norm,
     hidden_states,
     last_hidden_state,
     replaced_forwards,
@@ -46,7 +48,7 @@ class Head:
         ConfigError: the model has no such head, or its logits do not follow from its last hidden state.
     """
 
-    def __init__(self, model: PreTrainedModel, samples: Samples, kind: ObjectiveKind = "kl") -> None:
+    def __init__(self, model: PreTrainedModel, samples: Samples, kind: LossKind = "kl") -> None:
         if not has_head(model):
             raise ConfigError(
                 f"objective {kind} needs a language-model head; {type(model).__name__} has none: {CHOOSE}"
@@ -148,11 +150,13 @@ class Loss:
         drawn: called with the dense model, samples and `Draw`; returns a random sum over tokens. The expected square of
             its gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
         of_logits: whether it needs the head.
+        hidden: returns what ``mean`` reads of a model and samples.
     """
 
     mean: Callable[[Tensor, Tensor, Any], Tensor]
     drawn: Callable[[PreTrainedModel, Samples, Draw], Tensor]
     of_logits: bool
+    hidden: Callable[[PreTrainedModel, Samples], Tensor] = last_hidden_state
 
 
 def _mean_kl(hidden: Tensor, dense: Tensor, head: Head) -> Tensor:
@@ -169,15 +173,19 @@ def _drawn_label(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def _drawn_direction(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
-    """Returns the normalised last hidden state along a direction per token, drawn from the normal distribution."""
-    hidden = normalize(last_hidden_state(model, samples).float(), dim=-1)
-    return (hidden * draw(torch.randn, hidden)).sum()
+def _cosine_of(hidden_of: Callable[[PreTrainedModel, Samples], Tensor]) -> Loss:
+    def drawn(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
+        """Returns the normalised hidden state along a direction per token, drawn from the normal distribution."""
+        hidden = normalize(hidden_of(model, samples).float(), dim=-1)
+        return (hidden * draw(torch.randn, hidden)).sum()
+
+    return Loss(lambda hidden, dense, _: cosine_loss(hidden, dense), drawn, of_logits=False, hidden=hidden_of)
 
 
-LOSSES: Mapping[ObjectiveKind, Loss] = {
+LOSSES: Mapping[LossKind, Loss] = {
     "kl": Loss(_mean_kl, _drawn_label, of_logits=True),
-    "cosine": Loss(lambda hidden, dense, _: cosine_loss(hidden, dense), _drawn_direction, of_logits=False),
+    "cosine": _cosine_of(last_hidden_state),
+    "before_norm": _cosine_of(hidden_before_norm),
 }
 
 
@@ -187,12 +195,12 @@ class Objective:
 
     Attributes:
         kind: key of `LOSSES`.
-        target: dense model's last hidden states, ``[sequences, tokens, hidden]``, their channels in the order in which
-            the model has them.
+        target: dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the
+            order in which the model has them.
         head: the model's head; None if the loss does not need it.
     """
 
-    kind: ObjectiveKind
+    kind: LossKind
     target: Tensor
     head: Head | None = None
 
@@ -208,7 +216,7 @@ class Objective:
 
     def of(self, model: PreTrainedModel, samples: Samples, rows: Tensor) -> Tensor:
         """Returns the mean loss of a model over the tokens of some samples, float32 ``[]``; ``rows`` as of `loss`."""
-        return self.loss(last_hidden_state(model, samples[rows]), rows)
+        return self.loss(LOSSES[self.kind].hidden(model, samples[rows]), rows)
 
     @torch.no_grad()
     def mean(self, model: PreTrainedModel, samples: Samples, batch: int) -> float:
@@ -267,7 +275,7 @@ def finite(loss: float, what: str, dtype: torch.dtype) -> float:
 
 
 def dense_objective(
-    model: PreTrainedModel, kind: ObjectiveKind, samples: Samples, batch: int, store: Store = MEMORY
+    model: PreTrainedModel, kind: LossKind, samples: Samples, batch: int, store: Store = MEMORY
 ) -> Objective:
     """Returns the objective with the present, dense outputs of ``model`` as its target.
 
@@ -280,12 +288,12 @@ def dense_objective(
         ConfigError: a loss of logits, but the model has no language-model head.
     """
     head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
-    return Objective(kind, hidden_states(model, samples, batch, store), head)
+    return Objective(kind, hidden_states(model, samples, batch, store, LOSSES[kind].hidden), head)
 
 
-def objective_kind(objective: str, model: PreTrainedModel) -> ObjectiveKind:
+def objective_kind(objective: str, model: PreTrainedModel) -> LossKind:
     """Returns what a step minimises on a model: the objective that it names, or for ``auto`` the default one."""
-    return default_objective(model) if objective == "auto" else cast(ObjectiveKind, objective)
+    return default_objective(model) if objective == "auto" else cast(LossKind, objective)
 
 
 def default_objective(model: PreTrainedModel) -> ObjectiveKind:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, Facts, Outcome, Stage, Step
+from permtriton.driver.step import BACKWARD, FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.methods.options import Learning
 from permtriton.util.option import documented, option
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @documented
 @dataclass(frozen=True)
 class Learned(Learning, Step):
-    """Options of learning, from the order that the steps before it left; the recipe ``published`` has the paper's."""
+    """Options of learning, from the order that the steps before it left; the recipe ``permllm`` has the paper's."""
 
     name: ClassVar[str] = "learned"
     prefix: ClassVar[str] = "learn"
@@ -28,8 +28,12 @@ class Learned(Learning, Step):
         "memory"
     )
 
-    loss: Literal["cosine", ObjectiveKind, "auto"] = option(
-        "cosine", minimises(cosine="of the last hidden state, as in the paper")
+    loss: Literal["cosine", ObjectiveKind, "before_norm", "auto"] = option(
+        "cosine",
+        minimises(
+            cosine="of the last hidden state, as in the paper",
+            before_norm="the same before the final norm, as in its code",
+        ),
     )
 
     @property
@@ -66,7 +70,7 @@ class Learned(Learning, Step):
         }  # fmt: skip
 
     def passes(self, facts: Facts) -> float:
-        return 6.5 * self.epochs
+        return BACKWARD + 7 * self.epochs if self.gradient == "placement" else 6.5 * self.epochs
 
     def state_bytes(self, facts: Facts) -> int:
         return 2 * sum(units * min(self.block_size, units) for units in facts.spaces) * 3 * FLOAT32
@@ -80,9 +84,10 @@ class Learned(Learning, Step):
         from permtriton.methods.order.learning import LearningFile, learn
 
         objective = run.objective(self)
+        fisher = run.fisher(objective.kind) if self.gradient == "placement" else None
         masked = run.spread_twin()  # `learn` spreads the masked twin
         learned = learn(
-            masked, run.plan, run.importances(), run.samples, objective.on(masked), self, run.working_config,
+            masked, run.plan, run.importances(), fisher, run.samples, objective.on(masked), self, run.working_config,
             run.progress, run.state(LearningFile, self.name), not run.low_memory, run.placement.spread_on,
         )  # fmt: skip
         start, kept = learned.history[0].loss, learned.history[learned.kept].loss

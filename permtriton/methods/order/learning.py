@@ -19,6 +19,8 @@ from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.swap_gains import RankOneCurvature
+from permtriton.methods.measure.fisher import Fisher
 from permtriton.methods.measure.objective import Objective, finite
 from permtriton.methods.options import Learning
 from permtriton.methods.order.masked_model import Masks, masked_model
@@ -127,6 +129,7 @@ def learn(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
+    fisher: Mapping[str, Fisher] | None,
     samples: Samples,
     objective: Objective,
     options: Learning,
@@ -140,6 +143,7 @@ def learn(  # noqa: PLR0913
 
     Args:
         model: Dense model, its channels already in base order; unchanged on return.
+        fisher: Linear name -> Fisher information of the dense weight; None for the published gradient.
         objective: The loss, with the dense model's outputs on ``samples``.
         config: Options of the compilation; the seed is that of the initial logits and of the order of sequences.
         resume: Storage of the state between epochs, to continue from and to write to; None keeps no state.
@@ -156,7 +160,11 @@ def learn(  # noqa: PLR0913
         raise ConfigError(_nothing_learns(options))
     relaxation = Relaxation(spaces, options, config.seed, spread_on or model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
-    with masked_model(model, plan, importances, relaxation, options, config, keep_masked, spread_on) as masks:
+    curvatures = fisher and {
+        name: RankOneCurvature(*each.curvature(samples.positions)) for name, each in fisher.items()
+    }
+    masked = masked_model(model, plan, importances, relaxation, options, config, curvatures, keep_masked, spread_on)
+    with masked as masks:
         trainer = OrderTrainer(model, masks, relaxation, optimizer, samples, objective, options, config)
         result = resume.load(relaxation, optimizer) if resume else None
         if result is None:
@@ -232,9 +240,16 @@ class OrderTrainer:
         self.steps_per_epoch = math.ceil(len(samples) / options.batch_size)
 
     def tau(self, step: int) -> float:
-        """Returns the temperature at a step, linear from ``tau_start`` at the first to ``tau_end`` at the last."""
-        last = max(self._options.epochs * self.steps_per_epoch - 1, 1)
-        fraction = min(step / last, 1.0)
+        """Returns the temperature at a step, from ``tau_start`` to ``tau_end``.
+
+        It falls with every step and reaches the end at the last one, or with every epoch, and would reach it after the
+        last one.
+        """
+        epochs, steps = self._options.epochs, self.steps_per_epoch
+        if self._options.tau_falls == "epoch":
+            fraction = min(step // steps, epochs - 1) / epochs
+        else:
+            fraction = min(step / max(epochs * steps - 1, 1), 1.0)
         return self._options.tau_start + (self._options.tau_end - self._options.tau_start) * fraction
 
     def indices(self, step: int) -> dict[str, Tensor]:
@@ -267,7 +282,11 @@ class OrderTrainer:
         scale = loss_scale(rows.numel() * self._samples.tokens)
 
         def backward(size: int) -> list[Tensor]:
-            self._masks.set(index, soft)  # drops the gradients of an attempt for which memory was too small
+            # As much curvature as there is gradient: that of the whole batch, once over all passes and ranks.
+            passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
+            self._masks.set(
+                index, soft, scale / passes
+            )  # drops the gradients of an attempt for which memory was too small
             return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
 
         losses = self._run(backward)

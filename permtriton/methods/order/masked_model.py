@@ -3,13 +3,17 @@
 The stored weights do not change: each pruned linear sees its weight through a mask that follows the permutations.
 
 Where memory allows, a masked weight is kept as long as its order, through all micro-batches of a step. It is a leaf, so
-autograd adds up its gradients as it does those of a dense model's weights, and the gradient of the mask, which is
+autograd adds up its gradients as it does those of a dense model's weights, and the gradient of the order, which is
 linear in them, is taken once, of their sum. A step then costs a dense one and one pass over all masks. Otherwise masks
 and their gradients are computed whenever a linear runs.
+
+The gradient of the order is what the loss does as each channel takes each position (`permtriton.kernels.placement`), or
+the published one, by way of a softmax (`permtriton.kernels.nm_mask`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from permtriton.config import CommonConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
+from permtriton.kernels.placement import placement
+from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.options import Learning
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.passes.plan import Plan, layer_modules, linear_module
@@ -38,6 +44,7 @@ class _MaskedWeight(nn.Module):
         importance: Importance of the weight.
         sizes: Sizes of the site's blocks, in channel order.
         in_out: Whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
+        curvature: Curvature of the loss; None for the published gradient.
 
     Attributes:
         channels: Number of input channels.
@@ -52,22 +59,25 @@ class _MaskedWeight(nn.Module):
         options: Learning,
         pattern: NMPattern,
         in_out: bool,
+        curvature: RankOneCurvature | None,
     ) -> None:
         super().__init__()
         self._weight = (weight,)  # in a tuple, so that it does not become a parameter
         self._importance, self._sizes, self._in_out = importance, list(sizes), in_out
+        self._curvature = curvature
         self._pattern, self._group_scale, self.channels = pattern, options.group_scale, sum(sizes)
 
     @torch.no_grad()
-    def set(self, index: Tensor, soft: Tensor, keep: bool) -> None:
+    def set(self, index: Tensor, soft: Tensor, keep: bool, curved: float = 0.0) -> None:
         """Makes the mask follow a hard permutation.
 
         Args:
             index: int64 ``[channels]``.
             soft: The flat soft blocks that ``index`` was assigned from, a leaf; empty where there is no backward pass.
             keep: Whether to compute the masked weight now, and to keep it until the next call.
+            curved: Factor of the curvature each time that the gradient is taken.
         """
-        self.index, self.soft = index, soft
+        self.index, self.soft, self._curved = index, soft, curved
         self._kept: Tensor | None = None  # frees the last one before the next one is computed
         if keep:
             self._kept = self(*self._weight).requires_grad_(soft.requires_grad)
@@ -75,11 +85,15 @@ class _MaskedWeight(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         if self._kept is not None:
             return self._kept
-        masked = nm_mask(
-            self._oriented(weight), self._importance, self.index, self.soft, self._sizes, self._pattern,
-            self._group_scale,
-        )  # fmt: skip
-        return self._oriented(masked)
+        masked: Tensor = _Masked.apply(self.soft, weight, self)
+        return masked
+
+    def masked(self, weight: Tensor) -> Tensor:
+        """Returns the masked weight, as stored."""
+        none = self._importance.scale.new_empty(0)
+        return self._oriented(
+            nm_mask(self._oriented(weight), self._importance, self.index, none, self._sizes, self._pattern, False)
+        )
 
     def take_gradient(self) -> Tensor | None:
         """Returns the gradient of the flat soft blocks that follows from that of the kept weight, which is freed.
@@ -88,15 +102,33 @@ class _MaskedWeight(nn.Module):
         """
         if self._kept is None or self._kept.grad is None:
             return None
-        grad, self._kept.grad = self._oriented(self._kept.grad), None
-        weight = self._oriented(*self._weight)
-        grad_soft = nm_mask_backward(
-            grad, weight, self._importance, self.index, self._sizes, self._pattern.group, self._group_scale
-        )
-        return grad_soft.to(self.soft.dtype)
+        grad, self._kept.grad = self._kept.grad, None
+        return self.gradient(grad, *self._weight)
+
+    def gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """Returns the gradient of the flat soft blocks from that of the masked weight, both weights as stored."""
+        given = (self._oriented(grad), self._oriented(weight), self._importance, self.index, self._sizes)
+        if self._curvature is None:
+            return nm_mask_backward(*given, self._pattern.group, self._group_scale).to(self.soft.dtype)
+        curvature = RankOneCurvature(self._curvature.row * self._curved, self._curvature.column)
+        return placement(*given, self._pattern, curvature).to(self.soft.dtype)
 
     def _oriented(self, weight: Tensor) -> Tensor:
         return weight.t() if self._in_out else weight
+
+
+class _Masked(torch.autograd.Function):
+    """A masked weight that is not kept; only the soft blocks have a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, _soft: Tensor, weight: Tensor, mask: _MaskedWeight) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.mask = mask
+        return mask.masked(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.mask.gradient(grad, *ctx.saved_tensors), None, None
 
 
 class Masks:
@@ -133,13 +165,15 @@ class Masks:
         self._set_fixed()
 
     @torch.no_grad()
-    def set(self, index: Tensor, soft: Sequence[Tensor] | None) -> None:
+    def set(self, index: Tensor, soft: Sequence[Tensor] | None, curved: float = 0.0) -> None:
         """Makes the masks of every site that learns follow a hard permutation, and drops all gradients.
 
         Args:
             index: int64 ``[units of all spaces]``, as `Relaxation.assign` returns it.
             soft: The soft permutations that ``index`` was assigned from, to which `backward` sends gradients; None
                 where there is no backward pass.
+            curved: Factor of the curvature each time that a weight's gradient is taken: once where masked weights are
+                kept, otherwise in every backward pass.
         """
         self._soft, self._leaves = soft or (), []
         orders = (index[self._units] + self._shifts).split(self._channels)
@@ -149,7 +183,7 @@ class Masks:
                 leaf = blocks.flat(soft).detach().requires_grad_()
                 self._leaves.append(leaf)
             for weight in weights:
-                weight.set(order, leaf, self.keep)
+                weight.set(order, leaf, self.keep, curved)
 
     def _set_fixed(self) -> None:
         none = torch.empty(0, device=self._units.device)
@@ -180,13 +214,14 @@ class Masks:
 
 
 @contextmanager
-def masked_model(
+def masked_model(  # noqa: PLR0913
     model: PreTrainedModel,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     relaxation: Relaxation,
     options: Learning,
     config: CommonConfig,
+    curvatures: Mapping[str, RankOneCurvature] | None = None,
     keep: bool = True,
     spread_on: torch.device | None = None,
 ) -> Iterator[Masks]:
@@ -197,6 +232,7 @@ def masked_model(
     Args:
         model: Dense model, its channels in base order; unchanged afterwards.
         relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
+        curvatures: Linear name -> curvature of the loss; None for the published gradient.
         keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
             the pruned weights.
         spread_on: Device on which the weights of a `twin_of` the model are spread over the ranks; None where they are
@@ -219,8 +255,10 @@ def masked_model(
                 module = linear_module(model, name)
                 in_out = isinstance(module, Conv1D)
                 weight = module.get_parameter("weight")
-                importance = importances[name].of_rows(slice(None), spread_on or weight.device)
-                weights.append(_MaskedWeight(weight, importance, sizes, options, pattern, in_out))
+                device = spread_on or weight.device
+                importance = importances[name].of_rows(slice(None), device)
+                curvature = curvatures[name].to(device) if curvatures else None
+                weights.append(_MaskedWeight(weight, importance, sizes, options, pattern, in_out, curvature))
                 stack.enter_context(_parametrized(module, weights[-1], in_out or spread_on is not None))
             if blocks:
                 entries.append((blocks, weights))

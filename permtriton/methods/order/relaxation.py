@@ -73,8 +73,8 @@ class Relaxation(nn.Module):
         batches = []
         for owners, weight in zip(self.owners, self.weights, strict=True):
             logits = self.scale[owners].view(-1, 1, 1) * weight
-            if self.clamp:
-                logits = logits.clamp(-self.clamp, self.clamp)
+            if self.clamp:  # the gradient passes, as in the published code: else what is clamped never comes back
+                logits = logits + (logits.clamp(-self.clamp, self.clamp) - logits).detach()
             batches.append(sinkhorn(logits, tau, self.rounds))
         return batches
 

@@ -1,0 +1,242 @@
+# mypy: allow-untyped-defs
+"""What the loss does as a channel takes a position of its block: the gradient of a block permutation.
+
+A linear's weight ``W [O, C]`` is pruned to N:M in the present order, whose permutation ``P`` moves channels inside
+blocks. With the terms that `permtriton.kernels.swap_gains` defines for every position of that order,
+
+    dP[c, s] = D[c, s] = sum_o [S_oc > t_os] (A_oc - a_os)
+
+is how the loss changes as base channel c takes position s of the same block: to first order what pruning again changes,
+with the second-order rise of the loss from every weight that is flipped. It is linear in the gradient and the curvature
+together: of parts of a gradient with equal shares of the curvature, it is the sum of theirs.
+
+``blocks`` are the sizes of the blocks in channel order; the result holds the blocks' matrices one after another, flat
+``[sum of sizes^2]``, channels in base order by positions.
+Bytes moved: W and dL/dW_eff read, the terms (16 per weight) written and read, 4 per pair.
+Floor: B comparisons per weight for blocks of B, each with a difference and a multiply-add.
+
+A program of the Triton kernel, one warp, holds the sums of a tile of one block's pairs in registers and goes over a
+part of the rows, one at a time, as that of `swap_gains` does. The parts' sums are added in a fixed order. Its terms are
+made in torch. The reference lets a tie go to the weight that is there, where the terms decide it as the mask does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
+from permtriton.kernels.nm_mask import group_ranks
+from permtriton.kernels.operator import operator
+from permtriton.kernels.swap_gains import (
+    ALIGN,
+    RankOneCurvature,
+    SwapTerms,
+    _added,
+    for_each,
+    row_major,
+    swap_terms,
+)
+from permtriton.util.sparsity import NMPattern
+
+AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, near the core on a CPU
+COMPARED, ROWS_AT_ONCE = 1 << 16, 512  # numbers that the reference makes at once, of so many rows
+LEAST_ROWS = 128  # of W per program
+CONFIGS: tuple[Config, ...] = (
+    Config({"TILE_I": 32, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 4224}, num_warps=1, num_stages=1),
+    Config({"TILE_I": 64, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 2112}, num_warps=1, num_stages=1),
+    Config({"TILE_I": 32, "TILE_J": 32, "STAGES": 3, "PROGRAMS": 8448}, num_warps=1, num_stages=1),
+)
+
+
+def placement_reference(
+    grad: Tensor,
+    weight: Tensor,
+    importance: ImportanceFactors,
+    index: Tensor,
+    blocks: Sequence[int],
+    pattern: NMPattern,
+    curvature: RankOneCurvature,
+) -> Tensor:
+    """Returns dP, flat ``[sum of sizes^2]``: float32, or float64 for float64 weights.
+
+    Args:
+        grad: dL/dW_eff, ``[O, C]`` in base order.
+        weight: ``[O, C]`` in base order.
+        importance: Factors of the weight's scores.
+        index: int64 ``[C]``, the present order, which moves channels inside blocks.
+        blocks: Sizes of the blocks, multiples of the pattern's group.
+        pattern: What each group keeps.
+        curvature: Curvature of the loss, multiplied by what the gradient is multiplied by.
+    """
+    on_cpu = weight.device.type == "cpu"
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    result = torch.empty(sum(size * size for size in blocks), dtype=dtype, device=weight.device)
+    tiles = list(_tiles(blocks, (AT_ONCE if on_cpu else GPU_AT_ONCE) // max(weight.shape[0], 1)))
+
+    def fill(tile: tuple[int, int, int, int]) -> None:
+        start, size, count, offset = tile
+        chosen = index[start : start + size * count]
+        weight_CO = weight.t().index_select(0, chosen)
+        agreement = grad.t().index_select(0, chosen).to(dtype).mul_(weight_CO)
+        rise = weight_CO.to(dtype).square().mul_(curvature.column[chosen].unsqueeze(1)).mul_(curvature.row)
+        scores = importance.of_channels(chosen).scores(weight_CO)
+        matrices = result[offset : offset + size * size * count].view(count, size, size)
+        inside = (chosen - start).view(count, size) % size
+        for matrix, channels, terms in zip(
+            matrices, inside, _by_block(scores, agreement, rise, count, pattern), strict=True
+        ):
+            matrix.index_copy_(0, channels, _placed(*terms))
+
+    for_each(tiles, fill, on_cpu)
+    return result
+
+
+def _tiles(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first channel, block size, blocks, first entry of the result) of runs of blocks of one size.
+
+    Args:
+        most: Channels of a run, but at least one block.
+    """
+    start = offset = 0
+    for size, run in groupby(blocks):
+        left = len(list(run))
+        while left:
+            count = min(left, max(most // size, 1))
+            yield start, size, count, offset
+            start, offset, left = start + size * count, offset + size * size * count, left - count
+
+
+def _by_block(
+    scores: Tensor, agreement: Tensor, rise: Tensor, blocks: int, pattern: NMPattern
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yields what D of each block follows from, of what belongs to the channel at each position, ``[C, O]``.
+
+    A group has two thresholds per row, not one per position: that of the positions whose weight is kept, and that of
+    the others. With both, one comparison serves several positions, and products with the masks add up its results.
+
+    Yields:
+        Scores and agreement ``[B, O]``, thresholds and displaced agreement ``[2 groups, O]``, and the masks of the
+        positions that they are for, ``[2 groups, group, O]``.
+    """
+    rank = group_ranks(scores, pattern.group)
+    masks = (rank >= pattern.kept).to(scores.dtype), (rank < pattern.kept).to(scores.dtype)
+    agreement.addcmul_(rise, masks[0].sub(masks[1]).flatten(0, 1))
+    rivals = [(rank == place).to(scores.dtype) for place in (pattern.kept - 1, pattern.kept)]
+    grouped = [part.unflatten(0, (-1, pattern.group)) for part in (scores, agreement)]
+    thresholds, displaced = ([(part * rival).sum(1) for rival in rivals] for part in grouped)
+    for block in zip(
+        *(part.chunk(blocks) for part in (scores, agreement, *thresholds, *displaced, *masks)), strict=True
+    ):
+        yield *block[:2], *(torch.cat(block[first : first + 2]) for first in (2, 4, 6))
+
+
+def _placed(scores: Tensor, agreement: Tensor, threshold: Tensor, displaced: Tensor, masks: Tensor) -> Tensor:
+    """Returns D of one block ``[positions, positions]``."""
+    (size, rows), both = scores.shape, threshold.shape[0]
+    step = min(rows, ROWS_AT_ONCE)
+    channels = min(max(COMPARED // max(both * step, 1), 1), size)
+    totals = [masks.new_zeros(*masks.shape[:2], part.shape[0]) for part in scores.split(channels)]
+    for start in range(0, rows, ROWS_AT_ONCE):
+        there = slice(start, start + ROWS_AT_ONCE)
+        limit, other, mask = (part[..., there] for part in (threshold, displaced, masks))
+        parts = (part[:, None, there].split(channels) for part in (scores, agreement))
+        for total, score, own in zip(totals, *parts, strict=True):
+            taken = limit.new_empty(score.shape[0], *limit.shape)
+            torch.gt(score, limit, out=taken)
+            torch.lerp(other.expand_as(taken), own.expand_as(taken), taken, out=taken)
+            total.baddbmm_(mask, taken.permute(1, 2, 0))
+    stayed = torch.bmm(masks, displaced.unsqueeze(2)) if rows else totals[0][..., :1]
+    moved = torch.cat(totals, 2).sub_(stayed)
+    return moved.unflatten(0, (2, -1)).sum(0).flatten(0, 1).t()
+
+
+@jit
+def _placement_kernel(
+    scores_ptr, agreement_ptr, threshold_ptr, displaced_ptr, index_ptr, partial_ptr,
+    rows, steps, size, row_stride, total,
+    ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Known to be multiples of ALIGN, so that loads and stores are wide.
+    size, row_stride, total = size * ALIGN, row_stride * ALIGN, total * ALIGN
+    block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(size, TILE_J)
+    i = (tl.program_id(2) // tiles) * TILE_I + tl.arange(0, TILE_I)
+    j = (tl.program_id(2) % tiles) * TILE_J + tl.arange(0, TILE_J)
+    i_valid, j_valid = i < size, j < size
+    start, begin = block * size, split * steps
+    at_i, at_j = start + i + begin * row_stride, start + j + begin * row_stride
+    moved = tl.zeros([TILE_I, TILE_J], tl.float32)
+    for _ in tl.range(tl.minimum(steps, rows - begin), num_stages=STAGES):
+        score = tl.load(scores_ptr + at_i, mask=i_valid, other=0.0)
+        agreement = tl.load(agreement_ptr + at_i, mask=i_valid, other=0.0)
+        threshold = tl.load(threshold_ptr + at_j, mask=j_valid, other=0.0)
+        displaced = tl.load(displaced_ptr + at_j, mask=j_valid, other=0.0)
+        moved = _added(moved, score[:, None], threshold[None, :], agreement[:, None], displaced[None, :])
+        at_i += row_stride
+        at_j += row_stride
+    channel = tl.load(index_ptr + start + i, mask=i_valid, other=0) - start
+    places = split * total + start * size + channel[:, None] * size + j[None, :]
+    tl.store(partial_ptr + places, moved, mask=i_valid[:, None] & j_valid[None, :])
+
+
+def supports(weight: Tensor, scale: Tensor) -> bool:
+    """Whether the kernel supports the dtypes: bfloat16, float16 or float32 weights with float32 statistics."""
+    return weight.dtype in DTYPES and scale.dtype == torch.float32
+
+
+def placement_triton(
+    grad: Tensor,
+    weight: Tensor,
+    importance: ImportanceFactors,
+    index: Tensor,
+    blocks: Sequence[int],
+    pattern: NMPattern,
+    curvature: RankOneCurvature,
+) -> Tensor:
+    """Computes `placement_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
+    parts = [torch.empty(0, dtype=torch.float32, device=weight.device)]
+    for start, size, count, _ in _tiles(blocks, GPU_AT_ONCE // max(weight.shape[0], 1)):
+        there = slice(start, start + size * count)
+        curved, inside = RankOneCurvature(curvature.row, curvature.column[there]), index[there] - start
+        factors = importance.of_channels(there)
+        terms = swap_terms(weight[:, there], factors, grad[:, there], inside, pattern, curved)
+        parts.append(launched(terms, inside, size))
+    return torch.cat(parts)
+
+
+def launched(terms: SwapTerms, index: Tensor, size: int) -> Tensor:
+    """Returns the result of blocks of one size from the terms of every position."""
+    channels, rows = terms.scores.shape
+    total = channels * size
+    if not total or not rows:
+        return torch.zeros(total, dtype=torch.float32, device=index.device)
+    config = config_for("placement", CONFIGS, (rows, channels, size), torch.float32).arguments()
+    programs, blocks = config.pop("PROGRAMS"), channels // size
+    tiles = triton.cdiv(size, config["TILE_I"]) * triton.cdiv(size, config["TILE_J"])
+    splits = max(min(programs // (blocks * tiles), triton.cdiv(rows, LEAST_ROWS)), 1)
+    steps = triton.cdiv(rows, splits)
+    splits = triton.cdiv(rows, steps)
+    partial = torch.empty((splits, total), dtype=torch.float32, device=index.device)
+    by_row = row_major(terms.tensors()[:4])
+    sizes = (size, by_row[0].stride(0), total)
+    align = ALIGN if not any(number % ALIGN for number in sizes) else 1
+    _placement_kernel[(blocks, splits, tiles)](
+        *by_row, index.contiguous(), partial, rows, steps, *(number // align for number in sizes), ALIGN=align, **config
+    )
+    return partial.sum(0) if splits > 1 else partial[0]
+
+
+placement = operator(
+    "placement",
+    lambda grad, weight, importance, index, blocks, *_: weight.new_empty(
+        sum(size**2 for size in blocks), dtype=torch.promote_types(weight.dtype, torch.float32)
+    ),
+    launcher=placement_triton,
+    supports=lambda grad, weight, importance, *_: supports(weight, importance.scale),
+)(placement_reference)
