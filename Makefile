@@ -8,9 +8,7 @@ OLDEST := .venv-oldest
 OLDEST_TRITON := triton==3.6.0
 INSTALLED := $(VENV)/.installed
 
-DEMO_METHODS := magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit
-
-.PHONY: demo test lint types unit interpreted slow numeric processors soak vllm vllm-install real peers tutorial install clean
+.PHONY: demo demo-table test lint types unit interpreted slow numeric processors soak vllm vllm-install real peers tutorial install clean
 
 install: $(INSTALLED)
 
@@ -19,10 +17,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
-# Compiles the embedded demo model by the default recipe, then shows what some methods do to it.
+# Compiles the embedded demo model by the default recipe, then shows what other methods do to it, on the same windows.
 demo: $(INSTALLED)
-	$(BIN)/permtriton compile demo --sparsity 2:4 --output demo-2of4 --overwrite
-	$(BIN)/permtriton compare demo --sparsity 2:4 --methods "$(DEMO_METHODS)"
+	$(BIN)/permtriton compile demo --eval-windows 8 --output demo-2of4 --overwrite
+	$(BIN)/permtriton compare demo --eval-windows 8 --methods "wanda,wanda + heuristic,sparsegpt"
+	@echo "more methods, on all windows, in some minutes: make demo-table"
+
+demo-table: $(INSTALLED)
+	$(BIN)/permtriton compare demo \
+		--methods "magnitude,wanda,wanda + heuristic,sparsegpt,heuristic + sparsegpt,heuristic + refit,default"
 
 # The quick tests in two processes; beside them the linters, the type checker and Triton's interpreter in a third, whose
 # output follows at the end.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from permtriton.cli.console import out, print_json, table
+from permtriton.cli.console import change, print_json, say, show
 from permtriton.cli.processor import suit_processor
 from permtriton.comparison.request import Request
 from permtriton.comparison.results import RowResult
@@ -26,7 +26,8 @@ def run(request: Request, *, json: bool) -> None:
 
 
 def _say(result: RowResult) -> None:
-    err.print(f"{result.name}: {result.mean:.3f} ({result.seconds:.0f} s)", highlight=False)
+    measure = "cosine" if result.measured[0].perplexity is None else "perplexity"
+    err.print(f"{result.name}: {measure} {result.mean:.3f} ({result.seconds:.0f} s)", highlight=False)
 
 
 def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows, *, media: bool) -> None:
@@ -36,10 +37,20 @@ def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows, *, media:
         f"{tokens // window} samples of {window} positions" if media else f"{tokens:,} tokens in windows of {window}"
     )
     title = f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({measured}), {seeds}"
-    cells = [[cell(value) for value in row] for row in rows]
-    shown = table(title, cells, *headers)
-    for column, texts in zip(shown.columns, zip(headers, *cells, strict=True), strict=True):
-        column.min_width = max(len(word) for text in texts for word in text.split() or [""])  # no number is broken
-    out.print(shown, width=max(out.width, shown.__rich_measure__(out, out.options).minimum), crop=False)
+    show(title, ([cell(value) for value in row] for row in rows), *headers)
     if any(row["peak_bytes"] is None for row in report["rows"][1:]):
-        out.print("no peak memory: this system cannot start its count anew for each row")
+        say("no peak memory: this system cannot start its count anew for each row")
+    say(verdict(report))
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Returns in a line which row is the best one."""
+    dense, *rows = report["rows"]
+    is_perplexity = report["measure"] == "perplexity"
+    best = (min if is_perplexity else max)(rows, key=lambda row: row["mean"])
+    name = ", ".join(
+        part for part in (best["method"], best["pattern"] * (len(report["patterns"]) > 1), best["setting"]) if part
+    )
+    if is_perplexity:
+        return f"best: {name}, perplexity {change(dense['mean'], best['mean'])}"
+    return f"best: {name}, cosine with the dense model {best['mean']:.4f}"

@@ -1,5 +1,6 @@
 """The command ``permtriton compile``: compiles a model, saves it and prints the report."""
 
+import shlex
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import fields
@@ -9,7 +10,7 @@ from typing import Any
 from permtriton.checkpoint.card import facts
 from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.cli import torchrun
-from permtriton.cli.console import print_json, show
+from permtriton.cli.console import change, print_json, say, show
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
 from permtriton.driver.options import CompileConfig
@@ -59,11 +60,27 @@ def run(job: Job, *, json: bool) -> None:
 
 
 def _print(report: Any, target: Path) -> None:
+    say(f"written to {target}")
     spaces = report["permutations"]
-    rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in spaces]
-    moved = ((*row, _range([spaces[n]["moved"] for n in members], "{}")) for row, members in grouped(rows))
-    show("Permutations", moved, "permutation", "units", "where it went", "moved")
-    show("Result", [*_results(report), ("written to", str(target))])
+    if any(entry["moved"] for entry in spaces):
+        rows = [(entry["name"], str(entry["channels"]), destination(entry)) for entry in spaces]
+        moved = ((*row, _range([spaces[n]["moved"] for n in members], "{}")) for row, members in grouped(rows))
+        show("Permutations", moved, "permutation", "units", "where it went", "moved")
+    show("Result", _results(report))
+    say(verdict(report, str(target)))
+
+
+def verdict(report: Any, folder: str) -> str:
+    """Returns in a line how good a compiled model is, and what to do next."""
+    evaluation, place = report["evaluation"], shlex.quote(folder)
+    if "dense" not in evaluation:
+        quality = f"not measured yet (permtriton evaluate {place} --against {shlex.quote(report['model'])})"
+    elif evaluation["measure"] == "perplexity":
+        quality = f"perplexity {change(evaluation['dense'], evaluation['compiled'])}"
+    else:
+        quality = f"cosine with the dense model {evaluation['compiled']:.4f}"
+    loads = f"it loads with {report['export']['loads_with']}" if "export" in report else ""
+    return f"{folder}: {quality}; {loads or f'packed: permtriton export {place}'}"
 
 
 def _results(report: Any) -> Iterator[tuple[str, str]]:

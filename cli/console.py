@@ -3,20 +3,22 @@
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags, first_line
-from permtriton.util.bars import PlainConsole, discard, err, visible
+from permtriton.util.bars import PlainConsole, discard, err, printable, visible
 from permtriton.util.output_files import to_json
 from permtriton.util.progress import without_other_bars
 
@@ -128,19 +130,61 @@ def _what_failed(error: Exception, to_lower: Callable[[], str]) -> str:
     return f"{out_of_memory(error)}{to_lower()}" if is_out_of_memory(error) else ""
 
 
-def table(title: str, rows: Iterable[Iterable[str]], *columns: str) -> Table:
-    """Returns a table that wraps long cells instead of cutting them; without columns, rows are a name and a value."""
-    filled = Table(title=title, title_justify="left", show_header=bool(columns))
-    for column in columns or ("", ""):
-        filled.add_column(column, overflow="fold")
-    for row in rows:
-        filled.add_row(*row)
-    return filled
+class _Cell(Text):
+    """Text that goes on in the next line after a space or a part of a path, such as ``model.``, not inside a word."""
+
+    BREAK = re.compile(r"(?<=\s)(?=\S)|(?<=[./+])(?=[^\W\d]|\*)")
+
+    def wrap(self, console: Any, width: int, **options: Any) -> Any:
+        parts = [part for line in self.split(allow_blank=True) for part in line.divide(_breaks(line.plain, width))]
+        for part in parts:
+            part.rstrip()
+        return Text("\n").join(parts).wrap(console, width, **options)
+
+
+def _breaks(line: str, width: int) -> Iterator[int]:
+    """Yields where a line is broken so that its parts are at most so wide, where they can be."""
+    start = last = 0
+    for place in [*(match.start() for match in _Cell.BREAK.finditer(line)), len(line)]:
+        if cell_len(line[start:place].rstrip()) > width and last > start:
+            yield last
+            start = last
+        last = place
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Returns widths of columns that share ``width`` evenly where they need more; no word is broken, however wide."""
+    lines = [[line for text in column for line in text.split("\n")] for column in columns]
+    wanted = [max(map(cell_len, column)) for column in lines]
+    widths = [max(cell_len(part.rstrip()) for line in column for part in _Cell.BREAK.split(line)) for column in lines]
+    for _ in range(width - sum(widths)):
+        if short := [number for number, each in enumerate(widths) if each < wanted[number]]:
+            widths[min(short, key=widths.__getitem__)] += 1
+    return widths
 
 
 def show(title: str, rows: Iterable[Iterable[str]], *columns: str) -> None:
-    """Prints a `table`."""
-    out.print(table(title, rows, *columns))
+    """Prints a table that wraps long cells instead of cutting them; without columns, rows are a name and a value."""
+    table = Table(title=title, title_justify="left", show_header=bool(columns))
+    cells = [[printable(text) for text in row] for row in rows]
+    heads = columns or ("", "")
+    widths = _widths(list(zip(heads, *cells, strict=True)), out.width - 3 * len(heads) - 1)
+    for head, width in zip(heads, widths, strict=True):
+        table.add_column(head, overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*map(_Cell, row))
+    table.width = sum(widths) + 3 * len(widths) + 1  # also where that is more than the terminal has
+    out.print(table, crop=False)
+
+
+def say(line: str) -> None:
+    """Prints a line on standard output, however long."""
+    out.print(line, highlight=False, soft_wrap=True)
+
+
+def change(dense: float, pruned: float) -> str:
+    """Returns what a perplexity was and is, such as ``12.00 -> 12.72 (+6.0%)``."""
+    return f"{dense:.2f} -> {pruned:.2f} ({pruned / dense - 1:+.1%})"
 
 
 def fail(message: str, code: int) -> NoReturn:

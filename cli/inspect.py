@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped, permutation_report, plan_report
-from permtriton.cli.console import echo, out, print_json, show
+from permtriton.cli.console import echo, out, print_json, say, show
 from permtriton.driver import planning
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError
@@ -16,6 +17,8 @@ from permtriton.model.source import Source
 from permtriton.passes.listing import listing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
 from permtriton.passes.plan import Plan
+from permtriton.util.bars import BarProgress
+from permtriton.util.machine import format_bytes
 
 
 def run(source: Source, config: CompileConfig, graph: bool, only: str | None, layer: int | None, *, json: bool) -> None:
@@ -31,14 +34,16 @@ def run(source: Source, config: CompileConfig, graph: bool, only: str | None, la
         raise ConfigError("--layer has no effect without --graph or --pass: add one of them")
     if json and graphs:
         raise ConfigError("--json prints sites, not graphs: drop it, or --graph and --pass")
-    empty = load.load_empty_model(source)
-    plan, traced = planning.plan_model(empty, config)
+    with BarProgress().stage("inspect", 0):
+        empty = load.load_empty_model(source)
+        plan, traced = planning.plan_model(empty, config)
     if graphs:
         _graphs(plan, traced, only, layer)
     elif json:
-        print_json(plan_report(plan))
+        print_json({**plan_report(plan), **planning.sizes(empty, plan)})
     else:
         _print(plan)
+        say(_summary(planning.sizes(empty, plan), empty.dtype))
 
 
 def _graphs(plan: Plan, traced: fx.GraphModule, only: str | None, layer: int | None) -> None:
@@ -69,6 +74,14 @@ def layer_name(plan: Plan, layer: int) -> str:
             return next(path for path in site.layer_paths if layer_number(path) == layer)
     known = sorted({site.layer for site in plan.sites})
     raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
+
+
+def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
+    """Returns in a line how much would be pruned, and how large the weights are before and after."""
+    pruned, total = sizes["pruned_parameters"], sizes["parameters"]
+    dense, packed = (format_bytes(sizes[name]) for name in ("dense_bytes", "packed_bytes"))
+    share = f"{pruned:,} of {total:,} parameters ({pruned / total:.1%})"
+    return f"to be pruned: {share}; in {str(dtype).removeprefix('torch.')}: {dense}, packed {packed}"
 
 
 def _print(plan: Plan) -> None:

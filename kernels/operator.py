@@ -69,6 +69,8 @@ def operator(
             if len(arguments) == count and _is_plain(arguments):
                 assert on_gpu is not None
                 return on_gpu(*arguments)
+            if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+                return function(*arguments, **named)  # ONNX knows operators of torch alone
             return getattr(torch.ops.permtriton, name)(*parameters.flat(arguments, named))
 
         return call

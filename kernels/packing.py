@@ -66,6 +66,11 @@ def position_bits(group: int) -> int:
     return (group - 1).bit_length()
 
 
+def packed_share(kept: int, group: int, element: int) -> float:
+    """Returns the bytes of a packed weight of ``element`` bytes per value, as a share of those of the dense one."""
+    return kept / group * (1 + position_bits(group) / (8 * element))
+
+
 def pack_positions(slots: Tensor, group: int) -> Tensor:
     """Returns uint8 ``[O, bytes]`` of positions ``[O, K]``, each below ``group``: eight of them fill ``bits`` bytes."""
     bits = position_bits(group)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
+from permtriton.model.beside import embeds
 from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
 from permtriton.model.forward import without_cache
 from permtriton.passes.branches import Answers, converted, samples_like
@@ -49,7 +50,8 @@ class Traced:
             ``model.named_parameters()`` and whose value is the model's own ``nn.Parameter``; buffers and constants are
             ``get_attr`` nodes, too. Its ``meta`` has `OTHER_VALUES` where the model selects rows by values: the graph
             takes all of them (`permtriton.passes.branches`).
-        outputs: positions of the model's own outputs in that tuple.
+        outputs: positions in that tuple of what others read: the model's own outputs, and the last hidden state where
+            the model is one of sentence-transformers.
         hidden: position of the last hidden state in that tuple.
     """
 
@@ -76,7 +78,7 @@ class _Probed(nn.Module):
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
         with recorded_states(self.model) as states:
             output = self.model(**arguments)
-        inner = ENCODER_STATE if has_head(self.model) else ""
+        inner = ENCODER_STATE if has_head(self.model) and not embeds(self.model) else ""
         return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
 
 
@@ -110,7 +112,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
         if not alike:
             graph_module.meta[OTHER_VALUES] = True
         count = len(exported.graph_signature.user_outputs)
-        return Traced(graph_module, tuple(range(count - 1)), count - 1)
+        return Traced(graph_module, tuple(range(count - 1 + embeds(model))), count - 1)
     _check_runs(model, samples)
     raise ModelError(
         f"{type(model).__name__} cannot be traced: {_described(problems[0])}. permtriton needs a model that runs on "

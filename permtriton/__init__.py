@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from permtriton.checkpoint.registration import register_with_transformers
 
 if TYPE_CHECKING:
+    from permtriton.api import adapt as adapt
     from permtriton.api import compare as compare
     from permtriton.api import compile as compile
     from permtriton.api import dry_run as dry_run
@@ -53,6 +54,7 @@ _MODULES = {
     "MergedAdapter": "methods.train.keep_pattern",
     "NMPattern": "util.sparsity",
     "PermTritonError": "errors",
+    "adapt": "api",
     "compare": "api",
     "compile": "api",
     "config_from": "recipe",

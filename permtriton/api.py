@@ -13,6 +13,7 @@ from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.comparison.asked import AskedComparison
 from permtriton.comparison.request import Request
 from permtriton.data.in_memory import is_named, selected
+from permtriton.driver import adapt as adapting
 from permtriton.driver import planning
 from permtriton.driver.asked import Asked
 from permtriton.driver.job import DryRun, Job
@@ -59,6 +60,7 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
         tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
         eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
             for the report; None for ``wikitext2`` (``demo`` for the demo model), ``none`` for no measurement.
+        eval_windows: number of its windows to measure, the first ones; None for all.
         config: TOML file of options; ``options`` and ``data`` win.
         device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``, for a model that is loaded here.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that is loaded here.
@@ -147,8 +149,8 @@ def inspect(
             `compile` takes them.
 
     Returns:
-        ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` (what stays dense, and why) and
-            ``barriers``; see docs/formats.md.
+        ``sites``, ``patterns`` (by linear), ``permutations``, ``skipped`` (what stays dense, and why), ``barriers``,
+            ``parameters``, ``pruned_parameters``, ``dense_bytes`` and ``packed_bytes``; see docs/formats.md.
 
     Raises:
         PermTritonError: a bad option, or a model that cannot be read or traced.
@@ -165,7 +167,8 @@ def inspect(
     if isinstance(source, Source):
         model = load.load_empty_model(source)
     assert isinstance(model, PreTrainedModel)
-    return plan_report(planning.plan_model(model, chosen)[0])
+    plan, _ = planning.plan_model(model, chosen)
+    return {**plan_report(plan), **planning.sizes(model, plan)}
 
 
 @as_torch_starts()
@@ -190,7 +193,7 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         model: folder, hub name, .gguf file or ``demo``.
         protocol: ``wanda`` or ``permllm`` for what these papers do: calibration as `compile` takes it, text, windows
             and tasks as `permtriton.evaluate` does; what is given beside it wins.
-        eval_data, window, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
+        eval_data, window, eval_windows, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
         seeds: seeds of the calibration draw and of learning.
         methods: methods, recipes, steps joined by ``" + "``, or lists of steps, such as ``["wanda", [Heuristic(),
             Mine()]]``; None for all methods.
@@ -255,6 +258,31 @@ def export(
     target = path_of("output", f"{real_path(place).name}-{format}" if output is None else output)
     result = exporting.export(place, target, format, overwrite=overwrite, progress=reporter(progress))
     return {"output": str(target), **result}
+
+
+def adapt(
+    adapter: str | Path, to: str | Path, output: str | Path | None = None, *, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Writes an adapter that was trained on the dense model for a compiled folder, as ``permtriton adapt`` does.
+
+    In a folder of layout ``portable``, channels have another order; the adapter is brought into it, exactly.
+
+    Args:
+        adapter: folder that PEFT's ``save_pretrained`` wrote: LoRA (DoRA, AdaLoRA), IA3, or a soft prompt.
+        to: folder that permtriton compiled from that dense model.
+        output: folder to write; None for ``ADAPTER-for-FOLDER`` in the present folder.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Returns:
+        ``output``, and the number of ``tensors``, and of those that were ``reordered``.
+
+    Raises:
+        PermTritonError: an adapter of another kind or model, layout ``fused``, or the output cannot be written.
+    """
+    source, folder = path_of("adapter", adapter), path_of("to", to)
+    default = f"{real_path(source).name}-for-{real_path(folder).name}"
+    target = path_of("output", default if output is None else output)
+    return adapting.adapt(source, folder, target, trust_remote_code=trust_remote_code)
 
 
 def report(

@@ -62,7 +62,7 @@ class CalibrationConfig:
     )
     text_column: str = _calibration(
         "",
-        "Column of the calibration data that holds the text; by default input_ids or text.",
+        "Column of the calibration data that holds the text; by default input_ids, text or messages.",
         values="name of a column of a dataset on the hub, or of a .jsonl or .parquet file",
     )
     split: str = _calibration(

@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from typer.main import get_command
 
+from permtriton.cli.compile import verdict
 from permtriton.cli.main import app
 from permtriton.driver import job
 from permtriton.errors import ConfigError
@@ -122,11 +123,33 @@ def test_compile_replaces_the_earlier_output_and_prints_json_alone(desk):
     assert (weight.unflatten(1, (-1, 4)) != 0).sum(-1).max() == 2
 
 
-def test_compile_prints_tables(desk):
-    result = RUNNER.invoke(app, desk.compile("--eval-data", desk.text))
+def test_compile_ends_with_a_verdict_and_the_next_step(desk):
+    result = RUNNER.invoke(app, desk.compile("--eval-data", desk.text, "--eval-windows", 2))
     assert result.exit_code == 0, result.stderr
     for word in ("perplexity, dense model", "perplexity, this model", "stream", "peak memory", "50.00%"):
         assert word in result.stdout
+    first, second, *_, last = result.stdout.splitlines()
+    assert (first, second.rstrip()) == (f"written to {desk.out}", "Permutations")
+    evaluation = json.loads((desk.out / "permtriton.json").read_text())["evaluation"]
+    dense, pruned = evaluation["dense"], evaluation["compiled"]
+    assert evaluation["windows"] == [2, 32]
+    change = f"{dense:.2f} -> {pruned:.2f} ({pruned / dense - 1:+.1%})"
+    assert last == f"{desk.out}: perplexity {change}; packed: permtriton export {desk.out}"
+
+
+def test_compile_shows_no_permutations_where_nothing_moved(desk):
+    result = RUNNER.invoke(app, desk.compile("--recipe", "mask", "--save-format", "packed"))
+    first, second, *_, last = result.stdout.splitlines()
+    assert (first, second.rstrip()) == (f"written to {desk.out}", "Result")
+    measure = f"not measured yet (permtriton evaluate {desk.out} --against {desk.model})"
+    assert last == f"{desk.out}: {measure}; it loads with transformers after import permtriton"
+
+
+def test_a_cosine_is_no_perplexity():
+    report = {"model": "m", "evaluation": {"measure": "cosine", "dense": 1.0, "compiled": 0.98765}}
+    assert verdict(report, "my folder") == (
+        "my folder: cosine with the dense model 0.9877; packed: permtriton export 'my folder'"
+    )
 
 
 @pytest.mark.slow

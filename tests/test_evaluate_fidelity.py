@@ -71,6 +71,15 @@ def test_kl_and_cosine_are_the_naive_ones(monkeypatch, name, batch, tokens):
     assert found.dense_perplexity == pytest.approx(perplexity(dense, WINDOWS, 3), rel=1e-5)
 
 
+def test_the_dense_model_runs_once_on_its_own_windows():
+    model, shapes = zoo.build("llama"), []
+    model.register_forward_hook(lambda module, inputs, output: shapes.append(output.logits.shape[:2]))
+    found = fidelity(model, model, WINDOWS, len(WINDOWS))
+    assert shapes.count(WINDOWS.shape) == 1
+    assert found.kl == 0
+    assert found.cosine == pytest.approx(1, abs=1e-6)
+
+
 @pytest.mark.parametrize("name", CAUSAL)
 def test_the_hidden_state_is_the_last_one_and_no_hook_stays(name):
     model = zoo.build(name)

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError
+from permtriton.model import gguf_file
 from permtriton.model.load import config_of, load_empty_model, load_model, load_original, unchanged_weights
 from permtriton.model.prunable import check_original
 from permtriton.model.source import Source
@@ -70,6 +72,19 @@ def test_the_weights_are_those_of_the_file(pristine, file):
     same_as_file(model, pristine)
     assert tokenizer(SENTENCE).input_ids == trained_tokenizer()(SENTENCE).input_ids
     assert source.described == f"{file}, dequantized: {WORDS}"
+
+
+def test_lists_of_words_are_read_at_once_and_as_gguf_reads_them(file, monkeypatch):
+    calls, read = [], GGUFReader._get_field_parts
+    monkeypatch.setattr(GGUFReader, "_get_field_parts", lambda *call: calls.append(call) or read(*call))
+    expected = GGUFReader(file).fields
+    elements = len(calls)
+    found = gguf_file._reader()(file).fields
+    assert len(calls) - elements < len(expected), "no call per word"
+    assert {name: each.contents() for name, each in found.items()} == {
+        name: each.contents() for name, each in expected.items()
+    }
+    assert [each.types for each in found.values()] == [each.types for each in expected.values()]
 
 
 def test_a_file_in_a_folder(pristine, file):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,38 @@ def test_a_deep_model_fits_on_a_screen(configs, model, options):
     first = [line.split(" | ")[0] for line in joined(text).splitlines()]
     assert len(first) >= 8
     assert not [cell for cell in first if re.search(r"layers\.\d+\.", cell)]
+
+
+def test_what_would_be_pruned_is_summed_up(model):
+    sizes = json.loads(invoke(model, "--json"))
+    layer = 2 * zoo.HIDDEN**2 * (1 + zoo.KEY_VALUE_HEADS / zoo.SIZES["num_attention_heads"])
+    pruned = zoo.LAYERS * int(layer + 3 * zoo.HIDDEN * zoo.SIZES["intermediate_size"])
+    assert sizes["pruned_parameters"] == pruned
+    assert sizes["dense_bytes"] == 4 * sizes["parameters"]
+    assert sizes["dense_bytes"] - sizes["packed_bytes"] == 4 * pruned * (1 - 17 / 32), "of 32 bits, 16 and 1 are left"
+    share = f"{pruned:,} of {sizes['parameters']:,} parameters ({pruned / sizes['parameters']:.1%}); in float32: "
+    assert invoke(model).splitlines()[-1].startswith(f"to be pruned: {share}")
+
+
+def test_experts_that_are_stacked_count(configs):
+    sizes = json.loads(invoke(configs / "mixtral", "--json"))
+    assert sizes["pruned_parameters"] > zoo.LAYERS * 5 * 3 * zoo.HIDDEN * zoo.SIZES["intermediate_size"]
+
+
+def test_no_name_is_cut_inside_a_word(model, monkeypatch):
+    whole = set(re.findall(r"[a-z_]+", invoke(model)))
+    assert {"input_layernorm", "embed_tokens", "self_attn", "gate_proj"} <= whole
+    for width in (50, 80):
+        monkeypatch.setattr(console.out, "width", width)
+        text = invoke(model)
+        assert set(re.findall(r"[a-z_]+", text)) == whole
+        assert max(map(len, text.splitlines()[:-1])) <= 90
+
+
+def test_it_says_what_it_does_before_torch_is_imported():
+    code = "import sys; sys.modules['torch'] = None\nfrom permtriton.cli.main import app\napp(['inspect', 'any'])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert said.splitlines()[0] == "reading the sizes of any, not its weights"
 
 
 def test_every_mode_reads_the_config_alone(configs, model):

@@ -126,3 +126,12 @@ def test_adapters_of_transformers_are_merged_in_a_second_model(tmp_path):
     delta = model.get_submodule(UP.removesuffix(".weight")).get_delta_weight("default").detach()
     torch.testing.assert_close(second.get_parameter(UP), start + delta.masked_fill(before[UP], 0))
     kept.save_pretrained(tmp_path / "trained")
+
+
+def test_a_soft_prompt_is_no_change_of_weights():
+    peft = pytest.importorskip("peft")
+    model = pruned_llama()
+    kept = permtriton.keep_pattern(model)
+    prompt = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ModelError, match="an adapter of the kind PROMPT_TUNING changes no weights, so that it cannot"):
+        kept.merge_and_unload(peft.get_peft_model(model, prompt))

@@ -356,6 +356,21 @@ def test_what_was_trained_is_saved_and_exported(tmp_path, name):
     assert again.patterns == kept.patterns
 
 
+def test_zeros_of_frozen_layers_are_saved_without_a_sign(tmp_path):
+    """A load in float16 rounds small weights to -0.0, as may steps that follow."""
+    model = pruned_llama()
+    with torch.no_grad():
+        model.get_parameter(UP)[0, :4] = torch.tensor([-1e-9, 0.0, -1e-9, 0.0])
+    model = AutoModelForCausalLM.from_pretrained(folders.save(model, tmp_path / "pruned"), dtype=torch.float16)
+    weight = model.get_parameter(UP).requires_grad_(False)
+    assert weight[0, 0].signbit()
+    kept = permtriton.keep_pattern(model)
+    assert not weight[0, :4].signbit().any()
+    weight[0, 2] = -0.0
+    saved = kept.save_pretrained(tmp_path / "trained")
+    assert not folders.load(saved).get_parameter(UP)[0, :4].signbit().any()
+
+
 def test_a_packed_folder_loads_dense_on_a_cpu_and_is_trained(tmp_path):
     folder = folders.save(pruned_llama(), tmp_path / "pruned")
     permtriton.export(folder, tmp_path / "packed")

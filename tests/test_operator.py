@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.errors import ModelError
 from permtriton.kernels import operator as module
 from permtriton.kernels.operator import operator
+from permtriton.model.modules import ChannelGather, PermutedRMSNorm
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,12 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
     monkeypatch.setattr(module, "triton", None)
     operator("test_launch", reference, launcher=reference)(reference)
     assert kernels == {}
+
+
+@pytest.mark.parametrize("onnx", [False, True])
+def test_a_graph_for_onnx_has_operators_of_torch_alone(monkeypatch, onnx):
+    """ONNX knows no others, so that a folder of layout fused could not be written."""
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: onnx)
+    model = nn.Sequential(PermutedRMSNorm(torch.rand(8), 1e-6, torch.randperm(8)), ChannelGather(torch.randperm(8)))
+    graph = torch.export.export(model, (torch.rand(2, 8),)).graph
+    assert any("permtriton" in str(node.target) for node in graph.nodes) != onnx

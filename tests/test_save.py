@@ -81,8 +81,8 @@ def test_what_is_read_beside_a_model_and_its_tokenizer_is_saved(place):
     off_path.build("llava").save_pretrained(place / "dense")
     image_and_text_processor().save_pretrained(place / "dense")
     (place / "dense" / "1_Pooling").mkdir()
-    for name in ("modules.json", "1_Pooling/config.json"):
-        (place / "dense" / name).write_text("{}")
+    (place / "dense" / "1_Pooling" / "config.json").write_text("{}")
+    (place / "dense" / "modules.json").write_text('[{"path": "1_Pooling"}]')
     (place / "secret.json").write_text("{}")
     (place / "dense" / "sentence_bert_config.json").symlink_to(place / "secret.json")
     permtriton.compile(str(place / "dense"), recipe="mask", data=zoo.token_ids(4, 12), output=place / "out")

@@ -139,6 +139,30 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
     assert evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
 
 
+@pytest.mark.parametrize("rows", [[{"text": "one"}, {"text": "two"}], ["one", "two"]])
+def test_an_array_of_texts(tmp_path, tokenizer, rows):
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    ids = evaluation_ids(str(tmp_path / "a.json"), tokenizer, VOCABULARY, 1000).flatten()
+    assert tokenizer.decode(ids) == "one<end>two<end>"
+
+
+@pytest.mark.parametrize("kind", ["messages", "conversations"])
+def test_conversations_are_written_by_the_chat_template(tmp_path, kind):
+    tokenizer = trained_tokenizer()
+    names = ("role", "content", "user") if kind == "messages" else ("from", "value", "human")
+    row = {kind: [{names[0]: names[2], names[1]: "one"}], "id": "a"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(CalibrationError, match="document 1 is a conversation, but the model's tokenizer has no chat"):
+        evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000)
+    (tmp_path / "b.jsonl").write_text(json.dumps({kind: [{names[0]: names[2]}]}))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    ids = evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000).flatten()
+    assert tokenizer.decode(ids) == "user: one"
+    if kind == "conversations":
+        with pytest.raises(CalibrationError, match="document 1: the chat template cannot write it: KeyError 'value'"):
+            evaluation_ids(str(tmp_path / "b.jsonl"), tokenizer, VOCABULARY, 1000)
+
+
 # -- sources that cannot be used -----------------------------------------------------------------------------------
 
 BAD_FILES = {

@@ -153,7 +153,8 @@ def facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     config, evaluation = report["config"], report["evaluation"]
     if "dense" in evaluation:
         if "text" in evaluation:
-            yield "held-out text", Path(evaluation["text"]).name
+            shape = ", {} windows of {}".format(*evaluation["windows"]) if "windows" in evaluation else ""
+            yield "held-out text", Path(evaluation["text"]).name + shape
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with the dense model"
         yield f"{name}, dense model", f"{evaluation['dense']:.3f}"
         when = "pruned, in its original dtype" if _has_8_bits(report) else "this model"

@@ -18,6 +18,12 @@ from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, PrunedWeight, in_words
 from permtriton.util.validation import checked
 
+# What to do with weights of another tool, or of a training that saved them without the record.
+PRUNED_ELSEWHERE = (
+    "If its weights are N:M already, this packs them as they are: permtriton compile FOLDER --recipe mask "
+    "--importance magnitude --save-format packed"
+)
+
 
 def pattern(text: str) -> str:
     """Returns an N:M pattern as it was written; raises a ValueError where it is none."""
@@ -172,6 +178,7 @@ class Sometimes(TypedDict):
     """What only some compilations report."""
 
     gguf: NotRequired[Gguf]
+    left_out: NotRequired[list[str]]  # tensors of the dense checkpoint that the model's class does not use
     expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
 
 
@@ -219,6 +226,7 @@ def read_record(folder: Path) -> Record:
     if not path.is_file():
         raise ModelError(
             f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"
+            f". {PRUNED_ELSEWHERE}"
         )
     return checked(Record, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
 

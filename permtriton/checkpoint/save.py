@@ -17,14 +17,18 @@ from permtriton.checkpoint.record import Record, Verification, Written
 from permtriton.checkpoint.shards import describe_files
 from permtriton.checkpoint.verify import verify_checkpoint, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
+from permtriton.model.beside import beside
+from permtriton.model.core import takes_decoder_ids
 from permtriton.model.headers import CONFIG_FILE
-from permtriton.model.source import BESIDE, PROCESSOR_FILES, SENTENCE_TRANSFORMERS, Source
+from permtriton.model.source import LEGACY_TEMPLATE, PROCESSOR_FILES, Source
+from permtriton.model.tokenizer import REMADE, TOKENIZERS, tokenizer_of
 from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import peak_memory
 from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import PrunedWeight
 
 SHARD_SIZE = "5GB"
+FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
@@ -121,6 +125,7 @@ def _write(
     """
     # Where it says how the model is divided, transformers has all ranks gather weights, which here are whole already.
     division = vars(model.config).pop("distributed_config", None) if state is not None else None
+    _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
         if tokenizer is not None:
@@ -133,18 +138,39 @@ def _write(
         if division is not None:
             model.config.distributed_config = division
     if source is not None:
-        _copy_beside(source, partial)
+        _copy_beside(source, tokenizer, partial)
     share_mode(partial)
 
 
-def _copy_beside(source: Source, partial: Path) -> None:
-    """Copies what is read beside a model and its tokenizer: a processor that was not saved, and how states are pooled.
+def _correct(model: Any) -> None:
+    """Makes a config say what the folder will hold: a head of its own, and no layers that predict further tokens."""
+    configs = [model.config, model.config.get_text_config(decoder=True)]
+    embedding = head = None
+    if model.main_input_name == "input_ids" and not takes_decoder_ids(model):
+        tables = model.get_input_embeddings(), model.get_output_embeddings()
+        embedding, head = (getattr(each, "weight", None) for each in tables)
+    untied = embedding is not None and head is not None and head is not embedding
+    for config in configs:
+        if untied and getattr(config, "tie_word_embeddings", False):
+            config.tie_word_embeddings = False  # readers that trust it would leave the head out
+        for name in FURTHER_LAYERS:
+            if getattr(config, name, None):
+                setattr(config, name, 0)  # transformers loads none
+
+
+def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
+    """Copies what stands beside a model and was not saved: the modules around it, licences, the tokenizer's own model.
 
     What `copy_file` leaves out is left out here, too.
     """
-    saved = any((partial / name).exists() for name in PROCESSOR_FILES)
-    for name in SENTENCE_TRANSFORMERS if saved else BESIDE:
-        if path := source.find(name):
+    saved = {name for name in (*PROCESSOR_FILES, *REMADE) if (partial / name).exists()}
+    remade = {*REMADE} if saved & {*REMADE} else set[str]()
+    remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
+    read_from = getattr(tokenizer_of(tokenizer), "name_or_path", None)
+    if read_from is not None and real_path(Path(read_from)) != real_path(Path(source.location)):
+        remade |= {*TOKENIZERS}  # it is another one
+    for name in beside(source):
+        if name not in remade and not (partial / name).exists() and (path := source.find(name)):
             copy_file(path, path.parents[name.count("/")], partial)
 
 

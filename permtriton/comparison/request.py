@@ -150,13 +150,17 @@ class Request:
         with self._claimed(progress):
             loaded = tasks.load(progress)
             progress.say(f"loading {self.source.described}")
-            model, tokenizer = load.load_original(self.source, progress=progress)
-            windows, text = held_out_windows(self.source.name, asked.eval_data, tokenizer, model, asked.window)
+            with progress.stage("load", 0):
+                model, tokenizer = load.load_original(self.source, progress=progress)
+            windows, text = held_out_windows(
+                self.source.name, asked.eval_data, tokenizer, model, asked.window, asked.eval_windows
+            )
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
             benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
             request = self._fitted(model, progress)
-            kept = ResultFile(self.place, benchmark.identity(tasks.identity(output)))
+            with progress.stage("identify", 0):
+                kept = ResultFile(self.place, benchmark.identity(tasks.identity(output)))
             if not asked.overwrite:
                 kept.read()
             report = report_of(

@@ -6,6 +6,8 @@ from typing import Any
 
 from permtriton.errors import CalibrationError, reading, shown
 
+COLUMNS = ("input_ids", "text", "messages", "conversations")  # the last two hold conversations, message by message
+
 
 def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
     """Returns the token ids at whose positions the mask, as a tokenizer that pads gives it, is not 0.
@@ -39,22 +41,22 @@ class Unpadded(Sequence[list[int]]):
 def documents_in(
     names: Sequence[str], column_of: Callable[[str], Sequence[Any]], source: str, wanted: str = ""
 ) -> Sequence[Any]:
-    """Returns the documents of a table: texts, or token ids without their padding.
+    """Returns the documents of a table: texts, conversations, or token ids without their padding.
 
     Args:
         names: names of all columns.
         column_of: returns the column of a name.
         source: where the table comes from, for errors.
-        wanted: name of the column that holds the documents; empty for ``input_ids`` or ``text``.
+        wanted: name of the column that holds the documents; empty for the first of `COLUMNS` that is there.
 
     Raises:
         CalibrationError: there is no such column.
     """
-    column = wanted or ("input_ids" if "input_ids" in names else "text")
+    column = wanted or next((each for each in COLUMNS if each in names), "text")
     if column not in names:
         raise CalibrationError(
-            f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or name another "
-            "column by `text_column=`"
+            f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or "
+            "conversations as messages, or name another column by `text_column=`"
         )
     documents = column_of(column)
     if column == "input_ids" and len(documents) and isinstance(documents[0], str):

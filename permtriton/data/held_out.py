@@ -4,9 +4,9 @@ from typing import Any
 
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
 from permtriton.data.media import is_media, stored_samples
-from permtriton.data.samples import Inputs
+from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import evaluation_ids, vocabulary_of
-from permtriton.errors import CalibrationError, ConfigError, MissingExtraError
+from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
 from permtriton.model.core import check_towers
 from permtriton.model.forward import max_tokens
 from permtriton.model.name import DEMO
@@ -15,7 +15,12 @@ EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 
 
 def held_out_windows(
-    model_name: str, data: Data | None, tokenizer: Any, model: Any, window: int | None = None
+    model_name: str,
+    data: Data | None,
+    tokenizer: Any,
+    model: Any,
+    window: int | None = None,
+    count: int | None = None,
 ) -> tuple[Inputs | None, str]:
     """Returns held-out samples, not yet checked, and the name of their source; or None and why there are none.
 
@@ -24,15 +29,25 @@ def held_out_windows(
         data: demo, wikitext2, c4, a file, or none; or what
             `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
         window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
+        count: number of windows, the first ones; None for all.
 
     Returns:
         Token ids, int64 ``[windows, tokens]``, or `Samples`, or None; and the name of the source, or the reason.
 
     Raises:
         CalibrationError: the text that the user named cannot be read.
-        ConfigError: the window is longer than the model can take, or there is no text to cut.
+        ConfigError: the window is longer than the model can take, there is no text to cut, or none is to be measured.
         ModelError: the model only compares the outputs of others, as CLIP does.
     """
+    if count is not None and (type(count) is not int or count < 1):
+        raise ConfigError(f"`eval_windows=` is {shown(count)}: expected a number of windows, at least 1")
+    windows, name = _all_windows(model_name, data, tokenizer, model, window)
+    return windows if windows is None or count is None else Samples.of(windows)[:count], name
+
+
+def _all_windows(
+    model_name: str, data: Data | None, tokenizer: Any, model: Any, window: int | None
+) -> tuple[Inputs | None, str]:
     if isinstance(data, str) and data == "none":
         _refuse_window(window, "with `eval_data=none`")
         return None, "turned off"

@@ -5,6 +5,7 @@ import json
 import os
 import random
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -357,8 +358,14 @@ def _read(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(_read(path).split("\n"), start=1):
+    """Returns the objects of a file: one in each line, or all of them, or texts, in one array or alone."""
+    text, rows = _read(path), list[dict[str, Any]]()
+    with suppress(ValueError, RecursionError):  # else it has more lines
+        whole = json.loads(text)
+        array = whole if isinstance(whole, list) else [whole]
+        if all(isinstance(row, str | dict) for row in array):
+            return [{"text": row} if isinstance(row, str) else row for row in array]
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

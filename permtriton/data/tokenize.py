@@ -1,6 +1,6 @@
 """Documents as token ids, however long a text is and whatever its tokenizer does."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from permtriton.errors import CalibrationError, reading, shown, without_panics
 from permtriton.model.tokenizer import tokenizer_of
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # names of ShareGPT's for roles
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,28 @@ class Encoder:
                 raise CalibrationError(f"{place} is no text, or not UTF-8: character {document.index(chr(0))} is a NUL")
             return token_ids(document, self.tokenizer, self.source, ended=ended)
         document = document.tolist() if hasattr(document, "tolist") else document
+        if isinstance(document, list | tuple) and document and all(isinstance(each, Mapping) for each in document):
+            return self._conversation(document, place)
         if isinstance(document, list | tuple) and all(type(i) is int and -(2**63) <= i < 2**63 for i in document):
             return torch.tensor(document, dtype=torch.int64)
         raise CalibrationError(
             f"{place} is {shown(document)}: text must be a string, input_ids a list of integers from the vocabulary"
         )
+
+    def _conversation(self, messages: Sequence[Mapping[str, Any]], place: str) -> Tensor:
+        """Returns the ids of messages as the tokenizer's chat template writes them."""
+        tokenizer = tokenizer_of(self.tokenizer)
+        if not getattr(tokenizer, "chat_template", None):
+            raise CalibrationError(
+                f"{place} is a conversation, but the model's tokenizer has no chat template: give texts, or token ids"
+            )
+        with reading(f"{place}: the chat template cannot write it", CalibrationError):
+            named = [
+                {"role": SPEAKERS.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m
+                for m in messages
+            ]
+            ids = tokenizer.apply_chat_template(named, tokenize=True, return_dict=True)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64)
 
     def checked(self, ids: Tensor) -> Tensor:
         """Returns ids after checking that all of them are in the vocabulary."""

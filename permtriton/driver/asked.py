@@ -38,6 +38,7 @@ class Asked(Loads):
     split: str | None = None
     tokenizer: "Processor | None" = None
     eval_data: "Data | None" = same_as(Measures, "eval_data", default="none", unset=None)
+    eval_windows: int | None = same_as(Measures, "eval_windows")
     output: str | Path | None = flag(
         None, RUNNING, "Folder to write; MODEL-NofM here by default.", kind=Path, metavar="PATH"
     )

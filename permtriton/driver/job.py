@@ -1,7 +1,7 @@
 """What was asked of a compilation, by a command or a call, and how is it run?"""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -155,17 +155,18 @@ class Job:
         asked, source = self.asked, self._source
         device = resolve_device(asked.device) if source else None
         with nullcontext() if source is None else load.unchanged_weights(source):
-            model, given, text = self._loaded(progress, device)
+            unused = list[str]()
+            model, given, text = self._loaded(progress, device, unused=unused)
             source = source and source.at_commit(model.config)
             if self._repository is not None:
                 progress.say(f"to be published in {self._repository}")
-            given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text))
+            given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text, unused))
             compiled = compile_given(model, given)
         # Where the compiled model is, there is room for the dense one.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
-    def _origin(self, config: CompileConfig, text: str) -> Origin:
+    def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
         """Returns what the record says of what was asked."""
         asked, source = self.asked, self.model
         if not isinstance(source, Source):
@@ -174,6 +175,7 @@ class Job:
             source.name,
             config,
             eval_data=shown_name(name_of(asked.eval_data)) if asked.eval_data is not None else None,
+            eval_windows=None if asked.eval_windows is None else str(asked.eval_windows),
             dtype=None if source.dtype == "auto" else source.dtype,
             gguf_file=source.gguf_file,
             revision=source.revision,
@@ -183,7 +185,7 @@ class Job:
         gguf: Gguf | None = None
         if source.gguf is not None:
             gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-        return Origin(command, text, gguf)
+        return Origin(command, text, gguf, unused)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
         """Writes the output, if there is one; of several ranks, the first one does.
@@ -193,7 +195,8 @@ class Job:
         """
         if self.output is not None and not ranks.number():
             progress.say(f"saving and verifying {self.output}")
-            compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
+            with progress.stage("save", 0):
+                compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
 
     def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
         """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
@@ -210,7 +213,8 @@ class Job:
         deleting = " ".join(f'--delete "{each}"' for each in WEIGHTS)
         left = f"{self.output} is complete: publish it by hf upload {self._repository} {self.output} {deleting}"
         try:
-            return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
+            with progress.stage("publish", 0):
+                return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
         except OutputError as error:
             raise OutputError(f"{error}. {left}") from error
         except KeyboardInterrupt as interruption:
@@ -258,22 +262,28 @@ class Job:
                 raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
     def _loaded(
-        self, progress: Progress, device: torch.device | None, fetched: bool = True
+        self,
+        progress: Progress,
+        device: torch.device | None,
+        fetched: bool = True,
+        unused: list[str] | None = None,
     ) -> tuple[PreTrainedModel, Given, str]:
         """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
 
         Args:
             fetched: whether the weights are on this machine.
+            unused: as `permtriton.model.load.load_model` takes it.
         """
         source = self._source
         model: Any = self.model
         tokenizer = self.asked.tokenizer
         if source is not None:
             progress.say(f"loading {source.described}")
-            if fetched:
-                model, beside = load.load_original(source, saved=True, progress=progress)
-            else:
-                model, beside = outline.load_outline(source)
+            with progress.stage("load", 0):
+                if fetched:
+                    model, beside = load.load_original(source, saved=True, progress=progress, unused=unused)
+                else:
+                    model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
         else:
             check_loaded(model)
@@ -283,7 +293,8 @@ class Job:
                 check_made_by_config(model)
         no_text = self.asked.devices is not None and "calibration" not in self.given  # a plan for GPUs reads none
         eval_data = "none" if no_text and self.asked.eval_data is None else self.asked.eval_data
-        windows, text = held_out_windows(source.name if source else "", eval_data, tokenizer, model)
+        name, count = source.name if source else "", self.asked.eval_windows
+        windows, text = held_out_windows(name, eval_data, tokenizer, model, count=None if no_text else count)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
         if self.asked.save_format == Format.FP8:

@@ -1,5 +1,6 @@
 """Makes the record of a compilation, ``permtriton.json``, whose fields are in `permtriton.checkpoint.record`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -32,11 +33,13 @@ class Origin:
         command: a command with the same result.
         text: name of the held-out data, or why there are none.
         gguf: the GGUF file whose weights were dequantized; None without one.
+        left_out: tensors of the checkpoint that the model's class does not use.
     """
 
     command: str
     text: str
     gguf: Gguf | None = None
+    left_out: Sequence[str] = ()
 
 
 def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin | None) -> Report:
@@ -90,6 +93,8 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
     }
     if origin and origin.gguf:
         record["gguf"] = origin.gguf
+    if origin and origin.left_out:
+        record["left_out"] = list(origin.left_out)
     return record
 
 

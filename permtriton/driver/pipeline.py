@@ -126,4 +126,9 @@ def measured(run: Run) -> dict[str, Any]:
         return {}
     with run.workspace.timed("evaluate"), run.running() as model:
         compiled = run.evaluation.compiled(model, run.plan.hidden_order(run.indices))
-    return {"measure": run.evaluation.measure, "dense": run.evaluation.dense, "compiled": compiled}
+    return {
+        "measure": run.evaluation.measure,
+        "dense": run.evaluation.dense,
+        "compiled": compiled,
+        "windows": run.evaluation.shape,
+    }

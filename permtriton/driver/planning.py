@@ -13,6 +13,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import FLOAT32, Facts, without_gradients
 from permtriton.errors import ConfigError
+from permtriton.kernels.packing import packed_share
 from permtriton.model.core import has_head
 from permtriton.model.experts import share_sent, stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
@@ -155,6 +156,25 @@ def plan_model(
         _check_stacks(model, plan, config)
     plan.skipped.update(experts.refused)
     return plan, traced.graph_module
+
+
+def sizes(model: PreTrainedModel, plan: Plan) -> dict[str, int]:
+    """Returns how many parameters there are and would be pruned, and the bytes of all weights, dense and packed."""
+    with unstacked_experts(model):
+        weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
+        total = sum(parameter.numel() for parameter in model.parameters())
+    element = model.dtype.itemsize
+    packed = sum(
+        count * packed_share(plan.patterns[name].kept, plan.patterns[name].group, element)
+        for name, count in weights.items()
+    )
+    pruned = sum(weights.values())
+    return {
+        "parameters": total,
+        "pruned_parameters": pruned,
+        "dense_bytes": element * total,
+        "packed_bytes": round(element * (total - pruned + packed)),
+    }
 
 
 def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> None:

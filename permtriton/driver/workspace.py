@@ -46,10 +46,14 @@ class Workspace:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed."""
+        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed.
+
+        It is a stage of the progress, too, which may hold others.
+        """
         started = time.perf_counter()
-        yield
-        release_memory()
+        with self.progress.stage(stage, 0):
+            yield
+            release_memory()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
 
     def note(self, **inputs: Any) -> None:

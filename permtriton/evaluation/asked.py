@@ -79,6 +79,12 @@ class Measures:
         "Tokens per window of held-out text; by default 2048, or as many as the model takes.",
         kind=int,
     )
+    eval_windows: int | None = flag(
+        None,
+        CALIBRATION,
+        "Measure only so many windows of the held-out data, the first ones; all by default.",
+        kind=int,
+    )
     tasks: str | Sequence[str] | None = flag(
         None, CALIBRATION, "Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag."
     )

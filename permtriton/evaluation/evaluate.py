@@ -41,6 +41,7 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         protocol: ``wanda`` or ``permllm`` for what these papers measure: ``wikitext2`` in windows of 2048 tokens, and
             Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
         window: tokens per window; None for 2048, or as many as the model can take.
+        eval_windows: number of windows to measure, the first ones; None for all.
         against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
             this call only, and both models are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
@@ -84,7 +85,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
-        measured = load.load_model(source, progress=shown)
+        with shown.stage("load", 0):
+            measured = load.load_model(source, progress=shown)
         # What lies beside a GGUF file is not its record.
         record = None if source.gguf is not None else find_record(source.location, source.hub)
         _say_pattern(source, measured, record, shown)
@@ -98,7 +100,7 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
         dense = _loaded_beside(measured, tokenizer, dense, shown)
-    windows, text = held_out_windows(name, eval_data, tokenizer, measured, asked.window)
+    windows, text = held_out_windows(name, eval_data, tokenizer, measured, asked.window, asked.eval_windows)
     if windows is None and eval_data is None:
         if chosen is None or dense is not None:
             raise CalibrationError(text)
@@ -151,7 +153,8 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
             "free: measure on a CPU, or the perplexity alone (without `against=`)"
         )
     shown.say(f"loading {against.described}")
-    dense, dense_tokenizer = load.load_original(against, progress=shown)
+    with shown.stage("load", 0):
+        dense, dense_tokenizer = load.load_original(against, progress=shown)
     tokenizers = map(tokenizer_of, (tokenizer, dense_tokenizer))
     vocabularies = [each.get_vocab() for each in tokenizers if hasattr(each, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:

@@ -112,7 +112,7 @@ def fidelity(
     progress: Progress | None = None,
     watch: Stopwatch | None = None,
 ) -> Fidelity:
-    """Measures a model against the dense one, with one forward pass of each per batch.
+    """Measures a model against the dense one, which may be itself, with one forward pass of each per batch.
 
     Args:
         windows: token ids, int64 ``[windows, tokens]``, or other samples. What a decoder reads of sound or images
@@ -135,9 +135,9 @@ def fidelity(
         sums, positions = dict.fromkeys(DISTANCES, 0.0), 0
         with (progress or NoProgress()).stage("evaluate", len(samples)) as advance:
             for rows in samples.split(size):
-                expected, dense_logits = _outputs(dense, rows)
                 with watch.running(model.device):
                     hidden, logits = _outputs(model, rows)
+                expected, dense_logits = (hidden, logits) if model is dense else _outputs(dense, rows)
                 pairs = {False: (hidden, _in_order(expected, hidden_order).to(hidden.device))}
                 positions += hidden.shape[:-1].numel()
                 if logits is not None and dense_logits is not None:

@@ -56,6 +56,11 @@ class Evaluation:
             self._windows = replace(first, inputs=arguments_of(model, first.inputs))
             self._hidden = hidden_states(model, self._windows, self._batch)
 
+    @property
+    def shape(self) -> list[int]:
+        """Number of the samples that are measured, and of the tokens or positions of each."""
+        return [len(self._windows), self._windows.tokens]
+
     @torch.no_grad()
     def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:
         """Returns the measure of the compiled model.

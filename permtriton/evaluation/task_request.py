@@ -42,9 +42,10 @@ class TaskRequest:
             return None
         require("an evaluation by tasks", "lm_eval", "accelerate")
         progress.say(f"loading tasks {', '.join(self._parts())}")
-        from permtriton.evaluation.tasks import Tasks  # imports lm_eval, which takes seconds
+        with progress.stage("load", 0):
+            from permtriton.evaluation.tasks import Tasks  # imports lm_eval, which takes seconds
 
-        return Tasks(self._parts(), self.limit, self.folder)
+            return Tasks(self._parts(), self.limit, self.folder)
 
     def versions(self) -> dict[str, str]:
         """Returns the versions that a report names: with tasks, that of lm_eval, too."""

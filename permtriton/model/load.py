@@ -1,8 +1,9 @@
 """Loads models from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.kernels import autotune
-from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config
+from permtriton.model.beside import fetch_beside, left_out, modules_of
+from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -33,17 +35,21 @@ from permtriton.model.name import DEMO
 from permtriton.model.prunable import check_weights, compiled_already
 from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.sizes import build_empty, check_counts
-from permtriton.model.source import BESIDE, Source, dtype_of, resolve_device
+from permtriton.model.source import MODULES, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
-PICKLED = ("*.bin", "*.pt", "*.pth")
+PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the likeliest to be the model first
 ADAPTER = "adapter_config.json"
 
 
 def load_original(
-    source: Source, *, saved: bool = False, progress: Progress | None = None
+    source: Source,
+    *,
+    saved: bool = False,
+    progress: Progress | None = None,
+    unused: list[str] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
@@ -52,21 +58,24 @@ def load_original(
             then is fetched.
         progress: what says which tensors of the checkpoint, and which files of the hub, are left out, and what
             `load_processor` says.
+        unused: as `load_model` takes it.
 
     Raises:
         ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
             `load_model` and `load_processor`.
         ConfigError: as `load_model`.
     """
-    model = load_model(source, allow_compiled=False, progress=progress)
+    model = load_model(source, allow_compiled=False, progress=progress, unused=unused)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
         vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model, progress)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
-        unknown = source.at_commit(model.config).fetch(BESIDE)
+        unknown = fetch_beside(source.at_commit(model.config))
         if unknown and progress is not None:
             progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out if the model has such")
+        if progress is not None and (others := left_out(source)):
+            progress.say(f"not copied, as only what is no weight comes along: {listed(others)}")
     return model, tokenizer
 
 
@@ -74,6 +83,7 @@ def load_model(
     source: Source,
     allow_compiled: bool = True,
     progress: Progress | None = None,
+    unused: list[str] | None = None,
 ) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
@@ -81,6 +91,7 @@ def load_model(
         allow_compiled: whether to accept a model that permtriton compiled; where not, weights that another tool
             quantized are dequantized if transformers can.
         progress: as `load_original` takes it.
+        unused: list to which the names of the tensors are added that the class does not use, such as heads.
 
     Raises:
         ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
@@ -102,6 +113,7 @@ def load_model(
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
         unchanged_weights(source, also_replaced=True),
+        nullcontext() if source.gguf is None else read_quickly(),
     ):
         model, info = model_class.from_pretrained(
             source.location,
@@ -129,17 +141,16 @@ def load_model(
             + f", which {model_class.__name__} needs: the checkpoint is incomplete, or config.json names another class"
         )
     stored = _fetched(source) if stored is None else stored
-    unused = set(info["unexpected_keys"])
-    _check_unused(model, stored, unused, source.name)
-    if unused and progress is not None:
-        progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(sorted(unused))}")
+    without_place = set(info["unexpected_keys"])
+    _check_unused(model, stored, without_place, source.name)
+    _note_unused(model, without_place | _ignored(model, stored), progress, unused)
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
     if source.gguf is None and _quantization(config) is None:
         _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
-        _check_tensors(model, source.gguf, unused)
+        _check_tensors(model, source.gguf, without_place)
         model.name_or_path = source.name  # not the folder that the file is in
     autotune.use_beside(Path(source.location))
     return model.to(device).eval()
@@ -225,6 +236,25 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
             )
+
+
+def _note_unused(model: PreTrainedModel, names: set[str], progress: Progress | None, unused: list[str] | None) -> None:
+    """Says which tensors the class does not use, and adds them to ``unused``."""
+    if unused is not None:
+        unused += sorted(names)
+    if names and progress is not None:
+        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(names))}")
+
+
+def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
+    """Returns the weights of a checkpoint that transformers leaves out in silence, such as layers that predict further
+    tokens (``mtp``); but no buffers of earlier versions.
+    """
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    inner = f"{model.base_model_prefix}."
+    used = {name.removeprefix(inner) for name in model.state_dict()}
+    weights = (name for name in stored if name.endswith("weight") and name.removeprefix(inner) not in used)
+    return {name for name in weights if any(re.search(pattern, name) for pattern in patterns)}
 
 
 def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> None:
@@ -321,7 +351,8 @@ def config_of(source: Source) -> Any:
     """
     _check_revision(source)
     if source.gguf is not None:
-        with reading(f"{source.gguf.path}: transformers {transformers.__version__} cannot read it", ModelError):
+        cannot = f"{source.gguf.path}: transformers {transformers.__version__} cannot read it"
+        with reading(cannot, ModelError), read_quickly(config_only=True):
             config = AutoConfig.from_pretrained(source.location, **source.loading)
             check_config(source.gguf, config)
             return config
@@ -353,10 +384,12 @@ def check_folder(source: Source) -> None:
         return
     _check_revision(source)
     check_regular(source.folder)
-    if not source.holds(CONFIG_FILE):
-        raise ModelError(f"{source.name} holds no config.json: it is not a Hugging Face model folder")
     if source.holds(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
+    if not source.holds(CONFIG_FILE):
+        inside = [name for name in modules_of(source) if source.holds(f"{name}/{CONFIG_FILE}")]
+        where = f": the model that {MODULES} names is {source.name}/{inside[0]}, give that" if inside else ""
+        raise ModelError(f"{source.name} holds no config.json{where or ': it is not a Hugging Face model folder'}")
 
 
 def _check_revision(source: Source) -> None:
@@ -418,7 +451,7 @@ def _refuse_pickles(source: Source) -> None:
     check_folder(source)
     if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
         return
-    pickles = sorted(file.name for pattern in PICKLED for file in source.folder.glob(pattern))
+    pickles = [name for pattern in PICKLED for name in sorted(file.name for file in source.folder.glob(pattern))]
     content = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "no weights"
     raise ModelError(f"{source.name} holds {content}: permtriton reads .safetensors only; convert the checkpoint first")
 

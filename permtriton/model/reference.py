@@ -7,6 +7,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, VerificationError
 from permtriton.model.checks import LAST, check_same_outputs, output_and_states, same_channels
 from permtriton.model.routing import Routing
+from permtriton.running.micro_batch import is_out_of_memory
 
 SEQUENCES, TOKENS = 2, 64
 
@@ -24,11 +25,17 @@ class Reference:
     """
 
     def __init__(self, model: PreTrainedModel, samples: Samples) -> None:
-        self.samples = samples.start(SEQUENCES, TOKENS)
-        self._inputs = self.samples.to(model.device, model.dtype).inputs
         self._routing = Routing(model)
-        with self._routing.recorded():
-            self.output, self._states = output_and_states(model, self._inputs)
+        for sequences in (SEQUENCES, 1):  # one where a forward refuses several, as of a classifier without padding
+            self.samples = samples.start(sequences, TOKENS)
+            self._inputs = self.samples.to(model.device, model.dtype).inputs
+            try:
+                with self._routing.recorded():
+                    self.output, self._states = output_and_states(model, self._inputs)
+                break
+            except Exception as error:  # the model's code may raise any kind
+                if len(self.samples) == 1 or is_out_of_memory(error):
+                    raise
         self.unproved = ""
         if not bool(self.output.isfinite().all()):
             raise CalibrationError(

@@ -27,13 +27,11 @@ DTYPES: dict[str, torch.dtype | str] = {
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 LEGACY_TEMPLATE = "chat_template.json"  # of a processor; a tokenizer's is saved with it
-SENTENCE_TRANSFORMERS = (
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "1_Pooling/config.json",
-)
-BESIDE = (*PROCESSOR_FILES, LEGACY_TEMPLATE, *SENTENCE_TRANSFORMERS)  # what is copied where a model is saved
+MODULES = "modules.json"  # of sentence-transformers: the folders of what reads a model's hidden states
+LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")
+# What is looked for on the hub and copied where a model is saved.
+BESIDE = (*PROCESSOR_FILES, LEGACY_TEMPLATE, MODULES, "config_sentence_transformers.json", "sentence_bert_config.json",
+          "tokenizer.model", *LICENCES)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Loads what makes a model's inputs, a tokenizer or a processor."""
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,13 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ModelError, first_line, reading, shown, without_panics
-from permtriton.model.gguf_file import complete_tokenizer
+from permtriton.model.gguf_file import complete_tokenizer, read_quickly
 from permtriton.model.source import PROCESSOR_FILES, Source
 from permtriton.util.progress import NoProgress, Progress
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+REMADE = ("tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json")  # where it is saved
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 MOST_TOKENS = 2**24
 
@@ -64,7 +65,8 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
         ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
     """
     try:
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics():
+        quickly = nullcontext() if source.gguf is None else read_quickly()
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics(), quickly:
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:

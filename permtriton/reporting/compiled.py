@@ -8,7 +8,7 @@ import torch
 
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
-from permtriton.kernels.packing import position_bits
+from permtriton.kernels.packing import packed_share
 from permtriton.model.name import shown_name
 from permtriton.util.output_files import real_path
 
@@ -52,9 +52,8 @@ class Compiled(Folder):
             return {"dense": dense, "packed": self.stored_bytes}
         element, packed = getattr(torch, self.record["dtype"]).itemsize, float(dense)
         for name, weight in self.pruned.items():
-            pattern = weight.pattern
-            ratio = pattern.kept / pattern.group * (1 + position_bits(pattern.group) / (8 * element))
-            packed -= math.prod(self.shape(name)) * element * (1 - ratio)
+            share = packed_share(weight.pattern.kept, weight.pattern.group, element)
+            packed -= math.prod(self.shape(name)) * element * (1 - share)
         return {"dense": dense, "packed": round(packed)}
 
 

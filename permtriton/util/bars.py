@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from rich.text import Text
 from permtriton.errors import ConfigError, shown
 from permtriton.util.progress import Advance, Event, EventProgress, NoProgress, Progress
 
+SELDOM, SILENT = 10.0, 30.0  # seconds: at least between two lines of a stage, and at most without any line
+
 Shown = bool | Callable[[Event], object] | Progress | None  # what ``progress=`` takes
 
 
@@ -26,8 +29,12 @@ class PlainConsole(Console):
         discard(self.file)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        lines = ("".join(map(visible, line)) for line in text.split("\n"))
-        return super().render_str("\n".join(lines), **options)
+        return super().render_str(printable(text), **options)
+
+
+def printable(text: str) -> str:
+    """Returns lines of text in which only line breaks are control characters."""
+    return "\n".join("".join(map(visible, line)) for line in text.split("\n"))
 
 
 def visible(character: str) -> str:
@@ -54,20 +61,53 @@ class _Err(PlainConsole):
 err = _Err(stderr=True, markup=False, emoji=False)
 
 
+class _Stage:
+    """How far a stage is."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done, self.note = name, total, 0, ""
+        self.started = self.told = time.perf_counter()
+
+    def __str__(self) -> str:
+        count = f" {self.done}/{self.total}" if self.total else ""
+        return f"{self.name}{count}, {time.perf_counter() - self.started:.0f} s {self.note}".rstrip()
+
+    def advance(self, steps: int, note: str) -> bool:
+        """Counts steps; returns whether that is worth a line: at the end, else at every tenth, and seldom."""
+        tenths = 10 * self.done // max(self.total, 1)
+        self.done, self.note = self.done + steps, note or self.note
+        ended = self.done >= self.total > self.done - steps
+        return ended or (10 * self.done // max(self.total, 1) > tenths and time.perf_counter() - self.told >= SELDOM)
+
+
 class BarProgress:
-    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
+    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal.
+
+    Where nothing was printed for long, a line says which stage is at work and how far it is.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Stage] = []
+        self._spoke = time.perf_counter()
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
-        if not err.is_terminal:
-            yield self._lines(name, total)
-            return
+        stage = _Stage(name, total)
+        self._open.append(stage)
+        try:
+            with self._bar(stage) if total and err.is_terminal else self._lines(stage) as advance:
+                yield advance
+        finally:
+            self._open.remove(stage)
+
+    @contextmanager
+    def _bar(self, stage: _Stage) -> Iterator[Advance]:
         columns = (
             TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
         )  # fmt: skip
         with RichProgress(*columns, console=err) as bars:
-            task = bars.add_task(name, total=total, note="")
+            task = bars.add_task(stage.name, total=stage.total, note="")
 
             def advance(steps: int = 1, note: str = "") -> None:
                 bars.advance(task, steps)
@@ -76,19 +116,33 @@ class BarProgress:
 
             yield advance
 
-    def _lines(self, name: str, total: int) -> Advance:
-        started, done = time.perf_counter(), 0
+    @contextmanager
+    def _lines(self, stage: _Stage) -> Iterator[Advance]:
+        over = threading.Event()
 
         def advance(steps: int = 1, note: str = "") -> None:
-            nonlocal done
-            tenths = 10 * done // max(total, 1)
-            done += steps
-            if 10 * done // max(total, 1) > tenths:
-                self.say(f"{name} {done}/{total}, {time.perf_counter() - started:.0f} s {note}".rstrip())
+            if stage.advance(steps, note):
+                self._tell(stage)
 
-        return advance
+        def break_silence() -> None:
+            while not over.wait(max(self._spoke + SILENT - time.perf_counter(), SILENT / 10)):
+                if self._open[-1] is stage and time.perf_counter() - self._spoke >= SILENT:
+                    self._tell(stage)
+
+        watch = threading.Thread(target=break_silence, daemon=True)
+        watch.start()
+        try:
+            yield advance
+        finally:
+            over.set()
+            watch.join()
+
+    def _tell(self, stage: _Stage) -> None:
+        stage.told = time.perf_counter()
+        self.say(str(stage))
 
     def say(self, text: str) -> None:
+        self._spoke = time.perf_counter()
         err.print(text, highlight=False, soft_wrap=True)
 
 

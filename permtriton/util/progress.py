@@ -17,7 +17,10 @@ class Progress(Protocol):
     """Progress reporter."""
 
     def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
-        """Opens a stage of ``total`` steps; the context gives the function that reports each step."""
+        """Opens a stage of ``total`` steps; the context gives the function that reports each step.
+
+        A stage of 0 steps is not counted, and may hold others.
+        """
         ...
 
     def say(self, text: str) -> None:
@@ -57,7 +60,7 @@ class Event:
     Attributes:
         stage: name of the stage, such as ``calibrate``; empty for a line of text between stages.
         done: steps of the stage that are done; 0 when it opens.
-        total: steps of the stage.
+        total: steps of the stage; 0 where they are not counted, as of one that holds others.
         text: a short note on the present state, or the line of text.
     """
 

@@ -160,9 +160,9 @@ def learn(  # noqa: PLR0913
         raise ConfigError(_nothing_learns(options))
     relaxation = Relaxation(spaces, options, config.seed, spread_on or model.device)
     optimizer = torch.optim.AdamW(relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay)
-    curvatures = fisher and {
-        name: RankOneCurvature(*each.curvature(samples.positions)) for name, each in fisher.items()
-    }
+    curvatures = None
+    if fisher is not None:
+        curvatures = {name: RankOneCurvature(*each.curvature(samples.positions)) for name, each in fisher.items()}
     masked = masked_model(model, plan, importances, relaxation, options, config, curvatures, keep_masked, spread_on)
     with masked as masks:
         trainer = OrderTrainer(model, masks, relaxation, optimizer, samples, objective, options, config)

@@ -24,15 +24,17 @@ from transformers import TrainerCallback
 
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.patterns import kept_in_groups, linear_weights, pattern_of
-from permtriton.checkpoint.record import Record, find_record, recorded_weights
+from permtriton.checkpoint.record import PRUNED_ELSEWHERE, Record, find_record, recorded_weights
 from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, listed, reading
+from permtriton.model.beside import fetch_beside
 from permtriton.model.expert_linears import input_dim
+from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.name import is_hub_name
-from permtriton.model.source import BESIDE, Source
+from permtriton.model.source import Source
 from permtriton.passes.plan import LINEAR_MODULES
 from permtriton.running import ranks
 from permtriton.util.sparsity import NMPattern, PrunedWeight
@@ -77,7 +79,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     asked = source.revision or not is_hub_name(source.name)  # else it may be a folder that is gone
     record = find_record(source.name, source.hub) if asked else None
     if record is not None:
-        source.fetch(BESIDE)  # now, and not when the trained model is saved
+        fetch_beside(source)  # now, and not when the trained model is saved
     weights = _recorded(inner, record) if record else _recognized(inner)
     if not weights:
         count = sum(isinstance(module, LINEAR_MODULES) for module in inner.modules())
@@ -85,6 +87,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
             f"no weight of this {type(inner).__name__} is N:M, of {count} linears: expected a model that was pruned, "
             "with its zeros in groups. Load a folder that permtriton compile wrote"
         )
+    _refuse_dense_adapters(model, inner, record)
+    for weight in weights.values():
+        weight.clear_signs()
     return KeptPattern(inner, weights, record)
 
 
@@ -124,6 +129,14 @@ class _Weight:
     def restore(self) -> None:
         value, zeros = self.here()
         value.masked_fill_(zeros, 0)
+
+    @torch.no_grad()
+    def clear_signs(self) -> None:
+        """Makes each -0.0 an ordinary zero: small weights are rounded to it in float16."""
+        value = _local(self.parameter)
+        negative = value.signbit() & (value == 0)
+        if bool(negative.any()):  # else the weight may stay mapped from its file
+            value.masked_fill_(negative, 0)
 
     def before_merging(self) -> Tensor:
         """Returns a copy of the values, with NaN for what is not zero where the weight was zero."""
@@ -267,7 +280,14 @@ class KeptPattern:
             ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, trains copies of N:M
                 weights, or has an adapter on a linear that gathers its input.
         """
+        _refuse_dense_adapters(model, self._model(), self.record)
         if not hasattr(model, "merge_and_unload"):
+            kinds = {str(each.peft_type).rpartition(".")[2] for each in getattr(model, "peft_config", {}).values()}
+            if hasattr(model, "get_base_model"):
+                raise ModelError(
+                    f"an adapter of the kind {', '.join(sorted(kinds))} changes no weights, so that it cannot be "
+                    "merged: keep it beside the model"
+                )
             raise ModelError(
                 f"a {type(model).__name__} is no PeftModel: give the one that holds the adapters. Those of the model's "
                 "own add_adapter are merged in a second model: save them with save_pretrained, load the folder of the "
@@ -326,12 +346,14 @@ class KeptPattern:
             raise ModelError(
                 f"{name} holds no permtriton.json, which would have to be saved, too: use save_pretrained of what "
                 "permtriton.compile returned, load the model from a folder that permtriton compile wrote, or save it "
-                "with its own save_pretrained"
+                f"with its own save_pretrained. {PRUNED_ELSEWHERE}"
             )
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
         _divide_again(model)
         _refuse_changed(model)
+        for weight in self._weights.values():
+            weight.clear_signs()
         state: dict[str, Any] | None = None
         if _is_divided(model):
             state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -450,6 +472,21 @@ def _refuse_changed(model: nn.Module) -> None:
             raise ModelError(
                 f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
                 "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
+            )
+
+
+def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> None:
+    """Refuses adapters that were trained on the dense model, whose channels have another order."""
+    if record is None or not any(site["moved"] for site in record["sites"]):
+        return
+    for config in getattr(model, "peft_config", {}).values():
+        base = config.base_model_name_or_path or inner.name_or_path
+        unpruned = Path(base, CONFIG_FILE).is_file() and not Path(base, REPORT_FILE).is_file()
+        if base != inner.name_or_path and (base == record["model"] or unpruned):
+            raise ModelError(
+                f"the adapter was trained on {base}, whose channels have another order than those of "
+                f"{inner.name_or_path}: write it in this order with permtriton adapt ADAPTER --to FOLDER. If it was "
+                "trained in this order, say so by base_model_name_or_path in its adapter_config.json"
             )
 
 

@@ -1,0 +1,232 @@
+"""Puts an adapter that was trained on the dense model into the channel order of a compiled folder; this is exact."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.output import check_apart, replacing_folder
+from permtriton.checkpoint.record import Record
+from permtriton.checkpoint.replace_modules import resolve_name
+from permtriton.checkpoint.save import copy_file
+from permtriton.driver.planning import plan_model
+from permtriton.errors import ModelError, OutputError, reading, shown
+from permtriton.model.headers import read_json
+from permtriton.model.load import ADAPTER, load_empty_model
+from permtriton.model.source import Source
+from permtriton.passes.edits import Fold, edits_of, moves_of
+from permtriton.passes.plan import Plan
+from permtriton.recipe import config_from
+from permtriton.util.output_files import real_path
+
+WEIGHTS = "adapter_model.safetensors"
+OF_PLAN = ("sparsity", "pattern", "o_proj", "skip_indivisible", "targets", "ignore")  # options that change the plan
+LOW_RANK, PROMPTS = ("LORA", "ADALORA", "IA3"), ("PROMPT_TUNING", "P_TUNING")
+CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the dense weights, too
+READ_STATES = ("score", "classifier", "qa_outputs", "summary")  # heads that the folder's own class may lack
+
+
+def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Writes an adapter of PEFT, trained on the dense model, for a folder of layout ``portable``.
+
+    What reads channels (the columns of A) and what writes them (the rows of B) is brought into the folder's order, as
+    the weights beside them were, so that the adapter adds there what it added to the dense model.
+
+    Args:
+        adapter: folder of the adapter, which PEFT's ``save_pretrained`` wrote.
+        to: folder that permtriton compiled from that dense model.
+        output: folder to write.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Returns:
+        ``output``, and the number of ``tensors``, and of those that were ``reordered``.
+
+    Raises:
+        ModelError: the adapter is of a kind that cannot be reordered, of another model, or was trained on the folder.
+        OutputError: ``output`` exists, or cannot be written.
+    """
+    check_apart(output, adapter)
+    check_apart(output, to)
+    if output.exists():
+        raise OutputError(f"output {output} exists: choose another folder")
+    settings, record = _settings(adapter, to), Folder.open(to).record
+    if not (adapter / WEIGHTS).is_file():
+        raise ModelError(f"{adapter} holds no {WEIGHTS}: load it with PEFT and save it again")
+    with reading(f"{adapter / WEIGHTS} cannot be read", ModelError):
+        tensors = load_file(adapter / WEIGHTS)
+    order = _Order.of(to, record, trust_remote_code=trust_remote_code)
+    adapted = {name: order.reordered(name, tensor) for name, tensor in tensors.items()}
+    with replacing_folder(output, overwrite=False) as partial:
+        for path in adapter.iterdir():
+            if path.is_file() and path.name not in (WEIGHTS, ADAPTER):
+                copy_file(path, adapter, partial)
+        save_file(adapted, partial / WEIGHTS, {"format": "pt"})
+        settings["base_model_name_or_path"] = str(real_path(to))
+        (partial / ADAPTER).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    reordered = sum(not adapted[name].equal(tensor) for name, tensor in tensors.items())
+    return {"output": str(output), "tensors": len(tensors), "reordered": reordered}
+
+
+def _settings(adapter: Path, to: Path) -> dict[str, Any]:
+    """Returns the content of the adapter's config.
+
+    Raises:
+        ModelError: as `adapt`.
+    """
+    if not (adapter / ADAPTER).is_file():
+        raise ModelError(f"{adapter} holds no {ADAPTER}: give a folder that PEFT's save_pretrained wrote")
+    settings = read_json(adapter / ADAPTER)
+    kind, begin = settings.get("peft_type"), str(settings.get("init_lora_weights", "")).lower()
+    if kind not in (*LOW_RANK, *PROMPTS) or settings.get("target_parameters"):
+        what = "of stacked experts" if kind in LOW_RANK else f"of the kind {shown(kind)}"
+        raise ModelError(
+            f"{adapter} is an adapter {what}, which cannot be reordered (but {', '.join((*LOW_RANK, *PROMPTS))} can): "
+            "train it on the compiled folder"
+        )
+    if begin.startswith(CHANGE_THE_MODEL):
+        raise ModelError(
+            f"{adapter} began by {begin}, which changes the dense weights, too: let PEFT save it as a plain LoRA "
+            "(path_initial_model_for_weight_conversion), and adapt that"
+        )
+    if (base := settings.get("base_model_name_or_path")) and real_path(Path(base)) == real_path(to):
+        raise ModelError(f"{adapter} was trained on {to}, by its {ADAPTER}: it has that order already, use it as it is")
+    return settings
+
+
+@dataclass(frozen=True)
+class _Order:
+    """The order of a compiled model's channels.
+
+    Attributes:
+        names: every name of a parameter -> the first one.
+        folds: first name -> what was reordered of it.
+        transposed: linears and embeddings whose weight is ``[in, out]``.
+        prefix: name of the base model in the model.
+        hidden: order of the last hidden state's channels; None where they did not move.
+        embedded: the same of what embeds the tokens.
+    """
+
+    names: dict[str, str]
+    folds: dict[str, list[Fold]]
+    transposed: set[str]
+    prefix: str
+    hidden: Tensor | None
+    embedded: Tensor | None
+
+    @classmethod
+    def of(cls, folder: Path, record: Record, *, trust_remote_code: bool) -> "_Order":
+        """Plans the folder's model again, and takes the orders from its record."""
+        if record["config"]["layout"] != "portable":
+            raise ModelError(
+                f"{folder} has the layout {record['config']['layout']}, in which norms and gathers reorder channels "
+                "when it runs: train the adapter on it, or compile the dense model with `layout=portable`"
+            )
+        model = load_empty_model(Source(str(folder), trust_remote_code=trust_remote_code), allow_compiled=True)
+        config: dict[str, Any] = {**record["config"]}
+        options = {name: config[name] for name in OF_PLAN if name in config}
+        plan, _ = plan_model(model, config_from(options))
+        pruned = {name for site in record["sites"] for name in site["linears"]}
+        if dense := sorted(set(plan.patterns) - pruned):  # the dense share
+            options["ignore"] = [*(options.get("ignore") or ()), *dense]
+            plan, _ = plan_model(model, config_from(options))
+        first, names = dict[int, str](), dict[str, str]()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names[name] = first.setdefault(id(parameter), name)
+        indices = _indices(plan, record, folder)
+        folds: dict[str, list[Fold]] = {}
+        for edit in edits_of(moves_of(plan, indices)):
+            if isinstance(edit, Fold):
+                folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts are unstacked
+        transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D | nn.Embedding)}
+        table = next(name for name, each in model.named_parameters() if each is model.get_input_embeddings().weight)
+        embedded = next((fold.index for fold in folds.get(table, ()) if fold.dim == 1), None)
+        return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices), embedded)
+
+    def reordered(self, name: str, tensor: Tensor) -> Tensor:
+        """Returns a tensor of an adapter in the new order.
+
+        Raises:
+            ModelError: the model has no such module, or the tensor is of another kind or size.
+        """
+        if name == "prompt_embeddings":
+            return self._moved(name, tensor, self.embedded, 1)
+        path = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer", "")
+        module, _, kind = path.removesuffix(".weight").rpartition(".")
+        if module.endswith((".lora_B", ".lora_magnitude_vector")):  # lora_B.bias
+            module, _, kind = module.rpartition(".")
+        if kind == "ia3_l":
+            kind = "lora_A" if tensor.shape[0] == 1 else "lora_B"
+        if kind in ("lora_A", "lora_B", "lora_embedding_B", "lora_magnitude_vector"):
+            reads = kind == "lora_A"
+            index = self._index(name, f"{module}.weight", reads=reads)
+            return self._moved(name, tensor, index, 1 if reads else _longest(tensor) if "magn" in kind else 0)
+        if kind == "trainable_tokens_delta":
+            index = self._index(name, f"{module.removesuffix('.token_adapter')}.weight", reads=False)
+            return self._moved(name, tensor, index, 1)
+        if kind in ("lora_E", "ranknum", "lora_embedding_A"):  # of ranks and tokens only
+            return tensor
+        return self._whole(name, path, tensor)
+
+    def _whole(self, name: str, path: str, tensor: Tensor) -> Tensor:
+        """Returns a parameter that was trained as a whole (``modules_to_save``) in the new order."""
+        parameter = resolve_name(path, self.names, self.prefix)
+        if parameter is None and path.split(".")[-2:][0] in READ_STATES and tensor.ndim == 2:
+            return self._moved(name, tensor, self.hidden, 1)
+        if tensor.ndim > 2:
+            raise ModelError(
+                f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it anew"
+            )
+        for fold in self.folds.get(self.names[self._known(name, path)], ()):
+            tensor = self._moved(name, tensor, fold.index, fold.dim)
+        return tensor
+
+    def _index(self, name: str, weight: str, *, reads: bool) -> Tensor | None:
+        """Returns the order of the channels that a linear reads or writes, or that an embedding writes."""
+        found = self._known(name, weight)
+        dim = int(reads != (found.removesuffix(".weight") in self.transposed))
+        return next((fold.index for fold in self.folds.get(self.names[found], ()) if fold.dim == dim), None)
+
+    def _known(self, name: str, parameter: str) -> str:
+        found = resolve_name(parameter, self.names, self.prefix)
+        if found is None:
+            raise ModelError(f"the adapter's {name} has no place in this model: it belongs to another one")
+        return found
+
+    def _moved(self, name: str, tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
+        if index is None:
+            return tensor
+        if tensor.ndim <= dim or tensor.shape[dim] != len(index):
+            raise ModelError(
+                f"the adapter's {name} is {list(tensor.shape)}, expected {len(index)} channels along dimension {dim}: "
+                "it belongs to another model"
+            )
+        return tensor.index_select(dim, index).contiguous()
+
+
+def _longest(tensor: Tensor) -> int:
+    return max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
+
+
+def _indices(plan: Plan, record: Record, folder: Path) -> dict[str, Tensor]:
+    """Returns space name -> unit index, from the orders of the sites in a record.
+
+    Raises:
+        ModelError: the plan has other sites.
+    """
+    recorded = {tuple(site["linears"]): torch.tensor(site["index"]) for site in record["sites"]}
+    indices = {}
+    for site in plan.sites:
+        index = recorded.get(site.linears)
+        if index is None or len(index) != site.channels:
+            raise ModelError(
+                f"{folder} was compiled with other sites than this version finds ({site.name}): compile it again"
+            )
+        if not site.space.frozen:
+            indices[site.space.name] = site.units[index[site.by_unit[:, 0]]]
+    return indices
