@@ -294,7 +294,7 @@ class Job:
         no_text = self.asked.devices is not None and "calibration" not in self.given  # a plan for GPUs reads none
         eval_data = "none" if no_text and self.asked.eval_data is None else self.asked.eval_data
         name, count = source.name if source else "", self.asked.eval_windows
-        windows, text = held_out_windows(name, eval_data, tokenizer, model, count=None if no_text else count)
+        windows, text = held_out_windows(name, eval_data, tokenizer, model, count=count)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
         if self.asked.save_format == Format.FP8:
