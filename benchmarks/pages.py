@@ -134,10 +134,10 @@ def about() -> dict[str, Any]:
     from benchmarks.real.__main__ import commit, processor  # here: it imports transformers, which filling does not need
     from permtriton.util.machine import versions
 
-    threads = os.environ["OMP_NUM_THREADS"]
+    threads, load = os.environ["OMP_NUM_THREADS"], os.getloadavg()[0]
     return {
         "command": "make tutorial TEXTS=FOLDER MODEL=FILE",
-        "hardware": f"{processor()}, {os.cpu_count()} cores, {threads} of them used, with other work beside it",
+        "hardware": f"{processor()}, {os.cpu_count()} cores, {threads} of them used, load average {load:.0f}",
         "versions": versions(),
         "commit": commit(),
     }

@@ -22,7 +22,7 @@ SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
 }
-DEVICES = ("1x80", "8x80")
+DEVICES = ("1x80",)
 
 
 def plan(folder: Path, name: str, devices: str) -> dict[str, Any]:
