@@ -124,7 +124,7 @@ def dry_run(model: Model, asked: Asked, options: dict[str, Any]) -> DryRun:
         >>> import permtriton
         >>> planned = permtriton.dry_run("my-model", data="my-text.txt", recipe="fast", samples=16, sequence_length=32)
         >>> planned.forecast.seconds
-        {'calibrate': ..., 'refit': ...}
+        {'refit': ...}
     """
     return _job(model, asked, options).dry_run(reporter(asked.progress))
 
