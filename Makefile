@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
 PEERS := .venv-peers
+REAL_WORK := real-work
 OLDEST := .venv-oldest
 OLDEST_TRITON := triton==3.6.0
 INSTALLED := $(VENV)/.installed
@@ -108,9 +109,11 @@ $(VLLM)/.installed: pyproject.toml
 
 # A real language model, every method, and the peers, each of which gets an environment of its own: hours on two cores.
 # make real TEXTS=FOLDER, where FOLDER holds valid.txt and test.txt of WikiText-2; started again, it continues.
+# make real TEXTS=FOLDER MODEL=FILE.gguf REAL_WORK=FOLDER prunes another model.
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu spares gigabytes, unless pip finds torch's CPU build elsewhere.
 real: $(INSTALLED) peers
-	$(BIN)/python -m benchmarks.real --texts "$(TEXTS)" --peers $(PEERS) --threads 1 --output real-work/results.json
+	$(BIN)/python -m benchmarks.real --texts "$(TEXTS)" --peers $(PEERS) --threads 1 --work $(REAL_WORK) \
+		$(if $(MODEL),--model "$(MODEL)") --output $(REAL_WORK)/results.json
 
 # The commands of the tutorial, of docs/quantizing.md and of others, whose outputs go into these pages: half an hour.
 # make tutorial TEXTS=FOLDER MODEL=FILE, with FOLDER as for make real, and FILE the GGUF file that the tutorial names.
@@ -125,4 +128,4 @@ $(PEERS)/%/.installed: benchmarks/real/peers/%.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(PEERS) $(OLDEST) real-work build *.egg-info
+	rm -rf $(VENV) $(VLLM) $(PEERS) $(OLDEST) $(REAL_WORK) build *.egg-info

@@ -36,6 +36,7 @@ def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows, *, media:
     measured = (
         f"{tokens // window} samples of {window} positions" if media else f"{tokens:,} tokens in windows of {window}"
     )
+    measured += f", {report['special_tokens']}" if "special_tokens" in report else ""
     title = f"{report['model']} at {', '.join(report['patterns'])}, on {report['text']} ({measured}), {seeds}"
     show(title, ([cell(value) for value in row] for row in rows), *headers)
     if any(row["peak_bytes"] is None for row in report["rows"][1:]):

@@ -205,6 +205,9 @@ class Site:
         routed: whether the model decides by its weights which rows they read, as for experts in a list.
         residual_reader: name of the module whose input the linear's output is added to, the residual stream; empty if
             the graph shows none.
+        residual_norm: name of the norm that the output passes before it is added; empty for none.
+        residual_variant: what that norm computes.
+        residual_factor: number that it is then multiplied by.
     """
 
     name: str
@@ -217,6 +220,9 @@ class Site:
     calls: int = 1
     routed: bool = False
     residual_reader: str = ""
+    residual_norm: str = ""
+    residual_variant: NormVariant | None = None
+    residual_factor: float = 1.0
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""

@@ -3,19 +3,34 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import fx
 
 from permtriton.passes.graph import aten, module_name, source_of
 
 
-def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], str]:
-    """Returns a function that finds the module whose only input is what a product is added to.
+class Residual(NamedTuple):
+    """What a linear's output is added to, and what happens to the output before.
 
-    It takes the product's node and the name of its layer. The module is a norm before the branch that the linear ends,
-    or the first linear of that branch. The function returns "" where the product is scaled, normalised or summed with
-    another branch before it is added, and where no module of the layer that ran before the linear has read the same
-    rows, in the same order, and nothing else.
+    Attributes:
+        reader: name of the module whose only input is the residual stream; empty where none is known.
+        norm: name of the module, most likely a norm, that the output passes before it is added; empty for none.
+        factor: number that it is then multiplied by.
+    """
+
+    reader: str = ""
+    norm: str = ""
+    factor: float = 1.0
+
+
+def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
+    """Returns a function that finds the residual stream which a product is added to.
+
+    It takes the product's node and the name of its layer. The reader is a norm before the branch that the linear ends,
+    or the first linear of that branch. There is none where the product is gated or summed with another branch before it
+    is added, and where no module of the layer that ran before the linear has read the same rows, in the same order, and
+    nothing else.
     """
     inside: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
@@ -29,27 +44,50 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], str]:
         if len(inputs) == 1 and path not in holders:  # what a module with submodules computes need not read its input
             readers[inputs.pop()].append((nodes[0], path))
 
-    def reader(product: fx.Node, layer: str) -> str:
-        residual = _added_to(product)
+    def through(node: fx.Node) -> tuple[fx.Node | None, str]:
+        """Returns the output of the module that alone reads an activation, and its name."""
+        while len(node.users) == 1 and source_of(next(iter(node.users))) is source_of(node):
+            (node,) = node.users
+        paths = {path for _, path in readers[source_of(node)]}
+        if len(paths) != 1 or {module_name(user) for user in node.users} != paths:
+            return None, ""
+        (path,) = paths
+        ends = [each for each in inside[path] if any(module_name(user) != path for user in each.users)]
+        return (ends[0] if len(ends) == 1 else None), path
+
+    def reader(product: fx.Node, layer: str) -> Residual:
+        residual, factor = _added_to(product)
+        norm = ""
+        if residual is None:
+            after, norm = through(product)
+            residual, factor = (None, 1.0) if after is None else _added_to(after)
         candidates = readers[residual] if residual is not None else []
-        return next((path for start, path in candidates if start < product and path.startswith(f"{layer}.")), "")
+        paths = [path for start, path in candidates if start < product and path.startswith(f"{layer}.")]
+        return Residual(paths[0], norm, factor) if paths else Residual()
 
     return reader
 
 
-def _added_to(product: fx.Node) -> fx.Node | None:
-    """Returns what the output of a product is added to, row by row and before any reshaping; None if nothing is."""
-    node = product
+def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:
+    """Returns what an output is added to, row by row and before any reshaping, and by what it is multiplied before.
+
+    None if nothing is.
+    """
+    node, factor = product, 1.0
     while len(node.users) == 1:
         (user,) = node.users
+        if user.target is aten.mul.Tensor and isinstance(user.args[1], int | float):
+            node, factor = user, factor * user.args[1]
+            continue
         if user.target is aten.add.Tensor and not user.kwargs:
             first, second = user.args
             other = second if first is node else first
             if not isinstance(other, fx.Node) or other.meta["val"].shape != node.meta["val"].shape:
-                return None
+                return None, 1.0
             summed_on = len(user.users) == 1 and next(iter(user.users)).target is aten.add.Tensor
-            return None if summed_on else source_of(other)  # which is another branch, if the sum is added to a third
+            # which is another branch, if the sum is added to a third
+            return None if summed_on else source_of(other), factor
         if source_of(user) is not source_of(node):
-            return None
+            return None, 1.0
         node = user
-    return None
+    return None, 1.0

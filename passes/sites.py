@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError, reasons_of
+from permtriton.kernels.norm_permute import NormVariant
+from permtriton.model.norms import match_norm
 from permtriton.passes.chosen import check_own_patterns, left_out, own_patterns
 from permtriton.passes.graph import module_name, one_thread
 from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site, layer_of
 from permtriton.passes.provenance import Provenance
-from permtriton.passes.residual import residual_readers
+from permtriton.passes.residual import Residual, residual_readers
 from permtriton.passes.routed import ranked_products, routed_nodes
 from permtriton.passes.unseen import Unseen
 from permtriton.passes.values import LinearCall
@@ -258,6 +260,7 @@ class _SpaceBuilder:
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
         layers = {layer_of(model, each) for each in names}
         alone = len(names) == count == 1 and "" not in layers
+        residual, norm = self._residual(model, calls[0].node, *layers) if alone else (Residual(), None)
         site = Site(
             name,
             tuple(names),
@@ -268,12 +271,23 @@ class _SpaceBuilder:
             depth=self._depths[calls[0].node],
             calls=count,
             routed=calls[0].source in self._routed,
-            residual_reader=self._residual_reader(calls[0].node, *layers) if alone else "",
+            residual_reader=residual.reader,
+            residual_norm=residual.norm,
+            residual_variant=norm,
+            residual_factor=residual.factor,
         )
         for group in dict.fromkeys(self._patterns[each].group for each in names):
             if not space.frozen and (problem := _arrangement_problem(site, group)):
                 space.freeze(problem)
         return site
+
+    def _residual(self, model: nn.Module, product: fx.Node, layer: str) -> tuple[Residual, NormVariant | None]:
+        """Returns what a product is added to, and the norm that it passes before; nothing where it passes else."""
+        found = self._residual_reader(product, layer)
+        if not found.norm:
+            return found, None
+        norm = match_norm(model.get_submodule(found.norm), product.meta["val"].shape[-1])
+        return (Residual(), None) if norm is None else (found, norm)
 
     def _space(self, name: str, labels: np.ndarray, problem: str) -> tuple[ChannelSpace, np.ndarray]:
         """Returns the space of a site's input channels and the unit at each of them, int64 ``[channels]``.

@@ -11,6 +11,7 @@ from permtriton.util.sparsity import MAX_GROUP, NMPattern
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
 ObjectiveKind = Literal["kl", "cosine"]
 LossKind = Literal[ObjectiveKind, "before_norm"]
+SpecialTokens = Literal["auto", "none"]
 OptimizerKind = Literal["adam", "adafactor"]
 LOSS_WORDS: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 Layout = Literal["portable", "fused"]
@@ -54,6 +55,12 @@ class CalibrationConfig:
         0,
         "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
         "tune, distill); only for models that write text.",
+    )
+    special_tokens: SpecialTokens = _calibration(
+        "auto",
+        "Special tokens, such as <bos>, around each sequence that is cut out of a text, held-out text included. auto: "
+        "as the tokenizer puts them around a single text; they are tokens of the sequence, but count in no loss and no "
+        "perplexity. none: documents have them, sequences only by chance, as in the literature.",
     )
     one_document: bool = _calibration(
         False,

@@ -75,6 +75,7 @@ OTHER = {
     "refit_exchanges": 2,
     "calibrate_all_experts": True,
     "one_document": True,
+    "special_tokens": "none",
     "refit_metric_tokens": 512,
     "refit_metric_rounds": 3,
     "refit_generated": False,

@@ -12,7 +12,7 @@ import pytest
 import permtriton
 from permtriton import demo
 from permtriton.cli.main import app
-from permtriton.data.text import evaluation_ids
+from permtriton.data.text import evaluation_ids, evaluation_windows
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.measure import measure_model
@@ -146,7 +146,7 @@ def test_the_file_has_what_is_printed(compiled, options, tmp_path):
     assert stored == printed
     assert {"model", "against", "text", "protocol", "command", "versions", "device", "dtype"} <= set(stored)
     assert stored["protocol"].endswith(
-        "windows of 32 tokens that do not overlap; the first token of each is not predicted"
+        "windows of 32 tokens that do not overlap, without special tokens; the first token of each is not predicted"
     )
     assert stored["tokens"] == stored["windows"] * 32
     assert {"torch", "transformers", "permtriton", "lm_eval"} <= set(stored["versions"])
@@ -177,7 +177,7 @@ def test_the_demo_has_a_text_of_its_own(monkeypatch, tmp_path):
     """It is the default for the demo, and for what is compared with it."""
     from permtriton.data import held_out
 
-    monkeypatch.setattr(held_out, "evaluation_ids", lambda *a, **b: evaluation_ids(*a, **b)[:2, :64])
+    monkeypatch.setattr(held_out, "evaluation_windows", lambda *a, **b: evaluation_windows(*a, **b).start(2, 64))
     report = json.loads(run("demo", "--json"))
     assert (report["text"], report["window"], report["tokens"]) == ("demo", 64, 128)
     assert 5 < report["perplexity"] < 30
@@ -199,7 +199,7 @@ def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch
     def no_hub(*_arguments: object, **_named: object) -> None:
         raise CalibrationError("dataset wikitext2 cannot be fetched: no network")
 
-    monkeypatch.setattr(held_out, "evaluation_ids", no_hub)
+    monkeypatch.setattr(held_out, "evaluation_windows", no_hub)
     result = RUNNER.invoke(app, ["evaluate", str(desk.model), *map(str, options[4:])])
     assert result.exit_code == 0, result.stderr
     assert "wikitext2 cannot be fetched" in result.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import processors
 
 from permtriton.errors import ConfigError, TaskError
 from permtriton.evaluation import tasks as library
@@ -91,6 +92,29 @@ def test_a_text_is_scored_as_the_naive_sum(folder, model, tokenizer):
     score = result.scores["bits_per_byte"]
     assert score.value == pytest.approx(total / size / math.log(2), rel=1e-5)
     assert score.stderr is None
+
+
+@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>"])
+def test_special_tokens_stand_before_a_question_once_and_after_it_never(folder, template):
+    """lm-eval puts a token before a text that is scored as a whole, and takes what a tokenizer adds for text."""
+    tokenizer = trained_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<s>", "</s>"]})
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(template, special_tokens=ids)
+    model = zoo.tiny_llama(vocab_size=len(tokenizer), initializer_range=0.4)
+    (choice,), (text,) = (Tasks([name], folder=folder).run(model, tokenizer) for name in ("foxes", "dogs"))
+    begin, right = ids[0][1], 0
+
+    def score(context: str, answer: str) -> float:
+        before, whole = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (context, context + answer))
+        return log_probability(model, [begin, *before], whole[len(before) :])
+
+    for row in QUESTIONS:
+        scores = [score(row["context"], each) for each in row["choices"]]
+        right += scores.index(max(scores)) == row["answer"]
+    assert choice.scores["acc"].value == right / 4
+    total = sum(-score("", row["text"]) for row in TEXTS) / sum(len(row["text"]) for row in TEXTS)
+    assert text.scores["bits_per_byte"].value == pytest.approx(total / math.log(2), rel=1e-5)
 
 
 def test_the_example_tasks_are_made_by_their_script():

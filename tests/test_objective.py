@@ -69,6 +69,27 @@ def plain_kl(logits: Tensor, dense: Tensor) -> Tensor:
     return kl_div(logits.log_softmax(-1), dense.log_softmax(-1), reduction="sum", log_target=True) / tokens
 
 
+def test_of_a_large_vocabulary_one_position_in_some_is_taken():
+    """Another one in each sequence, so that all are taken in the end."""
+    small, large = (zoo.tiny_llama(vocab_size=size, tie_word_embeddings=True).eval() for size in (96, 400))
+    ids = zoo.token_ids(12, 14)
+    assert dense_objective(small, "kl", Samples.of(ids), 4).stride == 1
+    assert dense_objective(large, "cosine", Samples.of(ids), 4).stride == 1
+    objective = dense_objective(large, "kl", Samples.of(ids), 4)
+    assert (stride := objective.stride) == 3
+    rows = torch.tensor([3, 1, 5])
+    hidden = (objective.target[rows] + 0.1).requires_grad_()
+    loss = objective.loss(hidden, rows)
+    loss.backward()
+    taken = hidden.grad.abs().sum(-1) > 0
+    assert taken.nonzero()[:, 1].tolist() == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    with torch.no_grad():
+        logits, dense = (large.lm_head(each).log_softmax(-1) for each in (hidden, objective.target[rows]))
+    expected = kl_div(logits[taken], dense[taken], reduction="batchmean", log_target=True)
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-3, atol=1e-6)
+    assert stride * int(taken.sum()) <= taken.numel()
+
+
 @every_head
 @pytest.mark.parametrize("tokens_at_once", [4, 1000])
 def test_kl_and_its_gradient_are_those_of_all_logits(name, tokens_at_once, monkeypatch):

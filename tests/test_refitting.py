@@ -37,10 +37,12 @@ def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
     assert sum(progress.steps) == progress.total
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=["gemma2-residual_targets"])
 @pytest.mark.parametrize("option", ["dense_targets", "residual_targets"])
-def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option):
-    problem = Problem(tiny_model(layers=3), ids=zoo.tiny_ids(24, 16))
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option, name):
+    """Also where a norm stands between a linear and the residual stream, as in Gemma."""
+    problem = Problem(*zoo.planned(name), ids=zoo.token_ids(24, 16))
     errors = []
     for share in (0.0, 0.5):
         problem.reset().refit(**{option: share})
@@ -49,7 +51,7 @@ def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option):
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"), [("gemma2", {}, 1), ("gemma2", {"residual_targets": 0}, 0), ("gpt2", {}, 0)]
+    ("name", "options", "said"), [("gpt_neox", {}, 1), ("gpt_neox", {"residual_targets": 0}, 0), ("gemma2", {}, 0)]
 )
 @pytest.mark.slow
 def test_residual_targets_without_effect_are_said(name, options, said):

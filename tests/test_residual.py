@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.architectures import tiny
 from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.measure.statistics import watch_inputs
+from permtriton.methods.measure.statistics import before_norm, watch_inputs
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.graph import WEIGHT_PRODUCTS, module_path
 from permtriton.passes.plan import Plan, linear_module
-from permtriton.passes.residual import residual_readers
+from permtriton.passes.residual import Residual, residual_readers
 from permtriton.passes.trace import export_program, unlifted
 from permtriton.running.layer_inputs import from_model
 
@@ -66,7 +66,12 @@ FOUND = {
     "the first of two readers": (lambda b, x: x + b.down(b.norm(x) * b.other(x)), "norm"),
     "scaled": (lambda b, x: x + b.scale * branch(b, x), ""),
     "with a factor": (lambda b, x: torch.add(x, branch(b, x), alpha=2), ""),
-    "after a norm": (lambda b, x: x + b.other(branch(b, x)), ""),
+    "after a norm": (lambda b, x: x + b.other(branch(b, x)), "norm", "other"),
+    "after a norm and a number": (lambda b, x: x + 0.5 * b.other(branch(b, x)), "norm", "other", 0.5),
+    "after a number": (lambda b, x: x + branch(b, x) * 0.25, "norm", "", 0.25),
+    "after a norm that something else reads": (lambda b, x: x + b.other(y := branch(b, x)) + y, ""),
+    "after a norm of two branches": (lambda b, x: x + b.other(branch(b, x) + b.aside(b.norm(x))), ""),
+    "after a norm, scaled": (lambda b, x: x + b.scale * b.other(branch(b, x)), ""),
     "with the branch beside it": (lambda b, x: x + (branch(b, x) + b.aside(b.norm(x))), ""),
     "nothing is added": (lambda b, x: branch(b, x), ""),
     "read twice": (lambda b, x: x + (y := branch(b, x)) + y.relu(), ""),
@@ -83,12 +88,14 @@ FOUND = {
 @pytest.mark.parametrize("case", FOUND)
 @pytest.mark.slow
 def test_what_the_output_is_added_to(case):
-    forward, expected = FOUND[case]
+    forward, reader, *more = FOUND[case]
+    norm, factor = (more + ["", 1.0][len(more) :])[:2]
+    expected = Residual(reader and f"0.{reader}", norm and f"0.{norm}", factor)
     block = nn.Sequential(Block(forward)).eval()
     graph = unlifted(export_program(block, torch.randn(2, 5, WIDTH)), block).graph
     product = next(n for n in graph.nodes if n.target in WEIGHT_PRODUCTS and module_path(n) == "0.down")
-    assert residual_readers(graph)(product, "0") == (expected and f"0.{expected}")
-    assert residual_readers(graph)(product, "1") == ""
+    assert residual_readers(graph)(product, "0") == expected
+    assert residual_readers(graph)(product, "1") == Residual()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +103,7 @@ def test_what_the_output_is_added_to(case):
     [
         ("llama", {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "post_attention_layernorm"}),
         ("bert", {"attention.output.dense": "attention.self.query", "output.dense": "intermediate.dense"}),
-        ("gemma2", {}),  # a norm of its own after each branch
+        ("gemma2", {"self_attn.o_proj": "input_layernorm", "mlp.down_proj": "pre_feedforward_layernorm"}),
     ],
 )
 def test_architectures(name, writers):
@@ -106,6 +113,25 @@ def test_architectures(name, writers):
         sites = [site for site in plan.sites if site.layer_paths == paths and site.residual_reader]
         found = {site.name.removeprefix(f"{layer}."): site.residual_reader.removeprefix(f"{layer}.") for site in sites}
         assert found == writers
+
+
+@pytest.mark.parametrize("name", ["gemma2", "llama"])
+def test_what_the_stream_lacks_is_asked_of_the_output_before_its_norm(name):
+    """A small change that is asked for at all channels is what the norm then makes of the output's."""
+    model, plan = zoo.planned(name)
+    site = next(each for each in plan.sites if each.name.endswith("0.mlp.down_proj"))
+    assert bool(site.residual_norm) == (name == "gemma2")
+    norm = model.get_submodule(site.residual_norm) if site.residual_norm else nn.Identity()
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(7, site.channels, generator=generator)
+    output = linear_module(model, site.linears[0])(inputs).detach()
+    lacking = 1e-3 * torch.randn(output.shape, generator=generator)
+    wanted = before_norm(model, site, lacking, inputs)
+    with torch.no_grad():
+        change = norm(output + wanted) - norm(output)
+    # All of it, but for the share along the output, which a norm takes away, and for what small gains leave out.
+    assert float((change - lacking).norm() / lacking.norm()) < 0.5
+    assert float((change * lacking).sum() / change.norm() / lacking.norm()) > 0.95
 
 
 class Additions(TorchDispatchMode):
@@ -137,7 +163,10 @@ def unconfirmed(model: nn.Module, plan: Plan, samples: Samples) -> set[str]:
     for linear, name in writers.items():
 
         def note(_module, _inputs, output, name=name):
+            site = next(each for each in plan.sites if each.name == name)
+            norm = model.get_submodule(site.residual_norm) if site.residual_norm else nn.Identity()
             calls[name] += 1
+            output = norm(output) if site.residual_factor == 1 else norm(output) * site.residual_factor
             additions.waiting[name] = (residuals[name], output.flatten(0, -2).clone())
 
         handles.append(linear_module(model, linear).register_forward_hook(note))

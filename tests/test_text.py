@@ -92,8 +92,8 @@ def test_more_of_a_text_is_drawn_for_steps_that_read_it(tmp_path, further, expec
     rows = torch.arange(800).view(40, 20).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows), encoding="utf-8")
     wanted = config_from({"distill_further": further}, "mask,distill").surplus
-    first = all_windows(config(path), None, 1000, 0)
-    drawn = all_windows(config(path), None, 1000, 0, None, wanted)
+    first = all_windows(config(path), None, 1000, 0).ids
+    drawn = all_windows(config(path), None, 1000, 0, None, wanted).ids
     assert torch.equal(drawn[: len(first)], first)
     assert drawn.unique().numel() == drawn.numel()
     assert len(drawn) - expected in (0, 1), "as many as are asked for, and what a document has beside them"
@@ -409,7 +409,7 @@ def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
                 calibration_samples(
                     config_from({"calibration": str(path), "samples": 4, "sequence_length": 16}), None, model
                 ).ids,
-                held_out_windows("", str(path), None, model, 16)[0],
+                held_out_windows("", str(path), None, model, 16)[0].ids,
             )
             for path in (plain, labelled)
         ),

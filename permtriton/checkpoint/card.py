@@ -154,7 +154,8 @@ def facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if "dense" in evaluation:
         if "text" in evaluation:
             shape = ", {} windows of {}".format(*evaluation["windows"]) if "windows" in evaluation else ""
-            yield "held-out text", Path(evaluation["text"]).name + shape
+            around = f", {evaluation['special_tokens']}" if "special_tokens" in evaluation else ""
+            yield "held-out text", Path(evaluation["text"]).name + shape + around
         name = "perplexity" if evaluation["measure"] == "perplexity" else "cosine with the dense model"
         yield f"{name}, dense model", f"{evaluation['dense']:.3f}"
         when = "pruned, in its original dtype" if _has_8_bits(report) else "this model"
@@ -183,7 +184,9 @@ def facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _sizes(samples: Mapping[str, Any]) -> str:
     """Returns how much samples hold, as `permtriton.checkpoint.record.Calibration` has it, in words."""
-    return f"{' x '.join(str(size) for size in samples['shape'])} {samples.get('unit', 'tokens')}"
+    return f"{' x '.join(str(size) for size in samples['shape'])} {samples.get('unit', 'tokens')}" + (
+        f", {samples['special_tokens']}" if "special_tokens" in samples else ""
+    )
 
 
 def _has_8_bits(report: Mapping[str, Any]) -> bool:

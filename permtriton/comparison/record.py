@@ -41,6 +41,7 @@ class Comparison(TypedDict):
     media: NotRequired[bool]  # whether its windows are of images, sound or other tensors
     tokens: Integer
     window: Integer
+    special_tokens: NotRequired[str]  # what stands around each window, in words
     seeds: list[Integer]
     patterns: list[str]
     ablation: str | None

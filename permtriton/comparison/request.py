@@ -18,7 +18,7 @@ from permtriton.comparison.summary import report_of
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import is_named, selected
-from permtriton.data.text import check_inputs, fitted
+from permtriton.data.text import check_inputs, fitted, line_of_ids_without
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.model import load
 from permtriton.model.seq2seq import with_decoder_ids
@@ -153,8 +153,11 @@ class Request:
             with progress.stage("load", 0):
                 model, tokenizer = load.load_original(self.source, progress=progress)
             windows, text = held_out_windows(
-                self.source.name, asked.eval_data, tokenizer, model, asked.window, asked.eval_windows
-            )
+                self.source.name, asked.eval_data, tokenizer, model, asked.window, asked.eval_windows,
+                self._special_tokens,
+            )  # fmt: skip
+            if line := line_of_ids_without(windows, tokenizer):
+                progress.say(line)
             if windows is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
             benchmark = Benchmark(model, tokenizer, with_decoder_ids(model, check_inputs(model, windows)), loaded)
@@ -178,6 +181,11 @@ class Request:
             if output is None:
                 self.place.unlink(missing_ok=True)
         return report
+
+    @property
+    def _special_tokens(self) -> str:
+        """What stands around the windows, which all rows share."""
+        return str(resolved(self.options, self.source.name)["special_tokens"])
 
     def _fitted(self, model: PreTrainedModel, progress: Progress) -> "Request":
         """Returns the request, with a sequence length that nobody asked for lowered to what the model can take."""

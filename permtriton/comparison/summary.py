@@ -47,6 +47,7 @@ def report_of(
         "media": is_media(dense, text),
         "tokens": windows.positions,
         "window": windows.tokens,
+        **({} if windows.special is None else {"special_tokens": windows.special.words}),
         "seeds": list(seeds),
         "patterns": list(dict.fromkeys(result.pattern for result in results if result.pattern)),
         "ablation": ablation,

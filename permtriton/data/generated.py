@@ -63,12 +63,15 @@ def texts_at_once(model: PreTrainedModel, tokens: int, count: int) -> int:
 def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
     """Returns what ``count`` texts to be kept continue, int64 ``[written, tokens]``.
 
-    It is the first ``tokens`` tokens of each sample in turn, then the next ones of each, and so on.
+    It is the first ``tokens`` tokens of each sample in turn, then the next ones of each, and so on, behind the special
+    tokens that each sample begins with.
     """
     assert samples.ids is not None, "see `why_not_generated`"
+    text, before = samples.ids[:, samples.counted], samples.ids[:, : samples.counted.start]
     number = torch.arange(written(count))
-    starts = number // len(samples) * tokens % (samples.tokens - tokens + 1)
-    return samples.ids[(number % len(samples))[:, None], starts[:, None] + torch.arange(tokens)]
+    row, tokens = number % len(samples), min(tokens, text.shape[1])
+    starts = number // len(samples) * tokens % (text.shape[1] - tokens + 1)
+    return torch.cat([before[row], text[row[:, None], starts[:, None] + torch.arange(tokens)]], 1)
 
 
 @torch.no_grad()

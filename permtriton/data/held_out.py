@@ -4,10 +4,10 @@ from typing import Any
 
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
 from permtriton.data.media import is_media, stored_samples
-from permtriton.data.samples import Inputs, Samples
-from permtriton.data.text import evaluation_ids, vocabulary_of
+from permtriton.data.samples import Samples
+from permtriton.data.text import evaluation_windows, vocabulary_of
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
-from permtriton.model.core import check_towers
+from permtriton.model.core import check_towers, takes_decoder_ids
 from permtriton.model.forward import max_tokens
 from permtriton.model.name import DEMO
 
@@ -21,7 +21,8 @@ def held_out_windows(
     model: Any,
     window: int | None = None,
     count: int | None = None,
-) -> tuple[Inputs | None, str]:
+    special_tokens: str = "auto",
+) -> tuple[Samples | None, str]:
     """Returns held-out samples, not yet checked, and the name of their source; or None and why there are none.
 
     Args:
@@ -30,9 +31,10 @@ def held_out_windows(
             `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
         window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
         count: number of windows, the first ones; None for all.
+        special_tokens: as the option of this name.
 
     Returns:
-        Token ids, int64 ``[windows, tokens]``, or `Samples`, or None; and the name of the source, or the reason.
+        The samples, or None; and the name of the source, or the reason.
 
     Raises:
         CalibrationError: the text that the user named cannot be read.
@@ -41,13 +43,13 @@ def held_out_windows(
     """
     if count is not None and (type(count) is not int or count < 1):
         raise ConfigError(f"`eval_windows=` is {shown(count)}: expected a number of windows, at least 1")
-    windows, name = _all_windows(model_name, data, tokenizer, model, window)
-    return windows if windows is None or count is None else Samples.of(windows)[:count], name
+    windows, name = _all_windows(model_name, data, tokenizer, model, window, special_tokens)
+    return windows if windows is None or count is None else windows[:count], name
 
 
 def _all_windows(
-    model_name: str, data: Data | None, tokenizer: Any, model: Any, window: int | None
-) -> tuple[Inputs | None, str]:
+    model_name: str, data: Data | None, tokenizer: Any, model: Any, window: int | None, special_tokens: str
+) -> tuple[Samples | None, str]:
     if isinstance(data, str) and data == "none":
         _refuse_window(window, "with `eval_data=none`")
         return None, "turned off"
@@ -67,7 +69,11 @@ def _all_windows(
         return stored_samples(name, model, None), name
     length = _window_of(model, window)
     try:
-        return evaluation_ids(name, tokenizer, vocabulary_of(model), length, documents), name
+        windows = evaluation_windows(
+            name, tokenizer, vocabulary_of(model), length, documents,
+            halves=takes_decoder_ids(model), special_tokens=special_tokens,
+        )  # fmt: skip
+        return windows, name
     except (CalibrationError, MissingExtraError) as error:
         if data is not None:
             raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from permtriton.data.special_tokens import NONE, SpecialTokens
 from permtriton.errors import CalibrationError
 
 
@@ -22,6 +23,7 @@ class Samples:
         longest: positions per sample of what is longer, the encoder's states or the last hidden state; known as
             ``tokens`` is.
         spare: further samples of the same text, none of which is among these; None where there are none.
+        special: the special tokens that were put around each sequence; None where the ids are a user's own.
 
     Raises:
         CalibrationError: there is no tensor or no sample, or the tensors hold different numbers of samples.
@@ -31,6 +33,7 @@ class Samples:
     tokens: int = 0
     longest: int = 0
     spare: "Samples | None" = None
+    special: SpecialTokens | None = None
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.inputs.items()}
@@ -64,6 +67,12 @@ class Samples:
         return self.inputs["input_ids"] if list(self.inputs) == ["input_ids"] else None
 
     @property
+    def counted(self) -> slice:
+        """The positions of the last hidden state that count: those of special tokens, which all texts have, do not."""
+        inner = (self.special or NONE).of_labels
+        return slice(len(inner.before), -len(inner.after) or None)
+
+    @property
     def name(self) -> str:
         """The arguments' names, such as ``input_ids``."""
         return "+".join(self.inputs)
@@ -88,6 +97,10 @@ class Samples:
         """Yields consecutive samples, ``size`` at a time."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
+
+    def of_text(self, ids: Tensor) -> "Samples":
+        """Returns samples of other token ids, in which the same positions hold special tokens."""
+        return replace(self, inputs={"input_ids": ids}, spare=None)
 
     def joined(self, *others: "Samples") -> "Samples":
         """Returns these samples and then others with the same arguments."""

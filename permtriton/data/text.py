@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -20,12 +20,14 @@ from permtriton.config import OF_TEXT, SURPLUS, CalibrationConfig, CommonConfig
 from permtriton.data.columns import documents_in
 from permtriton.data.media import MEDIA_INPUTS, Processor, is_media, stored_samples
 from permtriton.data.samples import Inputs, Samples
+from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_of
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
 from permtriton.model.core import DECODER_IDS, core_of, takes_decoder_ids
 from permtriton.model.forward import check_length, max_tokens
 from permtriton.model.name import is_hub_name
 from permtriton.model.seq2seq import arguments_of, samples_of
+from permtriton.model.tokenizer import tokenizer_of
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
@@ -67,7 +69,7 @@ def calibration_ids(
     documents: Documents | None = None,
 ) -> Tensor:
     """Draws calibration sequences, int64 ``[samples, sequence_length]``: the first of `all_windows`."""
-    return all_windows(config, tokenizer, vocabulary, seed, documents)[: config.samples]
+    return all_windows(config, tokenizer, vocabulary, seed, documents).inputs["input_ids"][: config.samples]
 
 
 def all_windows(
@@ -77,7 +79,9 @@ def all_windows(
     seed: int,
     documents: Documents | None = None,
     surplus: int = SURPLUS,
-) -> Tensor:
+    *,
+    halves: bool = False,
+) -> Samples:
     """Draws all sequences of the text that is encoded, of many documents about ``surplus`` times the wanted ones.
 
     Args:
@@ -85,46 +89,69 @@ def all_windows(
         vocabulary: Number of rows of the model's embedding; every id must be below it.
         documents: What is drawn from, where it is in memory; the source then only names it.
         surplus: At least `SURPLUS`. It does not change which sequences come first.
+        halves: Whether the model is an encoder-decoder, which reads two sequences in a row.
 
     Returns:
-        int64 ``[at least samples, sequence_length]``: windows that do not overlap, in random order. Where each is drawn
-            from one document they may overlap, and there are as many as are wanted.
+        At least ``samples`` rows of ``sequence_length`` tokens: windows that do not overlap, in random order, each with
+            the special tokens that the tokenizer puts around a text. Where each is drawn from one document they may
+            overlap, and there are as many as are wanted.
 
     Raises:
         CalibrationError: The source cannot be read or holds too little text, or ids are outside the vocabulary.
     """
-    generator = torch.Generator().manual_seed(seed)
-    wanted, source = config.samples * config.sequence_length, config.calibration
+    source = config.calibration
     if documents is None:
         documents = _documents(source, HUB_DATASETS, JOINED, "calibration.txt", config.text_column, config.split)
-    encoder = Encoder(source, tokenizer, vocabulary)
+    special = _special_tokens(documents, tokenizer, config.special_tokens, halves=halves)
+    encoder = Encoder(source, tokenizer, vocabulary, special or NONE)
+    length = encoder.special.room(config.sequence_length, "sequence_length")
     if config.one_document:
-        return encoder.checked(_one_document_each(config, documents, encoder, seed))
-    cut_off = config.sequence_length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
+        rows = encoder.checked(_one_document_each(config, documents, encoder, length, seed))
+    else:
+        rows = _mixed_windows(config, documents, encoder, length, seed, surplus)
+    return Samples({"input_ids": encoder.special.around(rows)}, special=special)
+
+
+def _special_tokens(
+    documents: Documents, tokenizer: PreTrainedTokenizerBase | None, choice: str, *, halves: bool
+) -> SpecialTokens | None:
+    """Returns what is put around each sequence; None where documents are token ids, which are taken as they are."""
+    first = documents[0] if len(documents) else ""
+    is_text = isinstance(first, str) or (isinstance(first, list | tuple) and any(isinstance(m, Mapping) for m in first))
+    return special_tokens_of(tokenizer, choice, halves=halves) if is_text else None
+
+
+def _mixed_windows(
+    config: CalibrationConfig, documents: Documents, encoder: Encoder, length: int, seed: int, surplus: int
+) -> Tensor:
+    """Returns windows of documents that are joined in random order, int64 ``[at least samples, length]``."""
+    generator, wanted = torch.Generator().manual_seed(seed), config.samples * length
+    cut_off = length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
     stream, ends = encoder.stream(documents, surplus * wanted + cut_off, generator)
     end = next((each for each in ends if each >= SURPLUS * wanted), ends[-1])  # of what is mixed, whatever follows
-    windows = end // config.sequence_length
+    windows = end // length
     if windows < config.samples:
         raise CalibrationError(
-            f"{source} holds {stream.numel():,} tokens, {windows} sequences of {config.sequence_length}, "
+            f"{config.calibration} holds {stream.numel():,} tokens, {windows} sequences of {config.sequence_length}, "
             f"but {config.samples} are needed. Lower `samples=` or `sequence_length=`, or give more text"
         )
-    slack = end - windows * config.sequence_length
+    slack = end - windows * length
     offset = int(torch.randint(0, slack + 1, (1,), generator=generator))
     order = torch.randperm(windows, generator=generator)
-    mixed = stream[offset : offset + windows * config.sequence_length].view(windows, -1)[order]
-    count = (stream.numel() - end) // config.sequence_length
-    rest = stream[end : end + count * config.sequence_length].view(count, config.sequence_length)
-    return torch.cat([mixed, rest])
+    mixed = stream[offset : offset + windows * length].view(windows, -1)[order]
+    count = (stream.numel() - end) // length
+    return torch.cat([mixed, stream[end : end + count * length].view(count, length)])
 
 
-def _one_document_each(config: CalibrationConfig, documents: Documents, encoder: Encoder, seed: int) -> Tensor:
-    """Returns sequences each drawn from one document with more tokens, int64 ``[samples, sequence_length]``.
+def _one_document_each(
+    config: CalibrationConfig, documents: Documents, encoder: Encoder, length: int, seed: int
+) -> Tensor:
+    """Returns sequences each drawn from one document with more tokens, int64 ``[samples, length]``.
 
     Documents are drawn until one is long enough, with replacement, by Python's generator: for c4 and a seed, these are
     the sequences that the code of SparseGPT and Wanda draws. No end token is added, as there.
     """
-    generator, length, short = random.Random(seed), config.sequence_length, set[int]()
+    generator, short = random.Random(seed), set[int]()
     sequences = list[Tensor]()
     while len(sequences) < config.samples:
         if len(short) == len(documents):
@@ -151,23 +178,42 @@ def evaluation_ids(
     sequence_length: int,
     documents: Documents | None = None,
 ) -> Tensor:
-    """Returns held-out text as consecutive windows, int64 ``[windows, sequence_length]``.
+    """Returns the ids of `evaluation_windows`, int64 ``[windows, sequence_length]``."""
+    return evaluation_windows(source, tokenizer, vocabulary, sequence_length, documents).inputs["input_ids"]
+
+
+def evaluation_windows(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
+    sequence_length: int,
+    documents: Documents | None = None,
+    *,
+    halves: bool = False,
+    special_tokens: str = "auto",
+) -> Samples:
+    """Returns held-out text as consecutive windows, each with the special tokens that surround a text.
 
     Args:
         source: ``demo``, ``wikitext2``, ``c4`` or a local file.
         sequence_length: Tokens per window; a shorter text gives one shorter window.
-        tokenizer, vocabulary, documents: As for `all_windows`.
+        tokenizer, vocabulary, documents, halves: As for `all_windows`.
+        special_tokens: As the option of this name.
 
     Raises:
         CalibrationError: As for `all_windows`.
     """
     if documents is None:
         documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
-    stream, _ = Encoder(source, tokenizer, vocabulary).stream(documents)
-    length = min(sequence_length, stream.numel())
-    if length < 2:
+    special = _special_tokens(documents, tokenizer, special_tokens, halves=halves)
+    around = special or NONE
+    length = around.room(sequence_length, "window")
+    stream, _ = Encoder(source, tokenizer, vocabulary, around).stream(documents)
+    length = min(length, stream.numel())
+    if length + len(around) < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
-    return stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
+    rows = stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
+    return Samples({"input_ids": around.around(rows)}, special=special)
 
 
 def calibration_samples(
@@ -194,9 +240,12 @@ def calibration_samples(
         generator = torch.Generator().manual_seed(config.seed)
         return check_samples(model, stored_samples(source, model, count, generator))
     check_length(model, config.calibration.sequence_length)
-    ids = all_windows(config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus)
-    spare = samples_of(model, ids[count:]) if len(ids) > count else None
-    return replace(samples_of(model, ids[:count]), spare=spare)
+    windows = all_windows(
+        config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus,
+        halves=takes_decoder_ids(model),
+    )  # fmt: skip
+    spare = samples_of(model, windows[count:]) if len(windows) > count else None
+    return replace(samples_of(model, windows[:count]), spare=spare)
 
 
 def fitted(
@@ -268,6 +317,18 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
                 "all others in what is measured: give samples of one length without padding"
             )
     return samples
+
+
+def line_of_ids_without(samples: Samples | None, tokenizer: Processor | None) -> str:
+    """Returns a line on a user's token ids that hold none of what the tokenizer puts before a text; else nothing."""
+    ids = None if samples is None or samples.special is not None else samples.inputs.get("input_ids")
+    if ids is None or not (special := special_tokens_of(tokenizer)).before or bool((ids == special.before[0]).any()):
+        return ""
+    name = tokenizer_of(tokenizer).convert_ids_to_tokens(special.before[0])
+    return (
+        f"the token ids hold no {name}, which the tokenizer puts before a text: the model is measured without it, as "
+        "hardly anyone runs it"
+    )
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:

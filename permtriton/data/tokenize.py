@@ -1,7 +1,6 @@
 """Documents as token ids, however long a text is and whatever its tokenizer does."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_of
 from permtriton.errors import CalibrationError, reading, shown, without_panics
-from permtriton.model.tokenizer import tokenizer_of
+from permtriton.model.tokenizer import tokenizer_of, unchanged
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # names of ShareGPT's for roles
@@ -24,11 +24,14 @@ class Encoder:
         source: where the documents come from, for errors.
         tokenizer: the model's tokenizer; may be None where the documents are token ids.
         vocabulary: number of token ids that the model knows.
+        special: what shall stand around each sequence, and so around no document in it; empty where each document has
+            what its tokenizer puts around it, and an end token.
     """
 
     source: str
     tokenizer: PreTrainedTokenizerBase | None
     vocabulary: int
+    special: SpecialTokens = NONE
 
     def stream(
         self, documents: Sequence[Any], wanted: int | None = None, generator: torch.Generator | None = None
@@ -49,7 +52,8 @@ class Encoder:
         for position in order:
             with reading(f"{self.source}: document {position + 1} cannot be read", CalibrationError):
                 document = documents[position]
-            found.append(self.one(document, position))
+            ids = self.one(document, position)
+            found.append(torch.cat([torch.tensor(self.special.end, dtype=ids.dtype), ids]) if found else ids)
             ends.append(found[-1].numel() + (ends[-1] if ends else 0))
             if wanted is not None and ends[-1] >= wanted:
                 break
@@ -63,10 +67,12 @@ class Encoder:
         if isinstance(document, str):
             if "\0" in document:  # nobody writes NULs, but other encodings and binary files are full of them
                 raise CalibrationError(f"{place} is no text, or not UTF-8: character {document.index(chr(0))} is a NUL")
-            return token_ids(document, self.tokenizer, self.source, ended=ended)
+            whole = not self.special
+            ids = token_ids(document, self.tokenizer, self.source, ended=ended and whole, special=whole)
+            return self.special.bare(ids)
         document = document.tolist() if hasattr(document, "tolist") else document
         if isinstance(document, list | tuple) and document and all(isinstance(each, Mapping) for each in document):
-            return self._conversation(document, place)
+            return self.special.bare(self._conversation(document, place))
         if isinstance(document, list | tuple) and all(type(i) is int and -(2**63) <= i < 2**63 for i in document):
             return torch.tensor(document, dtype=torch.int64)
         raise CalibrationError(
@@ -99,7 +105,14 @@ class Encoder:
         return ids
 
 
-def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str, *, ended: bool = True) -> Tensor:
+def token_ids(
+    text: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: str,
+    *,
+    ended: bool = True,
+    special: bool = True,
+) -> Tensor:
     """Returns the ids of a text and the end token, int64 ``[tokens]``.
 
     A text is tokenized as a whole unless `pieces` cuts it. The pieces are then joined, and the special tokens that the
@@ -108,6 +121,7 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str,
     Args:
         source: where the text comes from, for errors.
         ended: whether the end token is added where the tokenizer adds none.
+        special: whether the special tokens that the tokenizer puts around a text are there.
 
     Raises:
         CalibrationError: there is no tokenizer, or it fails.
@@ -115,34 +129,22 @@ def token_ids(text: str, tokenizer: PreTrainedTokenizerBase | None, source: str,
     if (tokenizer := tokenizer_of(tokenizer)) is None:
         raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
     problem = f"{source} cannot be tokenized by the model's tokenizer"
-    with reading(problem, CalibrationError), without_panics(), _unchanged(tokenizer):
+    with reading(problem, CalibrationError), without_panics(), unchanged(tokenizer):
         parts = list(pieces(text))
         if len(parts) > 1:
-            before, after = _special_tokens(tokenizer)
+            around = special_tokens_of(tokenizer) if special else NONE
             inner = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in parts]
-            ids = torch.cat([torch.tensor(each, dtype=torch.int64) for each in [before, *inner, after]])
+            listed = [around.before, *inner, around.after]
+            ids = torch.cat([torch.tensor(each, dtype=torch.int64) for each in listed])
         else:
-            ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+            found = tokenizer(text, add_special_tokens=special, verbose=False)
+            ids = torch.tensor(found["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
         last = ids[-2:].tolist()
         behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # the end token, such as a language
         if not ended or end is None or not last or last[-1] == end or behind:
             return ids
         return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
-
-
-@contextmanager
-def _unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Keeps what a tokenizer's file says on truncation and padding: a call that asks for neither deletes it."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
-    try:
-        yield
-    finally:
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
-        if padding is not None:
-            backend.enable_padding(**padding)
 
 
 def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:
@@ -167,13 +169,3 @@ def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LON
         line = end
     if start < len(text) or not text:
         yield text[start:]
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Returns the ids that a tokenizer puts before and after a text."""
-    text = "a text"
-    whole, bare = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
-    for start in range(len(whole) - len(bare) + 1):
-        if whole[start : start + len(bare)] == bare:
-            return whole[:start], whole[start + len(bare) :]
-    return [], []

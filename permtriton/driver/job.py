@@ -20,7 +20,7 @@ from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
 from permtriton.checkpoint.record import Gguf
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import calibration_of, name_of
-from permtriton.data.text import fitted
+from permtriton.data.text import fitted, line_of_ids_without
 from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
@@ -294,9 +294,12 @@ class Job:
         no_text = self.asked.devices is not None and "calibration" not in self.given  # a plan for GPUs reads none
         eval_data = "none" if no_text and self.asked.eval_data is None else self.asked.eval_data
         name, count = source.name if source else "", self.asked.eval_windows
-        windows, text = held_out_windows(name, eval_data, tokenizer, model, count=count)
+        special = self.config.calibration.special_tokens
+        windows, text = held_out_windows(name, eval_data, tokenizer, model, count=count, special_tokens=special)
         if windows is None:
             progress.say(f"no held-out evaluation: {text}")
+        elif line := line_of_ids_without(windows, tokenizer):
+            progress.say(line)
         if self.asked.save_format == Format.FP8:
             check_quantizable(model)
         calibration = fitted(self.config.calibration, self.given, model, progress)

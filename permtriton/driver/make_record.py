@@ -106,4 +106,5 @@ def _calibration(samples: Samples) -> dict[str, Any]:
         "sha256": samples.sha256,
         "shape": [len(samples), width],
         "unit": "tokens" if samples.is_text else "positions",
+        **({} if samples.special is None else {"special_tokens": samples.special.words}),
     }

@@ -131,4 +131,5 @@ def measured(run: Run) -> dict[str, Any]:
         "dense": run.evaluation.dense,
         "compiled": compiled,
         "windows": run.evaluation.shape,
+        **({} if run.evaluation.special is None else {"special_tokens": run.evaluation.special.words}),
     }

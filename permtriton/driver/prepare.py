@@ -15,7 +15,8 @@ from permtriton.checkpoint.pruned import pruned_parameters
 from permtriton.data.generated import BEGINNING, beginnings, generated_text, why_not_generated
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.text import calibration_samples, check_inputs, check_samples
+from permtriton.data.special_tokens import NONE
+from permtriton.data.text import calibration_samples, check_inputs, check_samples, line_of_ids_without
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import CHOOSING, WRITING, identify
 from permtriton.driver.make_record import Origin
@@ -221,6 +222,8 @@ def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Plann
             samples = check_samples(model, ids)
         else:
             samples = ranks.on_first(lambda: calibration_samples(config, given.tokenizer, model))
+        if line := line_of_ids_without(samples, given.tokenizer):
+            workspace.progress.say(line)
         ranks.check_shares(len(samples), ranks.count())
         samples = with_tokens(model, samples.to("cpu"))
         if config.generated and (reason := why_not_generated(model, samples)):
@@ -303,7 +306,8 @@ def _generated(start: Planned, workspace: Workspace, placement: Placement) -> Te
     config, samples = start.config, start.samples
     if not config.generated:
         return None
-    shape = config.generated, samples.tokens
+    after = torch.tensor((samples.special or NONE).after, dtype=torch.int64)
+    shape = config.generated, samples.tokens - len(after)
     with workspace.timed("generate"):
         state = workspace.state(StateFile, WRITING)
         stored = None if state is None else state.read()
@@ -313,7 +317,8 @@ def _generated(start: Planned, workspace: Workspace, placement: Placement) -> Te
             starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
             rounds = config.mixed_precision and placement.way is not Way.ONLOADED  # that GPU may hold no further copy
             with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
-                ids = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
+                texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
+            ids = torch.cat([texts, after.expand(len(texts), -1)], 1)
             if state is not None:
                 state.write({"text": ids}, {})
         workspace.note(generated=Samples.of(ids).sha256)

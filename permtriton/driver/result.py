@@ -60,7 +60,7 @@ class CompiledModel(Pruned):
             against: True for the dense model that was compiled, where there is a text to compare on; False for none;
                 or a model, folder or hub name.
             options: further arguments of `permtriton.evaluate`: text_column, split, tasks, limit, tasks_dir, batch_size
-                and progress.
+                and progress; special_tokens is by default what the model was compiled with.
 
         Raises:
             PermTritonError: as `permtriton.evaluate`.
@@ -73,6 +73,8 @@ class CompiledModel(Pruned):
             off = isinstance(eval_data, str) and eval_data == "none"
             against = self.source if against and not off else None
         order = self.plan.hidden_order(self.indices)
+        if "protocol" not in options:
+            options.setdefault("special_tokens", self.config.calibration.special_tokens)
         return evaluate(self.model, eval_data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
 
     @property

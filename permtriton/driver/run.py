@@ -126,7 +126,7 @@ class Run:
         (`permtriton.driver.step.Step.draws`) gets, in random order, spare samples and what the dense model wrote; the
         calibration samples, too, where these are too few.
         """
-        written = [] if self.generated is None or not step.reads_generated else [Samples.of(self.generated)]
+        written = [] if self.generated is None or not step.reads_generated else [self.samples.of_text(self.generated)]
         spare = [] if self.samples.spare is None else [self.samples.spare]
         if not step.draws:
             more = [*(each[: step.further * len(self.samples)] for each in spare if step.further), *written]

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from permtriton.config import CALIBRATION, RUNNING
+from permtriton.config import CALIBRATION, RUNNING, CalibrationConfig
 from permtriton.errors import ConfigError, shown
-from permtriton.evaluation.protocol import measured_by
+from permtriton.evaluation.protocol import measured_by, protocol_of
 from permtriton.util.asking import facts, flag
+from permtriton.util.option import options_of
 
 if TYPE_CHECKING:  # they import torch, which `permtriton --help` must not
     from torch import Tensor
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # they import torch, which `permtriton --help` must not
     from permtriton.model.source import Source
     from permtriton.util.bars import Shown
 
+SPECIAL = next(each for each in options_of(CalibrationConfig) if each.name == "special_tokens")
 HUB = "Where the model comes from, and publishing"
 
 
@@ -60,8 +62,8 @@ class Measures:
         None,
         CALIBRATION,
         "wanda: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows of "
-        "2048, and, except in compile, run the seven tasks of Wanda's table; permllm: the same on 128 x 1024 tokens, "
-        "with PermLLM's five tasks. Other flags win.",
+        "2048, both without special tokens around them, and, except in compile, run the seven tasks of Wanda's table; "
+        "permllm: the same on 128 x 1024 tokens, with PermLLM's five tasks. Other flags win.",
     )
     eval_data: "Data | None" = field(
         default=None,
@@ -126,6 +128,7 @@ class AskedEvaluation(Loads, Measures):
         "The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.",
         metavar="MODEL",
     )
+    special_tokens: str | None = flag(None, CALIBRATION, SPECIAL.help, metavar="|".join(SPECIAL.choices))
     tokenizer: "Processor | None" = None
     hidden_order: "Tensor | None" = None
     text_column: str | None = None
@@ -133,3 +136,10 @@ class AskedEvaluation(Loads, Measures):
     batch_size: int | None = flag(
         None, None, "Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks.", kind=int
     )
+
+    def settled(self, model: str = "") -> Self:
+        protocol, special_tokens = protocol_of(self.protocol, model), self.special_tokens
+        if special_tokens is None:
+            special_tokens = (protocol.options if protocol else {}).get(SPECIAL.name, SPECIAL.default)
+        SPECIAL.check(special_tokens)
+        return replace(super().settled(model), special_tokens=special_tokens)

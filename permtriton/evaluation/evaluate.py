@@ -12,6 +12,7 @@ from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.checkpoint.record import Record, find_record
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import selected
+from permtriton.data.text import line_of_ids_without
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
 from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.measure import Evaluated, measure_model
@@ -42,6 +43,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
             Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
         window: tokens per window; None for 2048, or as many as the model can take.
         eval_windows: number of windows to measure, the first ones; None for all.
+        special_tokens: ``auto`` for windows that begin and end as a single text does by the tokenizer; ``none`` for
+            windows without special tokens around them. None for what the protocol says, or ``auto``.
         against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
             this call only, and both models are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
@@ -100,7 +103,10 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
         dense = _loaded_beside(measured, tokenizer, dense, shown)
-    windows, text = held_out_windows(name, eval_data, tokenizer, measured, asked.window, asked.eval_windows)
+    special, count = str(asked.special_tokens), asked.eval_windows
+    windows, text = held_out_windows(name, eval_data, tokenizer, measured, asked.window, count, special)
+    if line := line_of_ids_without(windows, tokenizer):
+        shown.say(line)
     if windows is None and eval_data is None:
         if chosen is None or dense is not None:
             raise CalibrationError(text)

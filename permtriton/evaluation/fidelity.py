@@ -21,7 +21,7 @@ from permtriton.methods.measure.objective import LOGITS_AT_ONCE
 from permtriton.model.core import recorded_states, takes_decoder_ids
 from permtriton.model.forward import last_hidden_state, max_tokens, with_tokens, without_cache
 from permtriton.model.headers import REPORT_FILE
-from permtriton.model.seq2seq import arguments_of, predicted, with_decoder_ids
+from permtriton.model.seq2seq import arguments_of, first_predicted, predicted, with_decoder_ids
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.util.progress import NoProgress, Progress
 
@@ -139,15 +139,17 @@ def fidelity(
                     hidden, logits = _outputs(model, rows)
                 expected, dense_logits = (hidden, logits) if model is dense else _outputs(dense, rows)
                 pairs = {False: (hidden, _in_order(expected, hidden_order).to(hidden.device))}
-                positions += hidden.shape[:-1].numel()
+                positions += hidden[:, samples.counted].shape[:-1].numel()
                 if logits is not None and dense_logits is not None:
                     pairs[True] = logits, dense_logits.to(logits.device)
                     if predicts is not None and (tokens := predicted(model, rows)) is not None:
-                        loss += next_token_loss(logits, tokens)
-                        dense_loss += next_token_loss(dense_logits, tokens)
+                        first = first_predicted(model, rows)
+                        loss += next_token_loss(logits, tokens, first)
+                        dense_loss += next_token_loss(dense_logits, tokens, first)
                 for name, distance in DISTANCES.items():
                     if distance.of_logits in pairs:
-                        sums[name] += distance.total(*pairs[distance.of_logits])
+                        own, theirs = pairs[distance.of_logits]
+                        sums[name] += distance.total(own[:, samples.counted], theirs[:, samples.counted])
                 advance(len(rows))
         return loss, dense_loss, sums, positions
 

@@ -29,6 +29,7 @@ class Evaluation:
         measure: ``perplexity`` for a language model that has one (`with_perplexity`), else ``cosine``: the mean
             cosine similarity of the last hidden state with the dense model's.
         dense: The measure of the dense model.
+        special: The special tokens that were put around each window; None where the samples are a user's own.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Evaluation:
         self._layers, self._store = layers or {}, store
         windows = with_tokens(model, Samples.of(windows))
         self._windows, self._batch, self._progress = windows, windows_at_once(windows.longest), progress
-        self._hidden = torch.empty(0)
+        self._hidden, self.special = torch.empty(0), windows.special
         if (predicted := with_perplexity(model, windows)) is not None:
             if predicted.numel() < FEW_TOKENS:
                 count = f"{predicted.numel():,} tokens are predicted"

@@ -129,14 +129,16 @@ def _protocol(model: PreTrainedModel, text: str, samples: Samples, measured: Fid
     count, window = len(samples), samples.tokens
     if is_media(model, text):
         return f"{count} samples of {window} positions"
-    windows = f"{count} windows of {window} tokens that do not overlap"
+    around = "" if samples.special is None else f", {samples.special.words}"
+    windows = f"{count} windows of {window} tokens that do not overlap{around}"
     if measured.perplexity is None:
         return windows
     if takes_decoder_ids(model) and samples.ids is None:
         return f"{count} samples; the decoder predicts the {window} labels of each"
     if takes_decoder_ids(model):
         return f"{windows}; the encoder reads the first half of each, and the decoder predicts the second"
-    return f"{windows}; the first token of each is not predicted"
+    begins = samples.special and samples.special.before
+    return f"{windows}; {'special tokens are' if begins else 'the first token of each is'} not predicted"
 
 
 def _check(

@@ -1,5 +1,7 @@
 """Perplexity by the field's protocol: windows that do not overlap, and the first token of each is not predicted.
 
+Special tokens around a window are not predicted either; the first token of text is, where one stands before it.
+
 Of an encoder-decoder, it is that of the second half of each window, given the first.
 """
 
@@ -18,7 +20,7 @@ from permtriton.errors import CalibrationError
 from permtriton.model.checks import model_outputs, relative_difference
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import without_cache
-from permtriton.model.seq2seq import arguments_of, predicted
+from permtriton.model.seq2seq import arguments_of, first_predicted, predicted
 from permtriton.running import ranks
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
@@ -55,14 +57,15 @@ def windows_at_once(tokens: int) -> int:
     return max(TOKENS_WITH_LOGITS // tokens, 1)
 
 
-def next_token_loss(logits: Tensor, tokens: Tensor) -> float:
+def next_token_loss(logits: Tensor, tokens: Tensor, first: int = 0) -> float:
     """Returns the sum over tokens of ``-log p(token | the tokens before it in its window)``, in nats.
 
     Args:
-        logits: ``[windows, at least tokens, vocabulary]``: those at a position predict the token of the same number.
+        logits: ``[windows, at least first + tokens, vocabulary]``.
         tokens: predicted tokens, int64 ``[windows, tokens]``, on any device.
+        first: position of the logits that predict the first of them.
     """
-    logits = logits[:, : tokens.shape[1]].flatten(0, 1).float()
+    logits = logits[:, first : first + tokens.shape[1]].flatten(0, 1).float()
     return float(cross_entropy(logits, tokens.flatten().to(logits.device), reduction="sum"))
 
 
@@ -141,7 +144,7 @@ def perplexity(
                 with watch.running(model.device):
                     logits = model(**rows.inputs).logits
                 if new := int((part < count).sum()):  # the last turns may repeat windows
-                    total += next_token_loss(logits[:new], tokens[part[:new]])
+                    total += next_token_loss(logits[:new], tokens[part[:new]], first_predicted(model, samples))
                 advance(len(rows))
         return total
 
@@ -168,7 +171,7 @@ def perplexity_by_layers(
             arguments, tokens = Samples(arguments_of(model, rows.inputs)), _predicted(model, rows)
             with stream.returning(hidden):
                 logits = model(**arguments.to(model.device, model.dtype).inputs).logits
-            total += next_token_loss(logits, tokens)
+            total += next_token_loss(logits, tokens, first_predicted(model, rows))
             count += tokens.numel()
             advance(len(rows))
     return perplexity_of(model, total, count)

@@ -25,17 +25,18 @@ class Protocol:
     tasks: tuple[str, ...] | None
 
 
+AS_PUBLISHED = {"one_document": True, "special_tokens": "none"}
 PROTOCOLS = {
     # As the code of SparseGPT and Wanda does it; the tasks are those of Wanda's table, which has their `acc`.
     "wanda": Protocol(
-        {"calibration": "c4", "samples": 128, "sequence_length": 2048, "one_document": True},
+        {"calibration": "c4", "samples": 128, "sequence_length": 2048, **AS_PUBLISHED},
         "wikitext2",
         2048,
         ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa"),
     ),
     # As in PermLLM; its code draws each sequence from one document, as Wanda's does.
     "permllm": Protocol(
-        {"calibration": "c4", "samples": 128, "sequence_length": 1024, "one_document": True},
+        {"calibration": "c4", "samples": 128, "sequence_length": 1024, **AS_PUBLISHED},
         "wikitext2",
         2048,
         ("hellaswag", "arc_easy", "arc_challenge", "openbookqa", "rte"),

@@ -23,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from permtriton.data.special_tokens import special_tokens_of
 from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import max_tokens
@@ -164,6 +165,7 @@ class _Harness(HFLM):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: int, progress: Progress
     ) -> None:
         self._halves, limit = takes_decoder_ids(model), max_tokens(model)
+        special = special_tokens_of(tokenizer)
         with _quiet():
             super().__init__(
                 pretrained=model,
@@ -171,15 +173,17 @@ class _Harness(HFLM):
                 tokenizer=copy.deepcopy(tokenizer),  # which HFLM may give a padding token
                 batch_size=batch,
                 max_length=limit // 2 if limit and self._halves else limit,
+                prefix_token_id=special.before[0] if special.before else None,
             )
-        self.truncated = 0
+        self.truncated, self._after = 0, special.after
         self._progress = progress
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self._reporting(super().loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        return self._reporting(super().loglikelihood_rolling, requests)
+        with mock.patch.object(self, "add_bos_token", False):  # it puts one before the text itself
+            return self._reporting(super().loglikelihood_rolling, requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         return self._reporting(super().generate_until, requests)
@@ -200,9 +204,22 @@ class _Harness(HFLM):
             self.truncated += len(context) + (0 if self._halves else len(continuation) - 1) > self.max_length
         return super()._loglikelihood_tokens(requests, *arguments, **named)
 
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **named: Any) -> list[int]:
+        ids = super().tok_encode(string, add_special_tokens, **named)
+        return ids if self._halves else self._open(torch.tensor(ids, dtype=torch.int64)).tolist()
+
+    def _open(self, ids: Tensor) -> Tensor:
+        """Returns ids without what a tokenizer puts after a text, as an answer follows."""
+        after = torch.tensor(self._after, dtype=ids.dtype)
+        ended = len(after) and ids.shape[-1] > len(after) and bool((ids[..., -len(after) :] == after).all())
+        return ids[..., : -len(after)] if ended else ids
+
     def tok_batch_encode(self, strings: list[str], *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         limit = named.pop("left_truncate_len", None)
         ids, mask = super().tok_batch_encode(strings, *arguments, **named)
+        if not self._halves:
+            ids = self._open(ids)
+            mask = mask[:, : ids.shape[1]]
         if limit:
             self.truncated += int((mask.sum(1) > limit).sum())
             ids, mask = ids[:, -limit:], mask[:, -limit:]

@@ -214,7 +214,8 @@ def mean_cosine_loss(
     losses, parts = [], ranks.parts(torch.arange(len(samples)), batch)
     for rows in parts:
         dense = target[rows] if order is None else target[rows][..., order]
-        losses.append(cosine_loss(last_hidden_state(model, samples[rows]), dense))
+        hidden = last_hidden_state(model, samples[rows])
+        losses.append(cosine_loss(hidden[:, samples.counted], dense[:, samples.counted]))
     sums = [loss * rows.numel() for loss, rows in zip(to_numbers(losses), parts, strict=True)]
     return ranks.total(sum(sums)) / len(samples)
 

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from permtriton.data.samples import Samples
+from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError
 from permtriton.model.core import DECODER_IDS, ENCODER_STATE, takes_decoder_ids
 
 WRITTEN_TOKENS = 64  # that a decoder writes to sound or images that come without text
 
 
-def samples_of(model: PreTrainedModel, ids: Tensor) -> Samples:
+def samples_of(model: PreTrainedModel, rows: Inputs) -> Samples:
     """Returns rows of token ids (int64 ``[rows, tokens]``) as the model reads them."""
-    return Samples(arguments_of(model, {"input_ids": ids}))
+    rows = Samples.of(rows)
+    return Samples(arguments_of(model, rows.inputs), special=rows.special)
 
 
 def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -72,13 +73,22 @@ def predicted(model: PreTrainedModel, samples: Samples) -> Tensor | None:
 
     Returns:
         int64 ``[samples, predicted tokens]``: of a causal model all but the first of each sample, of an encoder-decoder
-        the labels; None where a model predicts no next token, or its labels are unknown.
+        the labels, each without special tokens around it; None where a model predicts no next token, or its labels are
+        unknown.
     """
     if not model.can_generate():
         return None
+    counted = samples.counted
     if not takes_decoder_ids(model):
-        return None if samples.ids is None else samples.ids[:, 1:]
-    return samples.inputs.get("labels") if samples.ids is None else divided(samples.ids)[1]
+        return None if samples.ids is None else samples.ids[:, max(counted.start, 1) : counted.stop]
+    labels = samples.inputs.get("labels") if samples.ids is None else divided(samples.ids)[1]
+    return None if labels is None else labels[:, counted]
+
+
+def first_predicted(model: PreTrainedModel, samples: Samples) -> int:
+    """Returns the position of the logits that predict the first of the tokens that `predicted` returns."""
+    start = samples.counted.start
+    return start if takes_decoder_ids(model) else max(start - 1, 0)
 
 
 def divided(ids: Tensor) -> tuple[Tensor, Tensor]:

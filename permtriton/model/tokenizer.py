@@ -1,6 +1,7 @@
 """Loads what makes a model's inputs, a tokenizer or a processor."""
 
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ def load_processor(source: Source, model: PreTrainedModel, progress: Progress | 
 def tokenizer_of(processor: Any) -> Any:
     """Returns the tokenizer of a processor, or None if it has none; a tokenizer as it is."""
     return getattr(processor, "tokenizer", None) if isinstance(processor, transformers.ProcessorMixin) else processor
+
+
+@contextmanager
+def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Keeps what a tokenizer's file says on truncation and padding: a call that asks for neither deletes it."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
+    try:
+        yield
+    finally:
+        if truncation is not None:
+            backend.enable_truncation(**truncation)
+        if padding is not None:
+            backend.enable_padding(**padding)
 
 
 def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:

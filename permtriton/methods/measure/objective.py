@@ -10,11 +10,11 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, normalize
 from transformers import PreTrainedModel
 
@@ -38,6 +38,7 @@ from permtriton.util.hooks import hooked
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
+SPARSEST = 4  # a loss of logits takes one position in so many, at least
 CHOOSE = "choose the loss cosine (by the option of the step, such as `distill_loss=cosine`)"
 
 
@@ -167,7 +168,7 @@ def _mean_kl(hidden: Tensor, dense: Tensor, head: Head) -> Tensor:
 def _drawn_label(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
     """Returns the cross-entropy of labels drawn from the model's own prediction."""
     with without_cache(model):
-        logits = model(**samples.to(model.device, model.dtype).inputs).logits.float()
+        logits = model(**samples.to(model.device, model.dtype).inputs).logits[:, samples.counted].float()
     noise = draw(torch.rand, logits)
     labels = (logits.detach() - (-noise.log()).log()).argmax(-1)  # the Gumbel-max draw from softmax(logits)
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -176,7 +177,7 @@ def _drawn_label(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor
 def _cosine_of(hidden_of: Callable[[PreTrainedModel, Samples], Tensor]) -> Loss:
     def drawn(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
         """Returns the normalised hidden state along a direction per token, drawn from the normal distribution."""
-        hidden = normalize(hidden_of(model, samples).float(), dim=-1)
+        hidden = normalize(hidden_of(model, samples)[:, samples.counted].float(), dim=-1)
         return (hidden * draw(torch.randn, hidden)).sum()
 
     return Loss(lambda hidden, dense, _: cosine_loss(hidden, dense), drawn, of_logits=False, hidden=hidden_of)
@@ -198,11 +199,15 @@ class Objective:
         target: dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the
             order in which the model has them.
         head: the model's head; None if the loss does not need it.
+        counted: the positions that count, as `permtriton.data.samples.Samples.counted`.
+        stride: one in so many of them is taken, another one by the number of the sequence.
     """
 
     kind: LossKind
     target: Tensor
     head: Head | None = None
+    counted: slice = field(default_factory=lambda: slice(None))
+    stride: int = 1
 
     def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns the mean loss over the tokens of some sequences, float32 ``[]``.
@@ -212,7 +217,15 @@ class Objective:
             rows: numbers of the sequences, int64 ``[...]``.
         """
         dense = self.target[rows.to(self.target.device)].to(hidden.device, non_blocking=True)
-        return LOSSES[self.kind].mean(hidden, dense, self.head)
+        return LOSSES[self.kind].mean(self._taken(hidden, rows), self._taken(dense, rows), self.head)
+
+    def _taken(self, states: Tensor, rows: Tensor) -> Tensor:
+        """Returns the states at the positions that are taken."""
+        states = states[:, self.counted]
+        if self.stride == 1 or states.shape[1] < self.stride:
+            return states
+        index = self.stride * torch.arange(states.shape[1] // self.stride) + rows.cpu()[:, None] % self.stride
+        return states[torch.arange(len(rows))[:, None], index]
 
     def of(self, model: PreTrainedModel, samples: Samples, rows: Tensor) -> Tensor:
         """Returns the mean loss of a model over the tokens of some samples, float32 ``[]``; ``rows`` as of `loss`."""
@@ -288,7 +301,22 @@ def dense_objective(
         ConfigError: a loss of logits, but the model has no language-model head.
     """
     head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
-    return Objective(kind, hidden_states(model, samples, batch, store, LOSSES[kind].hidden), head)
+    target = hidden_states(model, samples, batch, store, LOSSES[kind].hidden)
+    stride = 1 if head is None else stride_of(model, head.vocabulary * target.shape[-1])
+    return Objective(kind, target, head, samples.counted, stride)
+
+
+def stride_of(model: PreTrainedModel, head: int) -> int:
+    """Returns one in how many positions is taken, `SPARSEST` at most: 1 unless a head of so many weights is large.
+
+    Logits of a quarter of a million words, thrice a step, take longer than all layers of a small model, forward and
+    backward. A gradient from one position in three costs a third of that, and reaches all tokens before it.
+    """
+    embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    output = model.get_output_embeddings()
+    embedded |= {id(p) for p in output.parameters()} if output is not None else set()
+    layers = sum(p.numel() for p in model.parameters() if id(p) not in embedded)
+    return min(max(round(2 * head / max(layers, 1)), 1), SPARSEST)
 
 
 def objective_kind(objective: str, model: PreTrainedModel) -> LossKind:

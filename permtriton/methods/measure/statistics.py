@@ -28,6 +28,7 @@ from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
 
 Measured = TypeVar("Measured")
+SMALL_GAIN = 0.1  # of a norm, squared, relative to the mean square of all its gains
 GRAM_COLUMNS = 256  # fewer per product make products slower than what they spare
 
 
@@ -264,7 +265,8 @@ class Moments:
         shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the
             routing to experts decides which they are.
         residual_shift: ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, with ``R`` the residual stream that
-            the linear's output is added to; None where the plan does not know it, and where there is no shift.
+            the linear's output is added to, as `before_norm` has its difference; None where the plan does not know it,
+            and where there is no shift.
     """
 
     hessian: Tensor
@@ -318,13 +320,38 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
                 shifts[site.name] += _sequences(before)[row].to(sequence).sub_(sequence).T @ sequence
             if residual is not None and residual_before is not None:
                 lacking = _sequences(residual_before)[row].to(sequence).sub_(_sequences(residual)[row])
-                residual_shifts[site.name] += lacking.T @ sequence
+                residual_shifts[site.name] += before_norm(model, site, lacking, sequence).T @ sequence
 
     watch_inputs(model, layer, consume, advance)
     assert not any(dense[name] for name in shifts), "the dense model ran some linears more often than the pruned one"
     ranks.add_up([*shifts.values(), *residual_shifts.values()])
     shift, residual_shift = ({k: v.float() for k, v in each.items()} for each in (shifts, residual_shifts))
     return {name: Moments(each, shift.get(name), residual_shift.get(name)) for name, each in _finished(sums).items()}
+
+
+def before_norm(model: nn.Module, site: Site, lacking: Tensor, inputs: Tensor) -> Tensor:
+    """Returns what a linear's output would have to change by for what is added to the stream to change by ``lacking``.
+
+    To first order, a norm multiplies by its gain and by the token's scale, which is that of the output as it is now.
+    Channels of small gain are asked for less than the quotient, as they would change the scale for all.
+
+    Args:
+        lacking: float32 ``[tokens, out_features]``.
+        inputs: the linear's input, ``[tokens, channels]``.
+    """
+    lacking = lacking / site.residual_factor
+    if site.residual_variant is None:
+        return lacking
+    linear, norm = linear_module(model, site.linears[0]), model.get_submodule(site.residual_norm)
+    output = inputs @ weight_in_out(linear).to(inputs)
+    if (bias := linear._parameters.get("bias")) is not None:
+        output += bias
+    variant = site.residual_variant
+    if variant.kind == "layer":
+        output -= output.mean(-1, keepdim=True)
+    size = output.square().mean(-1, keepdim=True).add_(variant.eps).sqrt_()
+    gain = norm.get_parameter("weight").float() + variant.offset
+    return lacking * size * (gain / (gain.square() + SMALL_GAIN * gain.square().mean()))
 
 
 def reads_every_token(model: nn.Module, site: Site) -> bool:

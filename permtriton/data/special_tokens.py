@@ -1,0 +1,130 @@
+"""The special tokens that a tokenizer puts around a text, such as <bos> before it: so users' texts begin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from permtriton.errors import CalibrationError, ConfigError, reading, without_panics
+from permtriton.model.tokenizer import tokenizer_of, unchanged
+
+PROBE = "a text"
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """What stands around each sequence that is cut out of a text; nothing by default.
+
+    Attributes:
+        before: ids before the text.
+        after: ids after it.
+        end: ids between the documents of one sequence.
+        words: what stands around it, as people read it.
+        labels: the same of an encoder-decoder's labels, which are the second half of a row; None where a row is one
+            sequence.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    words: str = "without special tokens"
+    labels: "SpecialTokens | None" = None
+
+    def __len__(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Number of special tokens around the text, and around the labels."""
+        return len(self.before) + len(self.after), len(self.labels or ())
+
+    @property
+    def of_labels(self) -> "SpecialTokens":
+        """What stands around what the last hidden state is of: a decoder's labels, or all."""
+        return self if self.labels is None else self.labels
+
+    def room(self, tokens: int, option: str) -> int:
+        """Returns how many tokens of text a row of ``tokens`` holds.
+
+        Raises:
+            ConfigError: none, or a half of it holds none; the message names the option that sets ``tokens``.
+        """
+        least = len(self) + 1 if self.labels is None else 2 * max(self._sizes) + 2
+        if self and tokens < least:
+            raise ConfigError(
+                f"`{option}={tokens}`: the tokenizer puts {len(self)} special tokens around a text ({self.words}), and "
+                f"they count: expected at least {least}, or `special_tokens=none`"
+            )
+        return tokens - len(self)
+
+    def around(self, rows: Tensor) -> Tensor:
+        """Returns rows of ids, int64 ``[rows, tokens of text]``, with the special tokens around each."""
+        if self.labels is None:
+            return self._joined(rows)
+        own, theirs = self._sizes
+        first = (rows.shape[1] + own + theirs) // 2 - own
+        return torch.cat([self._joined(rows[:, :first]), self.labels._joined(rows[:, first:])], 1)
+
+    def _joined(self, rows: Tensor) -> Tensor:
+        before, after = (torch.tensor(ids, dtype=rows.dtype).expand(len(rows), -1) for ids in (self.before, self.after))
+        return torch.cat([before, rows, after], 1)
+
+    def bare(self, ids: Tensor) -> Tensor:
+        """Returns the ids of a document without special tokens that it has itself, as formatted chats do."""
+        size, end = len(self.before), len(self.end)
+        ids = ids[size:] if tuple(ids[:size].tolist()) == self.before else ids
+        return ids[:-end] if end and tuple(ids[-end:].tolist()) == self.end else ids
+
+
+NONE = SpecialTokens()
+
+
+def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = False) -> SpecialTokens:
+    """Returns what a tokenizer puts around a single text.
+
+    Args:
+        tokenizer: tokenizer, or a processor that holds one; None for nothing.
+        choice: as the option ``special_tokens``.
+        halves: whether the model is an encoder-decoder, which reads two sequences in a row.
+
+    Raises:
+        CalibrationError: the tokenizer fails.
+    """
+    tokenizer = tokenizer_of(tokenizer)
+    if choice == "none" or tokenizer is None:
+        return NONE
+    with reading("the model's tokenizer does not tokenize", CalibrationError), without_panics(), unchanged(tokenizer):
+        found = _found(tokenizer, "text")
+        if not halves:
+            return found
+        labels = _found(tokenizer, "text_target")
+    if not found and not labels:
+        return found
+    same = (labels.before, labels.after) == (found.before, found.after)
+    words = found.words.replace("each", "each half", 1)
+    if not same:
+        words = f"{found.words}, its labels {labels.words.removeprefix('each ')}"
+    return replace(found, labels=labels, words=words)
+
+
+def _found(tokenizer: Any, argument: str) -> SpecialTokens:
+    whole, bare = (tokenizer(**{argument: PROBE}, add_special_tokens=flag)["input_ids"] for flag in (True, False))
+    starts = range(len(whole) - len(bare) + 1)
+    start = next((each for each in starts if whole[each : each + len(bare)] == bare), None)
+    if start is None or len(whole) == len(bare):
+        return NONE
+    before, after = tuple(whole[:start]), tuple(whole[start + len(bare) :])
+    last = tokenizer.eos_token_id
+    end = after or (() if last is None else (last,))
+    return SpecialTokens(before, after, end, _words(tokenizer, before, after))
+
+
+def _words(tokenizer: Any, before: Sequence[int], after: Sequence[int]) -> str:
+    parts = [
+        f"{verb} with {' '.join(tokenizer.convert_ids_to_tokens(list(ids)))}"
+        for verb, ids in (("beginning", before), ("ending", after))
+        if ids
+    ]
+    return f"each {' and '.join(parts)}"
