@@ -45,7 +45,7 @@ from permtriton.kernels.swap_gains import (
 from permtriton.util.sparsity import NMPattern
 
 AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, near the core on a CPU
-COMPARED, ROWS_AT_ONCE = 1 << 16, 512  # numbers that the reference makes at once, of so many rows
+COMPARED, ROWS_AT_ONCE = 1 << 17, 512  # numbers that the reference makes at once, of so many rows
 LEAST_ROWS = 128  # of W per program
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_I": 32, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 4224}, num_warps=1, num_stages=1),
@@ -139,11 +139,11 @@ def _by_block(
 def _placed(scores: Tensor, agreement: Tensor, threshold: Tensor, displaced: Tensor, masks: Tensor) -> Tensor:
     """Returns D of one block ``[positions, positions]``."""
     (size, rows), both = scores.shape, threshold.shape[0]
-    step = min(rows, ROWS_AT_ONCE)
+    step = -(-rows // max(-(-rows // ROWS_AT_ONCE), 1))  # equal parts: a short one takes as long
     channels = min(max(COMPARED // max(both * step, 1), 1), size)
     totals = [masks.new_zeros(*masks.shape[:2], part.shape[0]) for part in scores.split(channels)]
-    for start in range(0, rows, ROWS_AT_ONCE):
-        there = slice(start, start + ROWS_AT_ONCE)
+    for start in range(0, rows, max(step, 1)):
+        there = slice(start, start + step)
         limit, other, mask = (part[..., there] for part in (threshold, displaced, masks))
         parts = (part[:, None, there].split(channels) for part in (scores, agreement))
         for total, score, own in zip(totals, *parts, strict=True):
