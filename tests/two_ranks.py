@@ -35,7 +35,7 @@ from tests.pretend_gpu import GPU, PretendGpu
 RANKS = 2
 # Row weights: every rank computes a part of a backward pass.
 SMALL = {"micro_batch_size": 2, "activation_checkpointing": False, "heuristic_row_weights": "fisher"}
-LEARN = {"learn_epochs": 2, "learn_batch_size": 2, "learn_block_size": 8, "learn_learning_rate": 0.5}
+LEARN = {"learn_epochs": 2, "learn_batch_size": 2, "learn_block_size": 8, "learn_learning_rate": 0.1}
 DISTILL = {"distill_epochs": 2, "distill_batch_size": 3, "distill_learning_rate": 0.01}
 TUNE = {"tune_steps": 4, "tune_batch_size": 3, "tune_learning_rate": 0.02}
 
