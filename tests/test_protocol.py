@@ -115,7 +115,7 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
     short = zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64)
     assert held_out_windows("model", texts, tokenizer, short)[0].tokens == 64
     first, _ = held_out_windows("model", texts, tokenizer, model, 100, 3)
-    assert torch.equal(first.ids, held_out_windows("model", texts, tokenizer, model, 100)[0][:3])
+    assert torch.equal(first.ids, held_out_windows("model", texts, tokenizer, model, 100)[0][:3].ids)
     with pytest.raises(permtriton.PermTritonError, match="`eval_windows=` is 0: expected a number of windows"):
         held_out_windows("model", texts, tokenizer, model, 100, 0)
     for window, words in ((4097, "at most the 4,096"), (1, "at least 2")):
