@@ -18,7 +18,7 @@ from permtriton.checkpoint.shards import describe_files
 from permtriton.checkpoint.verify import verify_checkpoint, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
 from permtriton.model.beside import beside
-from permtriton.model.core import takes_decoder_ids
+from permtriton.model.core import embedding_of, takes_decoder_ids
 from permtriton.model.headers import CONFIG_FILE
 from permtriton.model.source import LEGACY_TEMPLATE, PROCESSOR_FILES, Source
 from permtriton.model.tokenizer import REMADE, TOKENIZERS, tokenizer_of
@@ -147,7 +147,7 @@ def _correct(model: Any) -> None:
     configs = [model.config, model.config.get_text_config(decoder=True)]
     embedding = head = None
     if model.main_input_name == "input_ids" and not takes_decoder_ids(model):
-        tables = model.get_input_embeddings(), model.get_output_embeddings()
+        tables = embedding_of(model), model.get_output_embeddings()
         embedding, head = (getattr(each, "weight", None) for each in tables)
     untied = embedding is not None and head is not None and head is not embedding
     for config in configs:

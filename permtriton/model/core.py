@@ -104,14 +104,19 @@ def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         yield states
 
 
+def embedding_of(model: PreTrainedModel) -> Any:
+    """Returns the embedding of token ids; None of a model of images or sound, or of one that names none."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
 @contextmanager
 def recorded_embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """Yields a list to which a run of the model adds the embeddings that it would take as ``inputs_embeds``."""
     embedded: list[Tensor] = []
-    try:
-        table = model.get_input_embeddings()
-    except NotImplementedError:  # of a model of images or sound
-        table = None
+    table = embedding_of(model)
     taken = "inputs_embeds" in inspect.signature(model.forward).parameters
 
     def add(_module: nn.Module, _inputs: object, output: object) -> None:
