@@ -259,10 +259,35 @@ TABLES = {
     "demo-methods": lambda: comparison_table(
         "compare-demo-recipe.json", "compare-demo-best.json", "compare-demo-tuned.json"
     ),
+    "demo-learned": lambda: learned_table("compare-demo-learned.json"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-learned-cpu.jsonl"),
     "trials": lambda: trials.table(RESULTS),
     "encoder": lambda: encoder_table("compare-minilm.json", "compare-minilm-tuned.json"),
 }
+
+
+def learned_table(name: str) -> str:
+    """Returns what a learned order gains over the heuristic one, which is in the same file."""
+    report = _load(name)
+    rows = {row["method"]: row for row in report["rows"]}
+    dense, heuristic = rows.pop("dense")["mean"], rows[f"wanda + heuristic{FUSED}"]["mean"]
+    lines = ["| method | perplexity | rise in log perplexity | less than heuristic |", "|---|---|---|---|"]
+    lines.append(f"| dense | {dense:.3f} | 0 | |")
+    for method, row in rows.items():
+        rise = math.log(row["mean"] / dense)
+        gained = 1 - rise / math.log(heuristic / dense)
+        lines.append(f"| {method} | {_with_spread(row, report)} | {rise:.4f} | {gained:.1%} |")
+    config, versions, seeds = report["config"], report["versions"], len(report["seeds"])
+    learned = next(row["config"] for method, row in rows.items() if "learned" in method)
+    budget = f"{learned['learn_epochs']} epochs in batches of {learned['learn_batch_size']}"
+    read = f"{config['samples']} x {config['sequence_length']} tokens, {budget}"
+    ran = f"{report['device']}; torch {versions['torch']}, transformers {versions['transformers']}"
+    count = f"{seeds} seed{'s' * (seeds > 1)}"
+    return "\n".join([*lines, "", f"{report['tokens']:,} held-out tokens; {read}; {count}; {ran}."])
+
+
+def _with_spread(row: dict[str, Any], report: dict[str, Any]) -> str:
+    return f"{row['mean']:.3f}" + (f" ± {row['spread']:.3f}" if len(report["seeds"]) > 1 else "")
 
 
 def swap_prediction_table(name: str) -> str:
