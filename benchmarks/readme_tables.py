@@ -38,6 +38,25 @@ FIRST_SCREEN = (  # of the real model
 )  # fmt: skip
 
 
+def special_tokens_table() -> str:
+    """Returns what models lose with and without special tokens around the sequences."""
+    report = _load("special-tokens.json")
+    lines = ["| model | what is measured | without | with |", "|---|---|---|---|"]
+    for model, each in report["models"].items():
+        if "dense" in each:
+            lines.append(
+                f"| {model} | perplexity of the dense model | {each['dense']['none']:.1f} | {each['dense']['auto']:.1f} |"
+            )
+        for method in dict.fromkeys(row["method"] for row in each.get("rows", ())):
+            found = {row["special_tokens"]: row["cosine"] for row in each["rows"] if row["method"] == method}
+            words = f"cosine after {method}, calibrated without or with them, measured with them"
+            lines.append(f"| {model} | {words} | {found['none']:.4f} | {found['auto']:.4f} |")
+        if "why" in each:
+            lines.append(f"| {model} | {each['why']} | the same | the same |")
+    texts = "; ".join(f"{model}: {each['text']}" for model, each in report["models"].items() if "text" in each)
+    return "\n".join([*lines, "", f"{texts}; one seed."])
+
+
 def comparison_table(*names: str) -> str:
     """Returns the methods of several files of ``permtriton compare --output``, both layouts side by side.
 
@@ -262,6 +281,7 @@ TABLES = {
     "demo-learned": lambda: learned_table("compare-demo-learned.json"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-learned-cpu.jsonl"),
     "trials": lambda: trials.table(RESULTS),
+    "special tokens": special_tokens_table,
     "encoder": lambda: encoder_table("compare-minilm.json", "compare-minilm-tuned.json"),
 }
 
