@@ -44,9 +44,8 @@ def special_tokens_table() -> str:
     lines = ["| model | what is measured | without | with |", "|---|---|---|---|"]
     for model, each in report["models"].items():
         if "dense" in each:
-            lines.append(
-                f"| {model} | perplexity of the dense model | {each['dense']['none']:.1f} | {each['dense']['auto']:.1f} |"
-            )
+            none, auto = (each["dense"][choice] for choice in ("none", "auto"))
+            lines.append(f"| {model} | perplexity of the dense model | {none:.1f} | {auto:.1f} |")
         for method in dict.fromkeys(row["method"] for row in each.get("rows", ())):
             found = {row["special_tokens"]: row["cosine"] for row in each["rows"] if row["method"] == method}
             words = f"cosine after {method}, calibrated without or with them, measured with them"
@@ -281,7 +280,7 @@ TABLES = {
     "demo-learned": lambda: learned_table("compare-demo-learned.json"),
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-learned-cpu.jsonl"),
     "trials": lambda: trials.table(RESULTS),
-    "special tokens": special_tokens_table,
+    "special-tokens": special_tokens_table,
     "encoder": lambda: encoder_table("compare-minilm.json", "compare-minilm-tuned.json"),
 }
 
