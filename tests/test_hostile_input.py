@@ -172,9 +172,9 @@ TEMPLATES = [{"name": "../../../evil", "template": "x"}, {"name": "default", "te
 TOKENIZERS: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "deep": (write("tokenizer.json", DEEP), ("tokenizer", "recursion")),
     "deep config": (write("tokenizer_config.json", DEEP), ("tokenizer", "recursion")),
-    "no unknown word": (tokenizer(model=WORDS), ("text.txt", "[UNK]")),
-    "no unknown part": (tokenizer(model=PARTS), ("text.txt", "[UNK]")),
-    "length is text": (tokenizer("tokenizer_config.json", model_max_length="long"), ("text.txt", "tokenize")),
+    "no unknown word": (tokenizer(model=WORDS), ("tokenizer", "[UNK]")),
+    "no unknown part": (tokenizer(model=PARTS), ("tokenizer", "[UNK]")),
+    "length is text": (tokenizer("tokenizer_config.json", model_max_length="long"), ("tokenizer", "tokenize")),
     "expression gives up": (split_by("(.*)*(.*)*(.*)*y"), ("text.txt", "retry-limit")),
     "damaged table": (
         tokenizer(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
