@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its own folder there
 
-from benchmarks import pages, report_demo, trials  # noqa: E402
+from benchmarks import pages, report_demo, reproduce, trials  # noqa: E402
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.gpu.floors import GPUS  # noqa: E402
@@ -278,6 +278,11 @@ TABLES = {
         "compare-demo-recipe.json", "compare-demo-best.json", "compare-demo-tuned.json"
     ),
     "demo-learned": lambda: learned_table("compare-demo-learned.json"),
+    "reproduce-table": lambda: reproduce.main_table(RESULTS),
+    **{
+        f"reproduce-{name}": functools.partial(reproduce.table, RESULTS, name)
+        for name in ("4of8", "sinkhorn", "calibration", "block-size", "layers")
+    },
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-learned-cpu.jsonl"),
     "trials": lambda: trials.table(RESULTS),
     "special-tokens": special_tokens_table,

@@ -1,28 +1,75 @@
 """The demo's report, ``examples/report-demo.html``, from the committed records of its compilations.
 
 A report needs the record of a folder and the headers of its weights, so the folders are made again without the weights.
+The masks are those of the paper's six methods: ``python -m benchmarks.report_demo`` makes their file anew, in minutes.
 """
 
 import json
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
+from torch import Tensor
+
+import permtriton
 from permtriton import demo
+from permtriton.comparison.methods import settings_of
 from permtriton.comparison.record import read_comparison
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, WEIGHTS_FILE
 from permtriton.reporting.compiled import read_folders
 from permtriton.reporting.html_report import page_of
 from permtriton.reporting.pages import html
+from permtriton.reporting.pictures import MaskCorner
 
 METHODS = ("sparsegpt", "fast", "default")
+RESULTS = Path(__file__).parent / "results"
+MASKS = Path("report-demo", "masks.json")
+LINEAR, SIZE = "model.layers.0.mlp.down_proj", 128
+MASKED = {  # name in the paper -> method
+    f"{name}{suffix}": f"{name.lower()}{method}"
+    for name in ("Wanda", "RIA")
+    for suffix, method in (("", ""), (" + CP", " + heuristic (fused)"), (" + PermLLM", " + permllm"))
+}
 
 
 def page(results: Path) -> str:
     """Returns the report of the compilations whose ``permtriton.json`` is in ``results/report-demo``."""
     with TemporaryDirectory() as place:
         folders = [_folder(Path(place) / f"demo-{name}", results / "report-demo" / f"{name}.json") for name in METHODS]
-        return html(page_of(read_folders(folders), read_comparison(results / "compare-demo-tuned.json")))
+        comparison = read_comparison(results / "compare-demo-tuned.json")
+        return html(page_of(read_folders(folders), comparison, mask_corners(results)))
+
+
+def mask_corners(results: Path) -> list[MaskCorner]:
+    """Returns the committed masks, which `write_masks` wrote."""
+    report = json.loads((results / MASKS).read_text(encoding="utf-8"))
+    return [MaskCorner(name, report["linear"], _unpacked(bits)) for name, bits in report["corners"].items()]
+
+
+def write_masks(results: Path) -> None:
+    """Prunes the demo by each method of the paper, and writes the corner of one mask of each."""
+    options = {"samples": 16, "seed": 0}
+    report: dict[str, Any] = {"command": "python -m benchmarks.report_demo", "linear": LINEAR, "options": options}
+    corners = {}
+    for name, method in MASKED.items():
+        settings = {key: settings_of(method)[key] for key in ("importance", "recipe", "layout")}
+        epochs = {"learn_epochs": 4} if "permllm" in method else {}
+        compiled = permtriton.compile("demo", eval_data="none", **options, **epochs, **settings)
+        report |= {key: compiled.report[key] for key in ("versions", "device")}
+        corners[name] = _packed(compiled.mask(LINEAR)[:SIZE, :SIZE])
+    text = json.dumps({**report, "learn_epochs": 4, "corners": corners}, indent=1)
+    (results / MASKS).write_text(text + "\n", encoding="utf-8")
+
+
+def _packed(kept: Tensor) -> list[str]:
+    """Returns the rows of a mask as hexadecimal numbers, the first column in the highest bit."""
+    return [f"{int(''.join(str(int(each)) for each in row), 2):0{SIZE // 4}x}" for row in kept.tolist()]
+
+
+def _unpacked(rows: list[str]) -> Tensor:
+    return torch.tensor([[digit == "1" for digit in f"{int(row, 16):0{SIZE}b}"] for row in rows])
 
 
 def _folder(folder: Path, record: Path) -> Path:
@@ -40,3 +87,7 @@ def _folder(folder: Path, record: Path) -> Path:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + end)  # a hole: nothing reads the weights
     return folder
+
+
+if __name__ == "__main__":
+    write_masks(RESULTS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import permtriton
+from benchmarks import report_demo
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
@@ -91,3 +92,13 @@ def test_the_report_draws_the_masks(made, tmp_path):
     with pytest.raises(ConfigError, match="prunes no linear 'lm_head'"):
         report(folders, tmp_path / "no.html", masks="lm_head")
     assert not (tmp_path / "no.html").exists()
+
+
+def test_the_report_of_the_demo_has_the_masks_of_the_papers_methods():
+    """Each keeps about half of its corner; without a permutation, half of each group."""
+    corners = {corner.label: corner.kept for corner in report_demo.mask_corners(report_demo.RESULTS)}
+    assert list(corners) == ["Wanda", "Wanda + CP", "Wanda + PermLLM", "RIA", "RIA + CP", "RIA + PermLLM"]
+    for name, kept in corners.items():
+        groups = kept.view(128, -1, TWO_FOUR.group).sum(-1)
+        assert bool((groups == TWO_FOUR.kept).all()) == (name in ("Wanda", "RIA")), name
+        assert 0.4 < kept.float().mean() < 0.6

@@ -1,0 +1,100 @@
+"""The tables of docs/reproduce.md, from the reports of ``permtriton compare`` in ``results/reproduce``."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+UNIT = "sparsegpt"  # whose loss counts as 1
+PAPER = {  # name in the paper -> methods of the page's command, of the demo's comparison, of SmolLM2's
+    "dense": ("dense", "dense", "dense"),
+    "Wanda": ("wanda", "wanda", "wanda"),
+    "Wanda + CP": ("wanda + heuristic (fused)", "wanda + heuristic (fused)", "wanda + heuristic"),
+    "PermLLM, Wanda": ("wanda + permllm", "wanda + permllm", "published (2 of 50 epochs)"),
+    "with our gradient, Wanda": ("wanda + learned (fused)", "", ""),
+    "RIA": ("ria", "ria", "ria"),
+    "RIA + CP": ("ria + heuristic (fused)", "ria + heuristic (fused)", "ria + heuristic"),
+    "PermLLM, RIA": ("ria + permllm", "ria + permllm", ""),
+    "SparseGPT": ("sparsegpt", "sparsegpt", "sparsegpt"),
+}
+
+
+def main_table(results: Path) -> str:
+    """Returns the methods of the paper as the page's command, the demo's and SmolLM2's longer benchmark have them."""
+    report, demo, permllm, real = (
+        _read(results / name)
+        for name in (
+            "reproduce/table.json", "compare-demo-recipe.json", "compare-demo-permllm.json", "real-smollm2-cpu.json",
+        )
+    )  # fmt: skip
+    perplexities = [
+        {row["method"]: row["mean"] for row in report["rows"]},
+        {row["method"]: row["mean"] for row in (*demo["rows"], *permllm["rows"])},
+        {name: _mean(real["rows"], name) for *_, name in PAPER.values() if name},
+    ]
+    seconds = {row["method"]: row["compile_seconds"] for row in report["rows"]}
+    lines = []
+    for paper, methods in PAPER.items():
+        cells = [
+            _with_loss(found, name) if name else ""
+            for found, name in zip(perplexities, methods, strict=True)
+        ]  # fmt: skip
+        took = seconds[methods[0]]
+        lines.append([paper, f"`{methods[0]}`", cells[0], f"{took:.0f}", *cells[1:]])
+    heading = "paper | method | demo, this command | seconds | demo, 64 x 256 tokens | SmolLM2-135M"
+    caption = (
+        "Perplexity, and in brackets the rise in log perplexity as a share of SparseGPT's. This command: "
+        f"{_run(report)} The demo on 64 x 256 tokens: [three "
+        "seeds](recipes.md#what-the-recipes-gain-on-the-demo-model), but PermLLM one, for 12 epochs "
+        "([file](../benchmarks/results/compare-demo-permllm.json)). "
+        "[SmolLM2](benchmarks.md#a-real-language-model): portable orders, PermLLM for 2 of 50 epochs, one seed, of an "
+        "earlier version."
+    )
+    return _table(heading, lines, caption)
+
+
+def table(results: Path, name: str) -> str:
+    """Returns the rows of one comparison."""
+    report = _read(results / "reproduce" / f"{name}.json")
+    dense, *rows = report["rows"]
+    with_setting = report["ablation"] is not None
+    lines = [
+        [
+            f"`{row['method']}`", *([f"`{row['setting']}`"] * with_setting), f"{row['mean']:.3f}", f"{row['kl']:.3f}",
+            f"{row['compile_seconds']:.0f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    heading = f"method | {'setting | ' * with_setting}perplexity | KL | seconds"
+    return _table(heading, lines, f"Dense: {dense['mean']:.3f}. {_run(report)}")
+
+
+def _run(report: Mapping[str, Any]) -> str:
+    config, versions, text = report["config"], report["versions"], Path(report["text"]).name
+    return (
+        f"{report['tokens']:,} tokens of {text}; {config['samples']} x {config['sequence_length']} calibration tokens, "
+        "one seed; "
+        f"{report['device']}; torch {versions['torch']}, transformers {versions['transformers']}; seconds are of one "
+        "compilation, beside five to fifteen other processes on two cores: they do not compare."
+    )
+
+
+def _with_loss(perplexities: Mapping[str, float], name: str) -> str:
+    found, dense, unit = (perplexities[each] for each in (name, "dense", UNIT))
+    loss = f" ({math.log(found / dense) / math.log(unit / dense):.2f})"
+    return f"{found:.2f}{loss * (name != 'dense')}"
+
+
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    return fmean(row["evaluation"]["perplexity"] for row in rows if row["name"] == name)
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _table(heading: str, rows: Sequence[Sequence[str]], caption: str) -> str:
+    lines = [heading, "|".join(["---"] * (heading.count("|") + 1)), *(" | ".join(cells) for cells in rows)]
+    return "\n".join([*(f"| {line} |" for line in lines), "", caption])
