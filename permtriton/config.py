@@ -58,7 +58,7 @@ class CalibrationConfig:
     )
     special_tokens: SpecialTokens = _calibration(
         "auto",
-        "Special tokens, such as <bos>, around each sequence that is cut out of a text, held-out text included. auto: "
+        "Special tokens, such as BOS, around each sequence that is cut out of a text, held-out text included. auto: "
         "as the tokenizer puts them around a single text; they are tokens of the sequence, but count in no loss and no "
         "perplexity. none: documents have them, sequences only by chance, as in the literature.",
     )
