@@ -136,6 +136,31 @@ def quantized_table(name: str) -> str:
     return _table(heading, rows, f"{of}; {_machine([report])}.")
 
 
+def tasks_table(**files: str) -> str:
+    """Returns the scores of ``permtriton evaluate --tasks`` for several models, a file each."""
+    reports = {name: _load(file) for name, file in files.items()}
+    first, perplexity = (
+        next(iter(reports.values())),
+        {row["name"]: row["evaluation"] for row in _load(REAL)["rows"][::-1]},
+    )
+    columns = [(task["name"], metric) for task in first["tasks"] for metric in task["scores"]]
+    heading = " | ".join(["model", "perplexity", *(f"{task}, {metric}" for task, metric in columns)])
+    rows = []
+    for name, report in reports.items():
+        scores = {task["name"]: task["scores"] for task in report["tasks"]}
+        cells = [scores[task][metric] for task, metric in columns]
+        values = [f"{cell['value']:.3f} ± {cell['stderr']:.3f}" for cell in cells]
+        rows.append([name, f"{perplexity[name]['perplexity']:.2f}", *values])
+    counts = " and ".join(f"{task['samples']} questions of `{task['name']}`" for task in first["tasks"])
+    versions = ", ".join(f"{key} {first['versions'][key]}" for key in ("lm_eval", "torch", "transformers"))
+    hardware = json.loads(pages.RESULT.read_text(encoding="utf-8"))["hardware"]
+    caption = (
+        f"Seed 0, in bfloat16; {counts}; ± is the standard error, which is larger than that of a difference, because "
+        f"all answer the same questions. Perplexity: that of the table above. {hardware}; {versions}."
+    )
+    return _table(heading, rows, caption)
+
+
 def plans_table() -> str:
     """Returns what ``python -m benchmarks.plans`` was told about large models."""
     report = _load("plans.json")
@@ -258,8 +283,25 @@ def config_options_table() -> str:
     return "\n".join(lines).rstrip()
 
 
+def pages_words() -> str:
+    """Returns where ``benchmarks/pages.py`` ran, and how long its longest commands took."""
+    report = json.loads(pages.RESULT.read_text(encoding="utf-8"))
+    took = {record["commands"].split()[2]: record["cpu_seconds"] for record in report["pages"][pages.PAGES[0]]}
+    minutes = "; ".join(f"`{name}` {took[name] / 60:.0f}" for name in ("compile", "evaluate"))
+    versions = f"torch {report['versions']['torch']}, transformers {report['versions']['transformers']}"
+    return f"{report['hardware']}; {versions}. CPU minutes: {minutes}."
+
+
+SCORED = {
+    "dense": "tasks-smollm2-dense.json",
+    "sparsegpt": "tasks-smollm2-sparsegpt.json",
+    "default": "tasks-smollm2-default.json",
+}
+
 TABLES = {
+    "tasks": lambda: tasks_table(**SCORED),
     "plans": plans_table,
+    "pages-machine": pages_words,
     "architectures-summary": architectures.summary,
     "finetune": finetune_table,
     "architectures-causes": architectures.causes,
@@ -366,7 +408,7 @@ def rewritten(page: str) -> str:
 
 def with_outputs(page: Path, text: str) -> str:
     """Returns a page with its tables, and with what the commands in it printed."""
-    records = json.loads(pages.RESULT.read_text(encoding="utf-8"))["pages"] if pages.RESULT.is_file() else {}
+    records = json.loads(pages.RESULT.read_text(encoding="utf-8"))["pages"]
     name = page.relative_to(ROOT).as_posix()
     return pages.filled(rewritten(text), records[name]) if name in records else rewritten(text)
 
