@@ -118,7 +118,7 @@ def test_the_order_of_hidden_states_is_read_from_the_folder(compiled, options, t
         *[(wrong, "hidden_states is") for wrong in (None, [])],
         ({"permuted": 1}, "index is missing"),
         ({"permuted": True}, "index is missing"),
-        ({"permuted": False, "index": [1, 0]}, "index is unknown"),
+        ({"permuted": False, "index": [1, 0]}, "has 2 channels, but the last hidden state of the dense model has 16"),
         ({"permuted": True, "index": [0] * 16}, "expected a permutation"),
         (
             {"permuted": True, "index": [1, 0], "undo": [1, 0]},

@@ -65,4 +65,4 @@ def test_recorded_layers_compute_what_the_model_does(name):
     for number, expected in enumerate(outputs(model, list(layers.values()), ids)):
         calls[number].try_together(hidden)
         hidden = calls[number].run(hidden, 2)
-        torch.testing.assert_close(hidden, expected)
+        torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)  # two samples at once, in place of five

@@ -255,5 +255,5 @@ def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):
     assert not report["refused"]
     assert report["memory"]["onload"]
     assert 60 << 30 < report["memory"]["peak"] < 80 << 30
-    assert report["seconds"]["most"] > 0
+    assert all(seconds > 0 for seconds in report["seconds"].values())
     assert "assumed" in report["assumed"]
