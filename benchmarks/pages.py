@@ -118,10 +118,16 @@ def run(block: Block, folder: Path, environment: dict[str, str]) -> dict[str, An
         sys.exit(f"{block.commands}{done.stdout}\nended with {done.returncode}")
     return {
         "commands": block.commands,
-        "output": [line.rstrip() for line in done.stdout.strip("\n").splitlines()][-MOST_LINES:],
+        "output": [_anywhere(line.rstrip(), folder) for line in done.stdout.strip("\n").splitlines()][-MOST_LINES:],
         "seconds": round(time.perf_counter() - began, 1),
         "cpu_seconds": round(_cpu_seconds() - used, 1),
     }
+
+
+def _anywhere(line: str, folder: Path) -> str:
+    """Returns a line that names another folder to work in; a line of a table keeps its width."""
+    named = line.replace(str(folder), "/home/me")
+    return named[:-1].ljust(len(line) - 1) + "│" if line.endswith("│") else named
 
 
 def _cpu_seconds() -> float:
