@@ -104,6 +104,7 @@ def test_the_token_is_in_no_report(model_folder, options, tmp_path, monkeypatch)
     assert report["command"] == f"permtriton evaluate {model_folder} {options[2]} {options[3]}"
 
 
+@pytest.mark.slow
 def test_the_order_of_hidden_states_is_read_from_the_folder(compiled, options, tmp_path):
     assert json.loads((compiled["portable"] / "permtriton.json").read_text())["hidden_states"]["permuted"]
     folder = Path(shutil.copytree(compiled["portable"], tmp_path / "model"))

@@ -187,6 +187,7 @@ def test_an_objective_of_the_samples_alone_is_not_taken_for_one_of_all(read):
     assert len(found.report["steps"][-1]["history"]) == 3
 
 
+@pytest.mark.slow
 def test_it_changes_the_result_and_the_record_repeats_it():
     models = [tiny_model() for _ in range(3)]
     first, *_ = (compiled("mask,distill", model, generated=n) for model, n in zip(models, (5, 5, 0), strict=True))

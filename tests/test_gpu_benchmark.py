@@ -46,6 +46,7 @@ def test_every_row_runs(rows):
             assert all(time["p20_us"] <= time["p50_us"] <= time["p80_us"] for time in result["times"].values())
 
 
+@pytest.mark.slow
 def test_products_say_what_ran(rows):
     for name in ("sparse_linear", "prefill", "decoding", "decoding_tuned", "learning_step"):
         assert all({"routes", "rejected", "ran"} <= result.keys() or result["case"] == table.LAYER

@@ -24,6 +24,7 @@ from .two_ranks import Interrupting
 from .updating import Recording, facts, tiny_model
 
 
+@pytest.mark.slow
 def test_the_last_hidden_state_comes_closer_than_with_sparsegpt():
     problem, progress = Problem(tiny_model(layers=4), ids=zoo.tiny_ids(24, 16)), Recording()
     before = problem.sparsegpt()

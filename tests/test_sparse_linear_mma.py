@@ -121,6 +121,7 @@ def emulated(library, request, monkeypatch):
     monkeypatch.setattr(CudaKernel, "__call__", call)
 
 
+@pytest.mark.slow
 def test_the_emulated_metadata_is_that_of_cutlass(library):
     """Each half of each thread's register speaks of the row and the word that the reorder puts there, or of none."""
     for selector, lane, half, word in product_of((0, 1), range(32), (0, 1), (0, 1)):
