@@ -23,7 +23,7 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_of
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
-from permtriton.model.core import DECODER_IDS, core_of, takes_decoder_ids
+from permtriton.model.core import DECODER_IDS, core_of, embedding_of, takes_decoder_ids
 from permtriton.model.forward import check_length, max_tokens
 from permtriton.model.name import is_hub_name
 from permtriton.model.seq2seq import arguments_of, samples_of
@@ -340,10 +340,10 @@ def vocabulary_of(model: PreTrainedModel) -> int:
         CalibrationError: neither says it.
     """
     try:
-        embedding = model.get_input_embeddings()
+        embedding = embedding_of(model)
         tables = embedding if isinstance(embedding, nn.ModuleList) else [embedding]
         return min(int(table.get_parameter("weight").shape[0]) for table in tables)
-    except (NotImplementedError, AttributeError):
+    except AttributeError:
         count = getattr(model.config.get_text_config(), "vocab_size", None)
     if not isinstance(count, int) or count < 1:
         raise CalibrationError(f"a {type(model).__name__} does not say which token ids it knows: give other samples")
