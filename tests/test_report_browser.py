@@ -52,13 +52,13 @@ def measured(page: Path, place: Path, width: int, *, dark: bool = False) -> list
 def test_it_loads_without_errors(tmp_path):
     document, messages = opened(EXAMPLE, tmp_path)
     assert messages == []
-    assert document.count("<section") == document.count("</section>") == 6
+    assert document.count("<section") == document.count("</section>") == 7
 
 
 def test_nothing_is_wider_than_the_window(tmp_path):
     window, document, figures, _, height = measured(EXAMPLE, tmp_path, 390)
     assert (int(window), int(document)) == (390, 390)
-    assert int(figures) == 6
+    assert int(figures) == 12  # six of them are masks
     assert int(height) <= 10_000
 
 
