@@ -1,8 +1,6 @@
 """Training of small pruned models, whose zeros `permtriton.keep_pattern` keeps."""
 
 import gc
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -63,11 +61,3 @@ def adapted(model: PreTrainedModel, begin: bool | str = False):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=begin)
     return peft.get_peft_model(model, config)
-
-
-def run_two_ranks(work: str, place: Path) -> None:
-    """Runs one of the functions of `tests.two_ranks_keep` on a pruned folder."""
-    folder = folders.save(pruned_llama(num_attention_heads=1, num_key_value_heads=1), place / "pruned")
-    command = [sys.executable, "-m", "tests.two_ranks_keep", work, str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr

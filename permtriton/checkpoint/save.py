@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
-
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
 from permtriton.checkpoint.names import StoredNames, stored_names
 from permtriton.checkpoint.output import replacing_folder
@@ -73,7 +71,6 @@ def save_trained(
     pruned: Mapping[str, PrunedWeight],
     output: Path,
     *,
-    state: dict[str, Tensor] | None,
     overwrite: bool,
 ) -> Path:
     """Writes and verifies the checkpoint of a model whose kept weights were trained; see `save_checkpoint`.
@@ -82,7 +79,6 @@ def save_trained(
         tokenizer: tokenizer or processor, or None.
         record: content of ``permtriton.json`` of the folder that was trained.
         pruned: parameter name -> its input dimension and pattern.
-        state: whole tensors of a model that is divided among ranks; None to take the model's.
 
     Raises:
         OutputError, VerificationError, ModelError: as `save_checkpoint`.
@@ -93,10 +89,10 @@ def save_trained(
     with replacing_folder(output, overwrite=overwrite) as partial:
         source = Source(model.name_or_path).at_commit(model.config)
         known = source.folder or source.revision  # else it was a folder that is gone
-        _write(model, tokenizer, source if known else None, names.original, partial, state)
+        _write(model, tokenizer, source if known else None, names.original, partial)
         reloaded = "not run: every tensor was compared bit by bit instead"
         verified: Verification = {
-            **verify_tensors(model, partial, pruned, names, permuted, state),
+            **verify_tensors(model, partial, pruned, names, permuted),
             "reloaded": reloaded,
         }
         report: Record = {
@@ -110,33 +106,21 @@ def save_trained(
     return real_path(output)
 
 
-def _write(
-    model: Any,
-    tokenizer: Any,
-    source: Source | None,
-    original: bool,
-    partial: Path,
-    state: dict[str, Tensor] | None = None,
-) -> None:
+def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
     """Writes what transformers saves, and copies what stands beside it; arguments as of the functions above.
 
     Raises:
         ModelError: transformers cannot save the model; a full disk or memory has an error of its own.
     """
-    # Where it says how the model is divided, transformers has all ranks gather weights, which here are whole already.
-    division = vars(model.config).pop("distributed_config", None) if state is not None else None
     _correct(model)
     try:
-        model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original, state_dict=state)
+        model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
     except Exception as error:  # it raises many kinds
         if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
-    finally:
-        if division is not None:
-            model.config.distributed_config = division
     if source is not None:
         _copy_beside(source, tokenizer, partial)
     share_mode(partial)

@@ -44,16 +44,10 @@ def verify_checkpoint(
 
 
 def verify_tensors(
-    model: Any,
-    folder: Path,
-    pruned: Mapping[str, PrunedWeight],
-    names: StoredNames,
-    permuted: bool,
-    state: Mapping[str, Tensor] | None = None,
+    model: Any, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames, permuted: bool
 ) -> Tensors:
-    """Checks the tensors of a checkpoint against ``state``, or against the model; returns how many were checked."""
-    if state is None:
-        state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
+    """Checks the tensors of a checkpoint against the model; returns how many were checked."""
+    state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     in_memory = names.tensors(model, state)
     parameters = {stored: name for name, stored in names.stored.items()}
     seen = set()
