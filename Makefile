@@ -85,7 +85,7 @@ processors: $(INSTALLED)
 soak: export OMP_NUM_THREADS := 1
 soak: $(INSTALLED) $(OLDEST)/.installed slow processors
 	$(BIN)/python -m pytest $(IN_TWO) --soak -m soak -o faulthandler_timeout=0
-	$(BIN)/python -m pytest $(IN_TWO) --soak -o faulthandler_timeout=0 tests/test_kill.py tests/test_fuzz_inputs.py
+	$(BIN)/python -m pytest $(IN_TWO) --soak -o faulthandler_timeout=0 tests/test_kill.py
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest --soak tests/test_compile_check.py -k every_kernel_compiles -o faulthandler_timeout=0
 
 $(OLDEST)/.installed: pyproject.toml $(INSTALLED)

@@ -29,6 +29,5 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name, file in report["files"].items():
         yield name, format_bytes(file["bytes"])
     yield "seconds", f"{report['seconds']:.1f}"
-    yield "reloaded", report["reloaded"]
     yield "loads with", report["loads_with"]
     yield "written to", report["output"]

@@ -453,7 +453,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "packed positions of other rows": Fault(
         replaced(storing, "pack", lambda f, *args: (f(*args)[0], f(*args)[1].roll(1, 0))),
-        "differs from what was read|cannot be read again", then="export",
+        "differs from what was read", then="export",
     ),
     "packed values rolled": Fault(
         replaced(storing, "pack", lambda f, *args: (f(*args)[0].roll(1, 1), f(*args)[1])),

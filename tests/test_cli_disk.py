@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from permtriton.cli.main import app
-from permtriton.driver import identity, job
+from permtriton.driver import identity
 
 from .desk import RUNNER, check_refusal
 from .world import nothing_loads
@@ -150,63 +150,7 @@ def test_standard_output_that_has_no_such_characters(desk, tmp_path):
     assert (result.exit_code, "ılık-\\u6f22" in result.stdout) == (0, True), result.stderr
 
 
-# -- files that change or cannot be read -----------------------------------------------------------------------------
-
-
-def flip(path: Path) -> None:
-    """Writes into a file in place, as a careless copy over it does."""
-    with path.open("r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        file.write(b"\1\2\3\4")
-
-
-def replace(path: Path) -> None:
-    """Puts another file in its place, as a careful copy does."""
-    shutil.copy(path, path.with_suffix(".new"))
-    path.with_suffix(".new").replace(path)
-
-
-@pytest.fixture
-def model(desk) -> Path:
-    """A copy of the model, which a test may change."""
-    return Path(shutil.copytree(desk.model, desk.folder / "model"))
-
-
-@pytest.mark.parametrize("change", [flip, replace])
-def test_weights_that_change_while_they_are_read(desk, model, monkeypatch, change):
-    load = LlamaForCausalLM.from_pretrained.__func__
-
-    def from_pretrained(kind: type, *arguments: object, **options: object) -> object:
-        found = load(kind, *arguments, **options)
-        change(model / "model.safetensors")
-        return found
-
-    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(from_pretrained))
-    result = RUNNER.invoke(app, desk.compile(model=model))
-    check_refusal(
-        result.exit_code, result.stderr, (str(model / "model.safetensors"), "was changed while it was in use")
-    )
-
-
-@pytest.mark.parametrize("change", [flip, replace])
-@pytest.mark.slow
-def test_weights_that_change_while_they_are_pruned(desk, model, monkeypatch, change):
-    """They are mapped from the file: what writes to it writes to the model. A file that is replaced stays mapped."""
-    original = job.compile_given
-
-    def compile(*arguments: object, **options: object) -> object:
-        found = original(*arguments, **options)
-        change(model / "model.safetensors")
-        return found
-
-    monkeypatch.setattr(job, "compile_given", compile)
-    earlier = (desk.out / "model.safetensors").read_bytes()
-    result = RUNNER.invoke(app, desk.compile(model=model))
-    if change is flip:
-        check_refusal(result.exit_code, result.stderr, ("was changed while it was in use", "nothing was saved"))
-        assert (desk.out / "model.safetensors").read_bytes() == earlier
-    else:
-        assert result.exit_code == 0, result.stderr
+# -- files that cannot be read --------------------------------------------------------------------------------------
 
 
 def test_a_text_that_may_not_be_read(desk, monkeypatch):

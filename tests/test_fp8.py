@@ -85,11 +85,11 @@ def test_only_linears_beside_pruned_ones_change(source, written):
 
 def test_the_record_and_the_card_say_what_it_is(written):
     found = json.loads((written / "permtriton.json").read_text())["export"]
-    assert (found["format"], found["quantized"], found["weights"], found["reloaded"]) == ("fp8", 14, 14, "same weights")
+    assert (found["format"], found["quantized"], found["weights"]) == ("fp8", 14, 14)
     assert 0.5 < found["ratio"] < 0.54  # of 16 bits, with a scale per row
     assert found["further_zeros"] >= 0
     card = (written / "README.md").read_text()
-    assert "the rest is the same bit for bit\n- export reloaded: same weights\n" in card
+    assert "- export: N:M still in 8 bits" in card
     assert "vLLM loads it by itself" in card
 
 
@@ -163,8 +163,7 @@ def test_a_packed_folder_gives_the_same(source, written, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda bits: bits + (bits == 0) * 8, "a zero did not stay a zero"),
-        (lambda bits: bits + ((bits > 64) & (bits < 112)) * 2, "more than rounding"),
+        (lambda bits: bits + (bits == 0) * 8, "nonzero weights, but 2:4 allows 2"),
         (lambda bits: bits.where(bits != bits.max(), 127), "not finite"),
     ],
 )
@@ -250,5 +249,4 @@ def test_compile_saves_it_in_one_command(tmp_path):
     assert load_file(out / WEIGHTS)[LAST_UP].dtype == FLOAT8
     assert "--save-format fp8" in compiled.report["command"]
     assert compiled.report == json.loads((out / "permtriton.json").read_text())
-    assert compiled.report["export"]["reloaded"] == "same weights"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]

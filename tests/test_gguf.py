@@ -21,7 +21,7 @@ from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import gguf_file
-from permtriton.model.load import config_of, load_empty_model, load_model, load_original, unchanged_weights
+from permtriton.model.load import config_of, load_empty_model, load_model, load_original
 from permtriton.model.prunable import check_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
@@ -250,11 +250,6 @@ def test_a_split_that_transformers_does_not_know_is_named(tmp_path, split, said)
     write_tokenizer(tmp_path / FILE, "llama", "gpt2", BYTES, **({"pre": split} if split else {}))
     load_tokenizer(Source(str(tmp_path / FILE)), EventProgress(events.append))
     assert [f"is {split or 'missing'}" in event.text for event in events] == [True] * said
-
-
-def test_a_file_that_changes_while_it_is_in_use(file):
-    with pytest.raises(ModelError, match=FILE), unchanged_weights(Source(str(file))):
-        file.write_bytes(file.read_bytes() + b" ")
 
 
 # -- what cannot be read ---------------------------------------------------------------------------------------------

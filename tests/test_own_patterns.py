@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 import permtriton
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.folder import Folder
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
 from permtriton.passes.plan import linear_module, weight_in_out
@@ -183,17 +182,3 @@ def test_training_keeps_them(tmp_path):
     record = json.loads((tmp_path / "trained" / "permtriton.json").read_text())
     assert record["patterns"][f"{DOWN}.weight"] == "4:8"
     assert export(tmp_path / "trained", tmp_path / "packed")["weights"] == 14
-
-
-@pytest.mark.slow
-def test_a_damaged_record_is_refused(tmp_path):
-    plain = compiled().save_pretrained(tmp_path / "plain")
-    folders.edit_json(plain / "permtriton.json", lambda record: record["patterns"].update({f"{DOWN}.weight": "2:4"}))
-    with pytest.raises(Exception, match="2:4 allows 2"):
-        export(plain, tmp_path / "packed")
-    folders.edit_json(plain / "permtriton.json", lambda record: record["patterns"].update({"other": "4:8"}))
-    with pytest.raises(ModelError, match="has a pattern of other, which it does not list as pruned"):
-        _ = Folder.open(plain).pruned
-    folders.edit_json(plain / "permtriton.json", lambda record: record.update(patterns={f"{DOWN}.weight": "3:11"}))
-    with pytest.raises(ModelError, match="does not fit: the file is damaged"):
-        permtriton.keep_pattern(AutoModelForCausalLM.from_pretrained(plain))

@@ -1,6 +1,6 @@
 """What is in a folder that permtriton wrote? All who read one, such as transformers, vLLM and export, open it here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -8,22 +8,18 @@ from typing import Any, Self
 from safetensors import safe_open
 from torch import Tensor
 
-from permtriton.checkpoint.packed import packed_parts, unpacked
+from permtriton.checkpoint.packed import unpacked
 from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig
 from permtriton.checkpoint.record import Record, read_record, recorded_weights
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.errors import ModelError, reading
 from permtriton.model.headers import (
     CONFIG_FILE,
-    DTYPES,
     REPORT_FILE,
     StoredTensor,
-    check_regular,
     read_checkpoint,
-    read_headers,
     read_json,
 )
-from permtriton.model.modules import check_index
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
@@ -48,24 +44,11 @@ class Folder:
         """Returns the folder at a path.
 
         Raises:
-            ModelError: it is not a folder, or as `check_regular`.
+            ModelError: it is not a folder.
         """
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: give an output of permtriton compile or export")
-        check_regular(path)
         return cls(path)
-
-    @classmethod
-    def loading(cls, files: Sequence[Path], quantization: PermTritonQuantizationConfig) -> "Folder":
-        """Returns the folder that transformers loads: with the entries that its user may have changed.
-
-        Args:
-            files: files of weights, all in one folder.
-            quantization: entries in place of those in config.json.
-        """
-        folder = cls(files[0].parent)
-        folder.quantization, folder.stored = quantization, read_headers(files)
-        return folder
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -126,78 +109,28 @@ class Folder:
 
     @cached_property
     def pruned(self) -> Mapping[str, PrunedWeight]:
-        """Pruned parameter -> its input dimension and pattern. The record, the config and the tensors agree on them."""
-        path, sparsity, pruned = self.path / REPORT_FILE, str(self.pattern), recorded_weights(self.record)
-        listed = {
-            name: PrunedWeight(entry["dim"], self.entries.pattern_of(name)) for name, entry in self.packed.items()
-        }
-        if self.quantization and self.quantization.sparsity != sparsity:
-            raise ModelError(
-                f"{path} has the sparsity {sparsity}, but {CONFIG_FILE} has {self.quantization.sparsity}: one of them "
-                "is damaged"
-            )
-        if unknown := sorted(self.record.get("patterns", {}).keys() - pruned.keys()):
-            raise ModelError(f"{path} has a pattern of {unknown[0]}, which it does not list as pruned: it is damaged")
-        if listed and pruned != listed:
-            raise ModelError(
-                f"{path} and {CONFIG_FILE}, quantization_config list different pruned weights: one of them is damaged"
-            )
-        for name, weight in pruned.items() if not listed else ():
+        """Pruned parameter -> its input dimension and pattern, which fit its shape."""
+        pruned = recorded_weights(self.record)
+        for name, weight in pruned.items():
             if name not in self.stored:
-                raise ModelError(f"{path} lists the pruned weight {name}, which the checkpoint does not hold")
-            tensor, shape = self.stored[name], self.shape(name)
-            dim, pattern = weight.dim, weight.pattern
-            fits = 2 <= len(shape) <= 4 and 0 <= dim < len(shape) and shape[dim] % pattern.group == 0
-            if not fits or (tensor.dtype not in DTYPES and not self.is_quantized):
                 raise ModelError(
-                    f"{tensor.file}: {name} is {tensor.dtype} {list(shape)}, which cannot have been pruned to "
-                    f"{pattern} along dimension {dim}: the checkpoint or {REPORT_FILE} is damaged"
+                    f"{self.path / REPORT_FILE} lists the pruned weight {name}, which the checkpoint does not hold"
+                )
+            shape, dim, pattern = self.shape(name), weight.dim, weight.pattern
+            if not 0 <= dim < len(shape) or shape[dim] % pattern.group or len(shape) < 2:
+                raise ModelError(
+                    f"{self.stored[name].file}: {name} is {list(shape)}, which cannot have been pruned to {pattern} "
+                    f"along dimension {dim}: the checkpoint or {REPORT_FILE} is damaged"
                 )
         return pruned
 
     def check_hashes(self) -> None:
-        """Refuses files of weights that were changed after they were written, as far as config.json has their hashes.
+        """Refuses files of weights that were changed after they were written, by the hashes of ``permtriton.json``.
 
         Raises:
-            ModelError: a file is missing, differs, or is the only one without a hash; the message names the first one.
+            ModelError: as `check_hashes`.
         """
-        hashes = self.quantization.sha256 if self.quantization else {}
-        if hashes and (unknown := sorted({file.name for file in self.files} - set(hashes))):
-            raise ModelError(f"{unknown[0]} has no SHA-256 in {CONFIG_FILE}, quantization_config: it is damaged")
-        _compare(self.path, hashes, f"{CONFIG_FILE}, quantization_config")
-
-    def check_recorded_hashes(self) -> None:
-        """Does the same with the hashes of ``permtriton.json``, but for those that `check_hashes` compares."""
-        known = self.quantization.sha256 if self.quantization else {}
-        hashes = {name: file["sha256"] for name, file in self.record["files"].items()}
-        if unsafe := [name for name in hashes if Path(name).name != name]:
-            raise ModelError(f"{self.path / REPORT_FILE} names the file {unsafe[0]!r}: expected one in the same folder")
-        _compare(self.path, {name: each for name, each in hashes.items() if known.get(name) != each}, REPORT_FILE)
-
-    def check_listed(self) -> None:
-        """Checks that config.json lists what is packed and what permutes, no more and no less, and reads permutations.
-
-        Raises:
-            ModelError: they differ, or an index is no permutation.
-        """
-        for name in self.packed:
-            packed_parts(name, self.stored)
-        for name in (name.removesuffix("_values") for name in self.stored if name.endswith("_values")):
-            if name in self.stored and name not in self.packed:
-                raise ModelError(
-                    f"{self.path}: {name} is stored packed, but {CONFIG_FILE}, quantization_config does not list it: "
-                    "the checkpoint is damaged"
-                )
-        norms = self.quantization.norms if self.quantization else {}
-        gathers = self.quantization.gathers if self.quantization else {}
-        channels = {f"{name}.index": entry["channels"] for name, entry in norms.items()}
-        channels.update({f"{name}.gather.index": count for name, count in gathers.items()})
-        stored = {name for name in self.stored if name.endswith(".gather.index")}
-        for name in sorted({*channels, *stored}):
-            if name not in channels or name not in self.stored:
-                where = "the weights" if name in channels else f"{CONFIG_FILE}, quantization_config"
-                raise ModelError(f"{self.path}: permutation {name} is missing from {where}: the checkpoint is damaged")
-            check_index(self._read(name), channels[name], f"{self.stored[name].file}, {name}")
+        check_hashes(self.path, {name: file["sha256"] for name, file in self.record["files"].items()})
 
     def names(self) -> list[str]:
         """Returns the names of the model's tensors, ordered by file and name."""
@@ -229,24 +162,25 @@ class Folder:
         return self.stored[f"{name}_values" if name in self.packed else name].file.name
 
     def _read(self, name: str) -> Tensor:
-        with self._reading(name):
-            return self._file(name).get_tensor(name)
-
-    def _reading(self, name: str) -> Any:
-        return reading(f"{self.stored[name].file}: {name} cannot be read, the file is damaged", ModelError)
-
-    def _file(self, name: str) -> Any:
         file = self.stored[name].file
-        if file not in self._opened:
-            self._opened[file] = safe_open(file, framework="pt")
-        return self._opened[file]
+        with reading(f"{file}: {name} cannot be read, the file is damaged", ModelError):
+            if file not in self._opened:
+                self._opened[file] = safe_open(file, framework="pt")
+            return self._opened[file].get_tensor(name)
 
 
-def _compare(folder: Path, hashes: Mapping[str, str], origin: str) -> None:
-    """Refuses files of ``folder`` whose SHA-256 is not the one in ``origin``."""
+def check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
+    """Refuses files of weights that were changed after they were written.
+
+    Args:
+        hashes: file of ``folder`` -> its SHA-256.
+
+    Raises:
+        ModelError: a file is missing or differs; the message names the first one.
+    """
     for name, expected in hashes.items():
         if not (folder / name).is_file() or file_sha256(folder / name) != expected:
             raise ModelError(
-                f"{folder / name} is missing, or its SHA-256 is not the one in {origin}: the file was changed after "
-                "it was written; copy, export or compile it again"
+                f"{folder / name} is missing, or its SHA-256 is not the one that was written with it: the file was "
+                "changed; copy, export or compile it again"
             )

@@ -11,7 +11,6 @@ A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 
 
 import re
 from collections.abc import Mapping, Set
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,19 +21,16 @@ from transformers.pytorch_utils import Conv1D
 from permtriton.checkpoint.card import WITH_COMPRESSED_TENSORS
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.storing import Storing, check_same_bits
-from permtriton.errors import ModelError, PermTritonError, VerificationError, first_line
+from permtriton.checkpoint.storing import Storing
+from permtriton.errors import ModelError
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
-from permtriton.model.load import load_empty_model, load_model
+from permtriton.model.load import load_empty_model
 from permtriton.model.name import location_of
 from permtriton.model.source import Source
-from permtriton.util.machine import available_memory, release_memory
 
 LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them
 NEGATIVE_ZERO = 0x80
-# The largest error of a weight: half a step of a normal number and of a subnormal one, and the rounding of the scale.
-RELATIVE, OF_SCALE = 1 / 16 + 1 / 128, 1 / 1024
 
 
 class Fp8(Storing):
@@ -95,7 +91,7 @@ class Fp8(Storing):
         return [*super().names(), *(f"{name}_scale" for name in self.quantized)]
 
     def check(self, name: str, written: Folder) -> None:
-        """Checks that zeros are zeros still, and that no weight moved more than rounding.
+        """Checks that a quantized weight is finite and N:M as it is written.
 
         Raises:
             VerificationError: as `Storing.check`.
@@ -103,41 +99,14 @@ class Fp8(Storing):
         if name not in self.quantized:
             super().check(name, written)
             return
-        before, scale = self.source.tensor(name).float(), written.tensor(f"{name}_scale")
-        weight = dequantize(written.tensor(name), scale).float()
+        weight = dequantize(written.tensor(name), written.tensor(f"{name}_scale")).float()
         check_finite_tensor(name, weight)
-        if bool(((before == 0) & (weight != 0)).any()):
-            raise VerificationError(f"{name}: a zero did not stay a zero in 8 bits")
         if name in self.source.pruned:
             check_weight(name, weight, self.source.pruned[name].pattern)
-        kind, scale = torch.finfo(scale.dtype), scale.float()
-        step = kind.smallest_normal * kind.eps / 2  # by which the scale may be off, where it is a subnormal number
-        of_step = step * (1 + before.abs() / scale.clamp_min(step))
-        if bool(((weight - before).abs() > RELATIVE * before.abs() + OF_SCALE * scale + of_step).any()):
-            raise VerificationError(f"{name}: what was written differs from what was read by more than rounding")
 
-    def check_loads(self, written: Path, model_bytes: int) -> dict[str, Any]:
-        """Loads what was written on the CPU, and compares its weights in 8 bits with those that were stored.
-
-        Returns:
-            ``reloaded``; ``quantized``, the number of linears; and ``further_zeros``, kept weights that became zeros.
-        """
-        entries: dict[str, Any] = {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
-        if model_bytes * 1.2 > available_memory(torch.device("cpu")):
-            return {
-                **entries,
-                "reloaded": "not run: the model does not fit into memory; every tensor was compared instead",
-            }
-        try:
-            model = load_model(Source(location_of(written), device="cpu"))
-        except PermTritonError as error:
-            raise VerificationError(f"what was written cannot be loaded again: {first_line(error)}") from error
-        for name, new in self.quantized.items():
-            expected = dequantize(*(Folder(written).tensor(each) for each in (name, f"{name}_scale")))
-            check_same_bits(name, expected.to(model.dtype), model.get_parameter(new).detach())
-        del model
-        release_memory()
-        return {**entries, "reloaded": "same weights"}
+    def counts(self) -> dict[str, int]:
+        """Returns ``quantized``, the number of linears, and ``further_zeros``, kept weights that became zeros."""
+        return {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
 
     def _not_quantized(self, left: Set[str]) -> list[str]:
         """Returns what is to be ignored in 8 bits: names, and a pattern of all that is where nothing is quantized.

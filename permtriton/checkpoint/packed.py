@@ -1,6 +1,6 @@
 """Is a packed weight possible, when does it stay packed, and how does it become dense?"""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,7 +8,6 @@ from torch import Tensor
 from permtriton.errors import ModelError
 from permtriton.kernels.launch import has_kernels
 from permtriton.kernels.packing import check_packed, pack, supports, unpack
-from permtriton.model.headers import StoredTensor
 from permtriton.util.sparsity import NMPattern
 
 
@@ -65,17 +64,3 @@ def cast_packed(
     """
     weight = unpack(values, positions, in_features, pattern)
     return pack(weight.to(dtype) + 0.0, pattern)  # never -0.0
-
-
-def packed_parts(name: str, stored: Mapping[str, StoredTensor]) -> tuple[StoredTensor, StoredTensor]:
-    """Returns the descriptions of a packed parameter's values and positions.
-
-    Raises:
-        ModelError: either is missing.
-    """
-    values, positions = stored.get(f"{name}_values"), stored.get(f"{name}_positions")
-    if values is None or positions is None:
-        raise ModelError(
-            f"the checkpoint holds no packed weights for {name}: it is incomplete, or its config is damaged"
-        )
-    return values, positions

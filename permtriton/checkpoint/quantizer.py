@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
-from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.folder import check_hashes
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.packed import cast_packed, check_content, runs_packed, unpacked
@@ -40,14 +40,12 @@ from permtriton.checkpoint.replace_modules import (
     replace_by_packed,
     replace_by_permuted_norm,
     replace_by_sparse_linear,
-    resolve_name,
     set_parameter,
 )
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
-from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.expert_linears import input_dim
-from permtriton.model.headers import StoredTensor
+from permtriton.model.headers import StoredTensor, read_headers
 from permtriton.model.modules import (
     ChannelGather,
     GatheredLinear,
@@ -58,7 +56,6 @@ from permtriton.model.modules import (
     is_packed,
     is_permuted,
 )
-from permtriton.model.norms import match_norm
 from permtriton.model.sizes import check_counts
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
@@ -127,7 +124,6 @@ class PermTritonQuantizer(HfQuantizer):
         self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
         self._copies: dict[str, list[str]] = {}  # packed parameter -> its other names, where layers share it
         self._kept: set[str] = set()  # packed parameters that are not unpacked
-        self._norms: dict[str, nn.Module] = {}  # permuted norm -> the module that it replaced
         self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._dtype: torch.dtype | None = None
@@ -175,7 +171,6 @@ class PermTritonQuantizer(HfQuantizer):
         autotune.use_beside(folder)
         for name, tensor in model.state_dict().items():
             self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
-        self._check_stored(model, stored)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self._refuse_offloading(getattr(model, "hf_device_map", None))
@@ -187,7 +182,6 @@ class PermTritonQuantizer(HfQuantizer):
             target = self._dtypes.get(name)
             if target is not None and tensor.dtype != target and tensor.is_floating_point():
                 tensor.data = tensor.data.to(target)
-        self._check_norms(model)
         for name, module in model.named_modules():
             if isinstance(module, ChannelGather | PermutedRMSNorm | PermutedLayerNorm):
                 check_index(module.index, module.index.numel(), name)
@@ -254,7 +248,7 @@ class PermTritonQuantizer(HfQuantizer):
         modules = {name for name, _ in model.named_modules() if name}
         for stored_name, norm in config.norms.items():
             if name := find_name(stored_name, modules, model):
-                self._norms[name] = replace_by_permuted_norm(model, name, norm)
+                replace_by_permuted_norm(model, name, norm)
         for stored_name, channels in config.gathers.items():
             if name := find_name(stored_name, modules, model):
                 replace_by_gathered_linear(model, name, channels)
@@ -282,44 +276,19 @@ class PermTritonQuantizer(HfQuantizer):
 
     def _headers(self, files: Sequence[Path], folder: Path) -> Mapping[str, StoredTensor]:
         """Returns the description of each stored tensor, of files in one folder whose hashes are right."""
-        if not files:
-            return {}
         for file in files:
             if file.parent != files[0].parent or (folder.is_dir() and not file.is_relative_to(folder)):
                 raise ModelError(
                     f"the index of the weights names {file}, which is outside the checkpoint's folder: it is damaged"
                 )
-        opened = Folder.loading(files, self.quantization_config)
-        opened.check_hashes()
-        return opened.stored
-
-    def _check_stored(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
-        """Compares names and shapes before any tensor is allocated.
-
-        Names that transformers converts while loading are unknown here; `_check_loaded` then finds missing tensors.
-        """
-        expected, prefix = self._shapes, model.base_model_prefix
-        modules = {name for name, _ in model.named_modules() if name}
-        targets, converted = set(), False
-        for name, tensor in stored.items():
-            target = resolve_name(name, expected, prefix)
-            if target is None:
-                owner = re.sub(r"(\.gather)?\.index$", "", name)
-                if owner != name and resolve_name(owner, modules, prefix):
-                    raise ModelError(
-                        f"{tensor.file} holds {name}, a permutation that config.json, quantization_config does not "
-                        "list: one of the files is damaged"
-                    )
-                converted = True
-                continue
-            targets.add(target)
-            if tensor.shape not in self._allowed(model, target):
-                raise ModelError(
-                    f"{tensor.file}: {name} has shape {list(tensor.shape)}, but the model of config.json needs "
-                    f"{list(expected[target])}: one of the files is damaged, or they do not belong together"
-                )
-        if not converted:
-            self._refuse_missing(model, set(expected) - targets)
+        if files:
+            check_hashes(files[0].parent, self.quantization_config.sha256)
+        stored = read_headers(files)
+        # No shape shows a gather of a packed linear, which would be left out without a word.
+        listed = {f"{name}.gather.index" for name in self.quantization_config.gathers}
+        if unlisted := {name for name in stored if name.endswith(".gather.index")} - listed:
+            raise ModelError(f"config.json does not list the permutation {min(unlisted)}: it is damaged")
+        return stored
 
     def _check_loaded(self, model: Any) -> None:
         """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions.
@@ -384,22 +353,6 @@ class PermTritonQuantizer(HfQuantizer):
         delattr(owner, f"{attribute}_positions")
         set_parameter(model, [name, *self._copies[name]], nn.Parameter(weight.to(self._dtypes[name])))
 
-    def _check_norms(self, model: Any) -> None:
-        """Checks that each permuted norm computes the same norm as the module that it replaced."""
-        variants: dict[tuple[Any, ...], NormVariant | None] = {}  # so that equal norms are recognised only once
-        for name, original in self._norms.items():
-            variant = model.get_submodule(name).variant
-            channels = original.get_parameter("weight").numel()
-            numbers = tuple(sorted((k, v) for k, v in vars(original).items() if isinstance(v, int | float)))
-            key = (type(original), channels, numbers)
-            if key not in variants:
-                variants[key] = match_norm(original, channels)
-            if variants[key] != variant:
-                raise ModelError(
-                    f"config.json, quantization_config: norm {name} is {variant}, but the model's norm is "
-                    f"{variants[key]}: the file is damaged"
-                )
-
     def _update_config(self, model: Any) -> None:
         """Updates quantization_config to the present modules of the model, and removes it from a plain model."""
         config = checkpoint_config(model, self.quantization_config.sparsity)
@@ -407,7 +360,6 @@ class PermTritonQuantizer(HfQuantizer):
         for module in model.modules():
             if hasattr(module, "config") and hasattr(module.config, "_is_quantized"):
                 del module.config._is_quantized
-        self._norms.clear()
         if config is not None:
             self.quantization_config = model.config.quantization_config = config
             model.hf_quantizer = self

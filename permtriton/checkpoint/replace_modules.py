@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from permtriton.checkpoint.packed import packed_parts
 from permtriton.checkpoint.quantization_config import WHERE, Norm, Packed
 from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import NormVariant
@@ -85,8 +84,8 @@ def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Paramete
         setattr(owner, attribute, parameter)
 
 
-def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> nn.Module:
-    """Replaces a norm by a permuted norm whose index is still to be loaded; returns the norm that was replaced.
+def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> None:
+    """Replaces a norm by a permuted norm whose index is still to be loaded.
 
     Raises:
         ModelError: the module is not a norm with the entry's number of channels.
@@ -101,7 +100,6 @@ def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> nn.Mod
         )
     index = torch.empty(channels, dtype=index_dtype(channels), device="meta")
     replace_module(model, name, from_norm(norm, NormVariant(entry["kind"], entry["eps"], entry["offset"]), index))
-    return norm
 
 
 def replace_by_sparse_linear(model: nn.Module, name: str) -> None:
@@ -157,7 +155,9 @@ def replace_by_packed(
             f"{WHERE}: {stored_name} has shape {shape}, but the model of config.json needs "
             f"{list(getattr(owner, attribute).shape)}: the file is damaged"
         )
-    values, positions = packed_parts(stored_name, stored)
+    values, positions = stored.get(f"{stored_name}_values"), stored.get(f"{stored_name}_positions")
+    if values is None or positions is None:
+        raise ModelError(f"the checkpoint holds no packed weights for {stored_name}: it is incomplete")
     shapes = packed_shapes(torch.Size(shape).numel() // shape[dim], shape[dim], pattern)
     if (values.shape, positions.shape) != shapes or values.dtype not in DTYPES or positions.dtype != "U8":
         raise ModelError(

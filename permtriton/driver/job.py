@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -154,14 +154,13 @@ class Job:
         """
         asked, source = self.asked, self._source
         device = resolve_device(asked.device) if source else None
-        with nullcontext() if source is None else load.unchanged_weights(source):
-            unused = list[str]()
-            model, given, text = self._loaded(progress, device, unused=unused)
-            source = source and source.at_commit(model.config)
-            if self._repository is not None:
-                progress.say(f"to be published in {self._repository}")
-            given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text, unused))
-            compiled = compile_given(model, given)
+        unused = list[str]()
+        model, given, text = self._loaded(progress, device, unused=unused)
+        source = source and source.at_commit(model.config)
+        if self._repository is not None:
+            progress.say(f"to be published in {self._repository}")
+        given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text, unused))
+        compiled = compile_given(model, given)
         # Where the compiled model is, there is room for the dense one.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)

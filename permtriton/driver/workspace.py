@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel
 
-from permtriton.model.checks import model_hash
+from permtriton.model.checks import sample_hash
 from permtriton.running.state import State
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.machine import release_memory
@@ -68,8 +68,8 @@ class Workspace:
         """
         if self.resume_path is None:
             return None
-        with self.timed("identify"):
-            start = self.inputs["weights"] if model is None else model_hash(model)
-            file = kind(state_path(self.resume_path, step), {**self.inputs, "start": start})
+        # The dense model is hashed once; what earlier steps made of it may differ by how other threads round sums.
+        start = "dense" if model is None else sample_hash(model)
+        file = kind(state_path(self.resume_path, step), {**self.inputs, "start": start})
         self.states.append(file)
         return file

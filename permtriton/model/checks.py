@@ -27,6 +27,7 @@ NOISE_MARGIN, MOST_ALLOWED = 10, 1e-2
 STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 LAST, EMBEDDED = "last_hidden_state", "inputs_embeds"
 
+SAMPLED = 4096  # values of a parameter that `sample_hash` reads
 # Entries of a config that do not change what the model computes, or that stand elsewhere.
 NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_config")
 
@@ -211,6 +212,15 @@ def model_hash(model: PreTrainedModel) -> str:
     config = {name: value for name, value in model.config.to_dict().items() if name not in NOT_IN_HASH}
     sha256 = hashlib.sha256(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
     hash_tensors(sha256, [*model.named_parameters(), *model.named_buffers()])
+    return sha256.hexdigest()
+
+
+def sample_hash(model: nn.Module) -> str:
+    """Returns the SHA-256 of some values of each parameter, which tells apart what steps of one run may have left."""
+    sha256 = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        step = parameter.numel() // SAMPLED | 1  # odd, or all would be of a few columns
+        hash_tensors(sha256, [(name, parameter.detach().flatten()[::step])])
     return sha256.hexdigest()
 
 

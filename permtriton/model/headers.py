@@ -53,19 +53,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_regular(folder: Path) -> None:
-    """Refuses a folder with pipes or devices, or links to them: whoever opens one may wait or read without end.
-
-    Those in folders inside are left alone: nothing opens a file there without asking whether it is a regular one.
-
-    Raises:
-        ModelError: there is one.
-    """
-    for path in sorted(folder.iterdir()):
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ModelError(f"{path} is no regular file, but a pipe, a device or a link to one: remove it")
-
-
 def checkpoint_files(folder: Path) -> list[Path]:
     """Returns the files of weights in a folder: the only one, or those that the index names, all in that folder.
 

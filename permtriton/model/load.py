@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from permtriton.model.headers import (
     REPORT_FILE,
     WEIGHTS_FILE,
     StoredTensor,
-    check_regular,
     checkpoint_files,
     read_headers,
     read_json,
@@ -112,7 +111,6 @@ def load_model(
         build_empty(model_class, config, stored, source.name)
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
-        unchanged_weights(source, also_replaced=True),
         nullcontext() if source.gguf is None else read_quickly(),
     ):
         model, info = model_class.from_pretrained(
@@ -162,36 +160,6 @@ def _placement(source: Source, config: Any, device: torch.device) -> dict[str, s
         return {}
     require(f"{source.name} on a GPU", "accelerate")
     return {"device_map": str(device)}
-
-
-@contextmanager
-def unchanged_weights(source: Source, *, also_replaced: bool = False) -> Iterator[None]:
-    """Checks that nothing wrote to a model's files inside the ``with`` block.
-
-    Weights on the CPU are mapped from these files, so that a change to a file changes the model in memory. A file that
-    was replaced by another one stays mapped as it was.
-
-    Args:
-        source: source of the model; only folders are checked.
-        also_replaced: whether files must not be replaced either, because they are being opened.
-
-    Raises:
-        ModelError: a file was changed; the message names it.
-    """
-    weights = [source.gguf.path] if source.gguf else sorted(Path(source.location).glob("*.safetensors"))
-    files = {path: path.stat() for path in weights}
-    yield
-    for path, before in files.items():
-        after = path.stat() if path.is_file() else None
-        if after is None or after.st_ino != before.st_ino:
-            changed = also_replaced
-        else:
-            changed = (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
-        if changed:
-            raise ModelError(
-                f"{path} was changed while it was in use, so that the model in memory may be neither the old nor the "
-                "new one: nothing was saved; run the same command again once nothing writes to it"
-            )
 
 
 def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrainedModel:
@@ -369,7 +337,7 @@ def config_of(source: Source) -> Any:
 
 
 def check_folder(source: Source) -> None:
-    """Refuses a path that is not a folder, and a folder that is not a model's or holds pipes or devices.
+    """Refuses a path that is not a folder, and a folder that is not a model's.
 
     Raises:
         ModelError: saying which.
@@ -383,7 +351,6 @@ def check_folder(source: Source) -> None:
             )
         return
     _check_revision(source)
-    check_regular(source.folder)
     if source.holds(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
     if not source.holds(CONFIG_FILE):

@@ -2,13 +2,10 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from permtriton.errors import ModelError, reading, shown
 from permtriton.model.headers import StoredTensor
@@ -16,9 +13,7 @@ from permtriton.model.headers import StoredTensor
 # Entries that say how many parts of a kind there are, for which the config classes make lists; the others are GGUF's.
 COUNTS = re.compile(r"(\w+_)?(layers?|depths?|experts?|labels)|.+\.(block|expert)_count")
 MOST_PARTS = 100_000
-LARGEST_DIMENSION = 2**24  # BLT has an embedding of 3,000,012 rows
 MOST_ELEMENTS = 2**43  # without weights to compare with
-MODULES_PER_TENSOR, MORE_MODULES = 50, 10_000
 ELEMENTS_PER_STORED, MORE_ELEMENTS = 16, 2**24  # packed weights have fewer elements than they stand for
 
 
@@ -51,12 +46,10 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
         name: name of the model, for errors.
 
     Raises:
-        ModelError: the class cannot be built from this config, or a size is 0 or too large.
+        ModelError: the class cannot be built from this config, or it is too large.
     """
-    limit = MOST_PARTS if stored is None else MODULES_PER_TENSOR * len(stored) + MORE_MODULES
     with (
         reading(f"{name}: {model_class.__name__} cannot be built from config.json", ModelError),
-        _at_most(limit, name),
         torch.device("meta"),
     ):
         model = model_class._from_config(config).eval()
@@ -70,28 +63,4 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
             f"{name}: config.json describes a model of {total:,} parameters, more than {there} (at most {most:,}): a "
             "size in it is damaged, or it belongs to other weights"
         )
-    for each, parameter in model.named_parameters():
-        if any(not 0 < size <= LARGEST_DIMENSION for size in parameter.shape):
-            raise ModelError(
-                f"{name}: config.json gives {each} the shape {list(parameter.shape)}, but sizes are at least 1 and at "
-                f"most {LARGEST_DIMENSION}: a number in it is damaged"
-            )
     return model
-
-
-@contextmanager
-def _at_most(limit: int, name: str) -> Iterator[None]:
-    """Inside the ``with`` block, refuses to add more than ``limit`` modules to others, however they are made."""
-    count = 0
-
-    def added(_parent: nn.Module, _name: str, _module: nn.Module | None) -> None:
-        nonlocal count
-        count += 1
-        if count > limit:
-            raise ModelError(
-                f"{name}: config.json describes a model of more than {limit:,} modules, which its checkpoint cannot "
-                "fill: a number in it is damaged, or it belongs to other weights"
-            )
-
-    with register_module_module_registration_hook(added):
-        yield
