@@ -82,40 +82,14 @@ def pack_positions(slots: Tensor, group: int) -> Tensor:
 
 def unpack_positions(positions: Tensor, count: int, group: int) -> Tensor:
     """Returns uint8 ``[O, count]``: the positions inside their groups."""
-    return _unpack_all(positions, group)[:, :count]
-
-
-def _unpack_all(positions: Tensor, group: int) -> Tensor:
-    """Returns uint8 ``[O, 8 n]``: the positions, then the padding bits."""
     bits = position_bits(group)
     if 8 % bits == 0:
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=positions.device)
-        return ((positions.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)
+        return ((positions.unsqueeze(2) >> shifts) & (2**bits - 1)).flatten(1)[:, :count]
     octets = pad(positions, (0, -positions.shape[1] % bits)).unflatten(1, (-1, bits)).long()
     words = (octets << torch.arange(0, 8 * bits, 8, device=positions.device)).sum(2, keepdim=True)
     slots = (words >> torch.arange(0, 8 * bits, bits, device=positions.device)) & (2**bits - 1)
-    return slots.to(torch.uint8).flatten(1)
-
-
-def check_packed(values: Tensor, positions: Tensor, out_features: int, in_features: int, pattern: NMPattern) -> None:
-    """Refuses what `pack` cannot have made: of the rest, `unpack` is safe and `pack` of its result gives the same.
-
-    Works on chunks of rows: temporaries take some tens of MiB.
-
-    Args:
-        values: As stored.
-        positions: As stored.
-        out_features: O of the model's layer.
-        in_features: C of the model's layer.
-        pattern: What each group keeps.
-
-    Raises:
-        ModelError: wrong shapes or dtypes, a position outside its group, positions that do not ascend, padding bits
-            that are not 0, a value that is not finite or is -0.0, zeros not at the first free positions.
-    """
-    check_packed_shapes(values, positions, out_features, in_features, pattern)
-    for rows in _row_chunks(out_features, in_features):
-        _refuse(rows, _faults_of_packed(values[rows], positions[rows], in_features, pattern))
+    return slots.to(torch.uint8).flatten(1)[:, :count]
 
 
 def _chosen(grouped: Tensor, kept: int) -> Tensor:
@@ -124,10 +98,6 @@ def _chosen(grouped: Tensor, kept: int) -> Tensor:
     free = ~nonzero
     spare = kept - nonzero.sum(2, keepdim=True, dtype=torch.int8)
     return nonzero | (free & (free.cumsum(2, dtype=torch.int8) <= spare))
-
-
-def _negative_zero(values: Tensor) -> Tensor:
-    return (values == 0) & values.signbit()
 
 
 def _starts(in_features: int, pattern: NMPattern, device: torch.device) -> Tensor:
@@ -139,24 +109,6 @@ def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
     step = max(CHUNK // max(columns, 1), 1)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
-
-
-def _faults_of_packed(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> dict[str, Tensor]:
-    slots_and_padding = _unpack_all(positions, pattern.group)
-    slots, padding = slots_and_padding.split((values.shape[1], slots_and_padding.shape[1] - values.shape[1]), 1)
-    grouped = slots.unflatten(1, (-1, pattern.kept))
-    # Limited to the group: a position outside of it is refused only later, and must not write outside the weight.
-    channels = slots.clamp(max=pattern.group - 1).long() + _starts(in_features, pattern, values.device)
-    weight = values.new_zeros(values.shape[0], in_features).scatter_(1, channels, values)
-    chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept).flatten(1)
-    return {
-        f"a position outside its group of {pattern.group}": slots >= pattern.group,
-        "positions of a group that do not ascend": grouped[..., 1:] <= grouped[..., :-1],
-        "padding bits that are not 0": padding != 0,
-        "a value that is not finite": ~values.isfinite(),
-        "a value of -0.0": _negative_zero(values),
-        "zeros that are not at the first free positions": ~chosen.gather(1, channels),
-    }
 
 
 def _refuse(rows: slice, faults: Mapping[str, Tensor]) -> None:
@@ -218,7 +170,7 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
         too_many = chosen.sum(2, dtype=torch.int8) > pattern.kept
         _refuse(rows, {
             "a weight that is not finite": ~weight.isfinite(),
-            "a weight of -0.0: store 0.0": _negative_zero(weight),
+            "a weight of -0.0: store 0.0": (weight == 0) & weight.signbit(),
             f"more nonzero weights in a group than {pattern} keeps: prune before packing": too_many,
         })  # fmt: skip
         kept = weight.shape[0] * values.shape[1]

@@ -161,7 +161,7 @@ def sparse_linear(
     Args:
         x: ``[..., in_features]``, in the dtype of ``values``.
         values: ``[O, in_features / group * kept]``.
-        positions: uint8, from `pack`. Their content is trusted: see `check_packed`.
+        positions: uint8, from `pack`. Their content is trusted.
         bias: ``[O]`` in the dtype of ``values``, or None.
         index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
         in_features: C.

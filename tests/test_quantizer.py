@@ -187,11 +187,6 @@ DAMAGE = {
     "no index": (tensors(lambda t: t.pop(INDEX)), [INDEX]),
     "an index twice": (tensors(duplicated), ["input_layernorm", "not a permutation"]),
     "an index of another type": (tensors(lambda t: t.update({GATHER: t[GATHER].long()})), [GATHER, "int64"]),
-    "positions that do not ascend": (tensors(lambda t: t[f"{LAST_UP}_positions"].fill_(0)), [LAST_UP, "ascend"]),
-    "a value that is not finite": (
-        tensors(lambda t: t[f"{LAST_UP}_values"][0].fill_(torch.inf)),
-        [LAST_UP, "not finite"],
-    ),
     "embeddings of another shape": (
         tensors(lambda t: t.update({"lm_head.weight": t["lm_head.weight"][:-1].clone()})),
         ["lm_head.weight", "[89, 64]"],

@@ -155,7 +155,7 @@ class Folder:
             return self._read(name).view(self.shape(name))
         entry = self.packed[name]
         values, positions = self._read(f"{name}_values"), self._read(f"{name}_positions")
-        return unpacked(name, values, positions, entry["shape"], entry["dim"], self.entries.pattern_of(name))
+        return unpacked(values, positions, entry["shape"], entry["dim"], self.entries.pattern_of(name))
 
     def file_of(self, name: str) -> str:
         """Returns the name of the file that holds a tensor, or the values of a packed one."""

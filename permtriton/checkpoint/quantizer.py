@@ -24,7 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from permtriton.checkpoint.folder import check_hashes
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.packed import cast_packed, check_content, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
 from permtriton.checkpoint.quantization_config import (
     VERSION,
     Norm,
@@ -297,7 +297,7 @@ class PermTritonQuantizer(HfQuantizer):
         """
         state = model.state_dict(keep_vars=True)
         loaded = {name for name in self._shapes if getattr(state[name], "_is_hf_initialized", False)}
-        self._refuse_missing(model, set(self._shapes) - loaded)
+        self.refuse_missing(model, set(self._shapes) - loaded)
         for name, shape in self._shapes.items():
             if tuple(state[name].shape) not in self._allowed(model, name):
                 raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
@@ -312,7 +312,8 @@ class PermTritonQuantizer(HfQuantizer):
         owner, _, kind = name.rpartition(".")
         return {shape, (1, *shape)} if kind == "weight" and is_permuted(model.get_submodule(owner)) else {shape}
 
-    def _refuse_missing(self, model: Any, missing: set[str]) -> None:
+    def refuse_missing(self, model: Any, missing: set[str]) -> None:
+        """Refuses a checkpoint that lacks tensors, but for tied ones and those that the class does without."""
         ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
         pairs = dict(getattr(model, "all_tied_weights_keys", {})).items()
         tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # not both names are missing
@@ -339,16 +340,14 @@ class PermTritonQuantizer(HfQuantizer):
         entry, pattern = config.packed[listed], config.pattern_of(listed)
         owner, attribute = owner_of(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
-        arguments = (name, values, positions, entry["shape"], entry["dim"], pattern)
         if name in self._kept:
             assert isinstance(owner, SparseLinear)
-            check_content(*arguments)
             dtype = self._dtypes[f"{name}_values"] = self._dtypes[name]
             if values.dtype != dtype:
                 values, positions = cast_packed(values, positions, owner.in_features, pattern, dtype)
             owner.set_packed(values, positions, pattern).compress()
             return
-        weight = unpacked(*arguments)
+        weight = unpacked(values, positions, entry["shape"], entry["dim"], pattern)
         delattr(owner, f"{attribute}_values")
         delattr(owner, f"{attribute}_positions")
         set_parameter(model, [name, *self._copies[name]], nn.Parameter(weight.to(self._dtypes[name])))

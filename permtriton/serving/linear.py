@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from permtriton.checkpoint.packed import cast_packed, check_content, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
 from permtriton.errors import ModelError
 from permtriton.kernels.packing import packed_shapes, position_bits
 from permtriton.kernels.permute import permute
@@ -88,7 +88,7 @@ class PermTritonLinearMethod(LinearMethodBase):
         """Checks what was loaded, and brings it into the form that is multiplied.
 
         Raises:
-            ModelError: a part is missing, the packed weight is damaged, or the gather is no permutation or crosses the
+            ModelError: a part is missing, or the gather is no permutation or crosses the
                 columns of several ranks.
         """
         self._check_loaded()
@@ -101,7 +101,7 @@ class PermTritonLinearMethod(LinearMethodBase):
             if runs_packed(self.columns, self.dtype, pattern, values.device):
                 layer.packed = self._packed(values, positions, pattern)
                 return
-            weight = unpacked(self.name, values, positions, (self.rows, self.columns), 1, pattern)
+            weight = unpacked(values, positions, (self.rows, self.columns), 1, pattern)
             layer.weight = nn.Parameter(weight.to(self.dtype), requires_grad=False)
         self.dense.process_weights_after_loading(layer)
 
@@ -160,7 +160,6 @@ class PermTritonLinearMethod(LinearMethodBase):
                 )
 
     def _packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> SparseLinear:
-        check_content(self.name, values, positions, (self.rows, self.columns), 1, pattern)
         if values.dtype != self.dtype:
             values, positions = cast_packed(values, positions, self.columns, pattern, self.dtype)
         linear = SparseLinear(self.columns, self.rows, bias=False, device="meta")

@@ -26,7 +26,7 @@ SERVED = {
 
 
 def check_folder(name: str) -> Folder:
-    """Checks all that loading through transformers checks before it reads a tensor, hashes included.
+    """Checks the hashes of a folder, and that it holds every tensor of its model in the form that config.json says.
 
     Args:
         name: the folder as the engine was given it.
@@ -46,6 +46,7 @@ def check_folder(name: str) -> Folder:
     quantizer = PermTritonQuantizer(folder.entries, pre_quantized=True)
     model = load_empty_model(Source(location_of(path)), allow_compiled=True)
     quantizer.preprocess_model(model, checkpoint_files=list(map(str, folder.files)))
+    quantizer.refuse_missing(model, set(model.state_dict()) - folder.stored.keys())
     return folder
 
 

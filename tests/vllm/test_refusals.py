@@ -50,7 +50,7 @@ def edit(**changes):
 
 
 DAMAGE = {
-    "a flipped bit": (flip, "its SHA-256 is not the one in config.json"),
+    "a flipped bit": (flip, "its SHA-256 is not the one that was written"),
     "an unknown entry": (edit(surprise=1), "surprise is unknown: the file is damaged"),
     "another version": (edit(version=2), "version is 2"),
     "another pattern": (edit(sparsity="4:8"), "expected floating-point"),
@@ -106,17 +106,10 @@ def no_permutation(tensors) -> None:
     tensors["model.layers.0.input_layernorm.index"][0] = tensors["model.layers.0.input_layernorm.index"][1]
 
 
-def bad_positions(tensors) -> None:
-    tensors["model.layers.0.self_attn.o_proj.weight_positions"][0, 0] = 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"), [(no_permutation, "not a permutation"), (bad_positions, "positions of a group")]
-)
-def test_content_is_checked_while_it_is_loaded(change, message, copy_of):
+def test_content_is_checked_while_it_is_loaded(copy_of):
     folder = copy_of("fused-packed")
-    folders.rewrite(folder, change)
-    with pytest.raises(ModelError, match=message), engine(folder):
+    folders.rewrite(folder, no_permutation)
+    with pytest.raises(ModelError, match="not a permutation"), engine(folder):
         pass
 
 
