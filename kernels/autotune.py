@@ -287,16 +287,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         content = json.loads(text)
         if content["version"] != VERSION:
             return _ignored(path, f"it has version {content['version']!r}, this permtriton reads {VERSION}")
-        machines = content["machines"]
-        wrong = [
-            key
-            for entries in machines.values()
-            for key, entry in entries.items()
-            if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict)
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return dict(content["machines"])
+    except (ValueError, KeyError, TypeError) as error:
         return _ignored(path, f"it is damaged ({type(error).__name__}: {error})")
-    return _ignored(path, f"its entry {wrong[0]!r} is damaged") if wrong else machines
 
 
 def _ignored(path: Path, why: str) -> dict[str, dict[str, Any]]:

@@ -1,17 +1,16 @@
 """Which linears does a user want to prune, which to stay dense, and which to have a pattern of their own?"""
 
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-import regex
 from torch import nn
 
 from permtriton.errors import ConfigError
 from permtriton.util.sparsity import NMPattern
 
 REGEX = "re:"
-SECONDS = 1  # that a regular expression may take on one name; some take exponential time
 NOT_NAMED = "not named by targets"
 IGNORED = "named by ignore: "
 
@@ -99,11 +98,7 @@ def _near(text: str, linears: Mapping[str, nn.Module]) -> list[str]:
 def _matches(option: str, pattern: str, name: str, module: nn.Module) -> bool:
     if pattern.startswith(REGEX):
         try:
-            return regex.match(pattern.removeprefix(REGEX), name, timeout=SECONDS) is not None
-        except regex.error as error:
+            return re.match(pattern.removeprefix(REGEX), name) is not None
+        except re.error as error:
             raise ConfigError(f"`{option}={pattern}` is no regular expression: {error}") from error
-        except (TimeoutError, MemoryError, RecursionError, OverflowError) as error:
-            raise ConfigError(
-                f"`{option}={pattern}` takes more than {SECONDS} s on the name {name}: give a simpler expression"
-            ) from error
     return pattern == type(module).__name__ or fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")

@@ -5,7 +5,6 @@ it on one line with flags in their place (`as_flags`), and exits with code 2.
 """
 
 import math
-import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,26 +72,6 @@ def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
         raise
     except BaseException as error:
         raise kind(f"{what}: {first_line(error)}") from error
-
-
-@contextmanager
-def without_panics() -> Iterator[None]:
-    """Drops what is written to standard error inside the ``with`` block, where Rust code tells of its panics.
-
-    What went wrong is also in the exception that it raises.
-    """
-    try:
-        before = os.dup(2)
-    except OSError:  # it is closed
-        yield
-        return
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
 
 
 def first_line(error: BaseException) -> str:

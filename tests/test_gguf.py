@@ -273,13 +273,6 @@ def endless(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:16] + struct.pack("<Q", 1) + array)
 
 
-def elsewhere(path: Path) -> None:
-    """Has a tensor begin where the first one does, whose values it would then have."""
-    content, name = path.read_bytes(), b"blk.0.ffn_up.weight"
-    at = content.index(name) + len(name) + 4 + 2 * 8 + 4  # after the number of dimensions, the dimensions and the type
-    path.write_bytes(content[:at] + bytes(8) + content[at + 8 :])
-
-
 # The damage to a file, and the words that its error must contain.
 DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "cut off": (cut, ["damaged or truncated"]),
@@ -291,7 +284,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "too many experts": (written(expert_count=10**9), ["llama.expert_count is 1000000000"]),
     "too wide": (written(feed_forward_length=10**8), ["parameters", "a size in it is damaged"]),
     "an endless array": (endless, ["it ends before"]),
-    "a tensor in another's place": (elsewhere, ["blk.0.ffn_up.weight is said to begin at byte"]),
     "a part": (written(**{"split.count": 2}), ["is one of 2 parts", "llama-gguf-split --merge"]),
     "biases": (holding("blk.1.attn_q.bias", *[0, 1] * 16), ["blk.1.attn_q.bias", "no such tensor", "safetensors"]),
     "norms of queries": (holding("blk.0.attn_q_norm.weight", *[3] * 8), ["blk.0.attn_q_norm.weight", "no such tensor"]),

@@ -10,7 +10,6 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-import regex
 import torch
 
 import permtriton
@@ -94,13 +93,12 @@ MODELS: dict[str, tuple[Damage, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_models_and_tokenizers(desk, tmp_path, case, capfd):
-    """What could not be saved is refused before the work, too. Where Rust code gives up, it prints what it did."""
+def test_models_and_tokenizers(desk, tmp_path, case):
+    """What could not be saved is refused before the work, too."""
     damage, words = MODELS[case]
     model = Path(shutil.copytree(desk.model, tmp_path / "model"))
     damage(model)
     desk.refuses(desk.compile(model=model), *words)
-    assert "panicked" not in capfd.readouterr().err
 
 
 def test_sizes_have_limits_where_there_are_no_weights(desk, tmp_path):
@@ -213,15 +211,6 @@ def test_names_are_printed_as_text(desk, tmp_path):
 )
 def test_files_of_options(desk, content, words):
     desk.refuses(desk.compile("--config", desk.write("a.toml", content)), *words)
-
-
-@pytest.mark.slow
-def test_an_expression_that_takes_too_long_is_refused(desk, monkeypatch):
-    def match(*_arguments: object, **_options: object) -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(regex, "match", match)
-    desk.refuses(["inspect", str(desk.model), "--ignore", "re:x"], "--ignore re:x takes more than 1 s on the name")
 
 
 @pytest.mark.parametrize(("option", "name"), [("--config", "options.toml"), ("--calibration", "ids.safetensors")])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from permtriton.errors import CalibrationError, ConfigError, reading, without_panics
+from permtriton.errors import CalibrationError, ConfigError, reading
 from permtriton.model.tokenizer import tokenizer_of, unchanged
 
 PROBE = "a text"
@@ -95,7 +95,7 @@ def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = Fa
     tokenizer = tokenizer_of(tokenizer)
     if choice == "none" or tokenizer is None:
         return NONE
-    with reading("the model's tokenizer does not tokenize", CalibrationError), without_panics(), unchanged(tokenizer):
+    with reading("the model's tokenizer does not tokenize", CalibrationError), unchanged(tokenizer):
         found = _found(tokenizer, "text")
         if not halves:
             return found

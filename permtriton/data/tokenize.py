@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_of
-from permtriton.errors import CalibrationError, reading, shown, without_panics
+from permtriton.errors import CalibrationError, reading, shown
 from permtriton.model.tokenizer import tokenizer_of, unchanged
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
@@ -129,7 +129,7 @@ def token_ids(
     if (tokenizer := tokenizer_of(tokenizer)) is None:
         raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
     problem = f"{source} cannot be tokenized by the model's tokenizer"
-    with reading(problem, CalibrationError), without_panics(), unchanged(tokenizer):
+    with reading(problem, CalibrationError), unchanged(tokenizer):
         parts = list(pieces(text))
         if len(parts) > 1:
             around = special_tokens_of(tokenizer) if special else NONE

@@ -80,7 +80,6 @@ def read_gguf(path: Path) -> GgufFile:
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
         file = _reader()(path)
-        _check_places(file)
         stored = {
             str(each.name): StoredTensor(path, each.tensor_type.name, tuple(map(int, reversed(each.shape))))
             for each in file.tensors
@@ -295,12 +294,3 @@ def _texts(data: Any, place: int, count: int) -> tuple[list[Any], int]:
         texts.append(data[begin:end])
         place = end
     return texts, place
-
-
-def _check_places(file: Any) -> None:
-    """Refuses tensors that do not lie one after the other, as llama.cpp does: one would have another's values."""
-    expected = file.data_offset
-    for tensor in file.tensors:
-        if tensor.data_offset != expected:
-            raise ValueError(f"{tensor.name} is said to begin at byte {tensor.data_offset}, expected {expected}")
-        expected += -(-tensor.n_bytes // file.alignment) * file.alignment

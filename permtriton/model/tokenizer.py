@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton.errors import ModelError, first_line, reading, shown, without_panics
+from permtriton.errors import ModelError, first_line, reading, shown
 from permtriton.model.gguf_file import complete_tokenizer, read_quickly
 from permtriton.model.source import PROCESSOR_FILES, Source
 from permtriton.util.progress import NoProgress, Progress
@@ -81,7 +81,7 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
     """
     try:
         quickly = nullcontext() if source.gguf is None else read_quickly()
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), without_panics(), quickly:
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), quickly:
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:
