@@ -43,15 +43,13 @@ class PermTritonLinearMethod(LinearMethodBase):
 
     Args:
         name: vLLM's name of the linear, for errors.
-        parts: number of linears that vLLM joined to this one.
         stored: how the packed weight is stored; None if it is dense.
         gathers: whether the linear gathers its input first.
     """
 
-    def __init__(self, name: str, parts: int, stored: Stored | None, gathers: bool) -> None:
-        self.name, self.parts, self.stored, self.gathers = name, parts, stored, gathers
+    def __init__(self, name: str, stored: Stored | None, gathers: bool) -> None:
+        self.name, self.stored, self.gathers = name, stored, gathers
         self.dense = UnquantizedLinearMethod()
-        self._loaded: dict[str, set[Any]] = {}  # parameter -> parts that were loaded; {None} for all at once
 
     def create_weights(
         self,
@@ -85,13 +83,11 @@ class PermTritonLinearMethod(LinearMethodBase):
         self._add(layer, "weight_positions", torch.empty(positions, dtype=torch.uint8), load)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Checks what was loaded, and brings it into the form that is multiplied.
+        """Brings what was loaded into the form that is multiplied.
 
         Raises:
-            ModelError: a part is missing, or the gather is no permutation or crosses the
-                columns of several ranks.
+            ModelError: the gather is no permutation or crosses the columns of several ranks.
         """
-        self._check_loaded()
         if self.gathers:
             layer.gather.finish(layer.tp_rank * self.columns, self.columns)
         if self.stored is not None:
@@ -116,14 +112,7 @@ class PermTritonLinearMethod(LinearMethodBase):
         return self.dense.apply(layer, x if index is None else permute(x, index), bias)
 
     def _add(self, layer: Any, name: str, data: Tensor, load: Callable[..., None]) -> None:
-        """Adds a parameter, and notes which of its parts are loaded."""
-        loaded = self._loaded[name] = set()
-
-        def load_and_note(parameter: nn.Parameter, tensor: Tensor, *part: Any) -> None:
-            load(parameter, tensor, *part)
-            loaded.add(part[0] if part else None)
-
-        parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load_and_note)
+        parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
         layer.register_parameter(name, parameter)
 
     def _skip(self, _: nn.Parameter, tensor: Tensor, *__: Any) -> None:
@@ -150,14 +139,6 @@ class PermTritonLinearMethod(LinearMethodBase):
                 f"{self.columns}, which does not fit groups at {pattern} and whole bytes of their positions: use "
                 "fewer ranks, or export the folder again with --format plain"
             )
-
-    def _check_loaded(self) -> None:
-        for parameter, parts in self._loaded.items():
-            if parts != {None} and len(parts) != self.parts:
-                raise ModelError(
-                    f"{self.name}.{parameter}: {len(parts)} of {self.parts} parts were loaded: the checkpoint is "
-                    "incomplete, or vLLM's model expects other names"
-                )
 
     def _packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> SparseLinear:
         if values.dtype != self.dtype:

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from permtriton.checkpoint.quantization_config import METHOD
 from permtriton.errors import ModelError
@@ -31,7 +30,6 @@ class PermutedRMSNorm(RMSNorm):
         quant_config = None if config is None else config.quant_config
         if quant_config is None or quant_config.get_name() != METHOD or not self.has_weight:
             return
-        self.quant_method = _Order()  # vLLM calls it once the weights are loaded
         self.index = nn.Parameter(torch.empty(0, dtype=index_dtype(hidden_size)), requires_grad=False)
         self.index.weight_loader = self._load_index  # type: ignore[attr-defined]
         self.weight.weight_loader = self._load_weight
@@ -53,24 +51,6 @@ class PermutedRMSNorm(RMSNorm):
     def _load_index(self, parameter: nn.Parameter, tensor: Tensor) -> None:
         check_index(tensor, self.hidden_size, "a norm")
         parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
-
-
-class _Order(QuantizeMethodBase):
-    """Checks that a norm got both an index and a weight that says so, or neither."""
-
-    def create_weights(self, layer: nn.Module, *weight_args: Any, **extra_weight_attrs: Any) -> None:
-        """Does nothing: the norm has its parameters already."""
-
-    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        return layer(*args, **kwargs)
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        assert isinstance(layer, PermutedRMSNorm)
-        if layer.permutes != bool(layer.index.numel()):
-            raise ModelError(
-                "a norm has an index but a weight of its own shape, or the other way round: the checkpoint is damaged, "
-                "or vLLM's model expects other names"
-            )
 
 
 def use_permuted_norms() -> None:

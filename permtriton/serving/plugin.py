@@ -114,7 +114,7 @@ class PermTritonConfig(QuantizationConfig):
                 f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them are packed, or they "
                 "differ in their pattern or the dtype of their values: export the folder again with --format plain"
             )
-        return PermTritonLinearMethod(prefix, len(parts), stored[0], gathers[0])
+        return PermTritonLinearMethod(prefix, stored[0], gathers[0])
 
     def _prepare(self) -> None:
         """Does in the process that builds the model what its modules need: norms that permute, tuned kernels."""

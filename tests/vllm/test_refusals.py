@@ -186,13 +186,6 @@ def test_a_gather_across_ranks_is_refused():
 
 @pytest.mark.parametrize(("kept", "group", "columns"), [(2, 4, 36), (2, 4, 6), (4, 8, 12), (1, 4, 8)])
 def test_ranks_that_would_divide_groups_or_bytes_are_refused(kept, group, columns):
-    method = PermTritonLinearMethod("down_proj", 1, Stored(torch.float32, NMPattern(kept, group)), gathers=False)
+    method = PermTritonLinearMethod("down_proj", Stored(torch.float32, NMPattern(kept, group)), gathers=False)
     with pytest.raises(ModelError, match="use fewer ranks"):
         method.create_weights(nn.Module(), columns, [8], 2 * columns, 8, torch.float32, weight_loader=None)
-
-
-def test_a_linear_of_which_a_part_is_missing_is_refused():
-    method = PermTritonLinearMethod("qkv_proj", 3, Stored(torch.float32, NMPattern(2, 4)), gathers=False)
-    method._loaded = {"weight_values": {"q", "k", "v"}, "weight_positions": {"q", "k"}}
-    with pytest.raises(ModelError, match="weight_positions: 2 of 3 parts were loaded"):
-        method.process_weights_after_loading(nn.Module())
