@@ -323,7 +323,7 @@ def test_refusals(tmp_path, make, words):
 def test_a_parametrized_weight_and_a_model_without_a_record_are_refused(tmp_path):
     model = pruned_llama()
     kept = permtriton.keep_pattern(model)
-    with pytest.raises(ModelError, match=r"holds no permtriton\.json, which would have to be saved"):
+    with pytest.raises(ModelError, match=r"was loaded without permtriton\.json, which would have"):
         kept.save_pretrained(tmp_path / "trained")
     nn.utils.parametrize.register_parametrization(model.model.layers[0].mlp.up_proj, "weight", nn.Identity())
     with pytest.raises(ModelError, match="is no whole parameter any more"):

@@ -39,17 +39,13 @@ BASE_LAYER = ".base_layer"  # where PEFT puts the linear that it wraps
 
 
 def keep_pattern(model: nn.Module) -> "KeptPattern":
-    """Keeps the zeros of every N:M weight of a model while it is trained, whatever the optimizer and the loop.
+    """Keeps the zeros of every N:M weight of a model while it is trained: each step of an optimizer restores them.
 
-    After every step of an optimizer of torch, those of its weights that were zero are zero again. Call it once the
-    weights are loaded; the model may be wrapped before or afterwards (``torch.compile``, DDP, accelerate, PEFT), but a
-    copy (``copy.deepcopy``) is another model, which needs a call of its own. The weights are those that
+    Call it once the weights are loaded; the model may be wrapped before or afterwards (``torch.compile``, DDP,
+    accelerate, PEFT), but a copy is another model, which needs a call of its own. The weights are those that
     ``permtriton.json`` lists in the folder that the model was loaded from; without that file, every linear and every
     stack of experts whose groups keep N of M values. A mask takes a byte per weight. A kept weight may pass through
     zero, but one that is zero at this call stays zero.
-
-    Args:
-        model: model whose weights are N:M, in the layout ``portable`` or ``fused``.
 
     Returns:
         What saves the trained model, merges an adapter, or ends it.
@@ -169,11 +165,7 @@ class KeptPattern:
         """Merges the adapters of PEFT into the weights, and sets those that were zero to zero again.
 
         An adapter changes all weights, so merging loses what it does to zeros: measure the model before and after.
-        While it merges, a second copy of the N:M weights is in memory.
-
-        Args:
-            model: the ``PeftModel``.
-            options: further arguments of its ``merge_and_unload``.
+        While it merges, a second copy of the N:M weights is in memory. ``options`` are PEFT's.
 
         Raises:
             ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, or has an adapter on
@@ -208,34 +200,27 @@ class KeptPattern:
     def save_pretrained(
         self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
     ) -> Path:
-        """Writes the trained model with ``permtriton.json``, so that ``permtriton export`` packs it.
+        """Writes the trained model with ``permtriton.json``, verified as `permtriton.CompiledModel.save_pretrained`.
 
-        Every tensor is read back and compared with the model, and every N:M weight is checked, before the folder is
-        renamed into place. Of several ranks, all call it, the first one writes, and all end as it does.
+        Of several ranks, all call it, the first one writes, and all end as it does.
 
         Args:
-            folder: folder to write.
+            folder: folder to write; its absolute path is returned.
             tokenizer: tokenizer or processor, which is saved, too.
             overwrite: whether an earlier output of permtriton may be replaced.
 
-        Returns:
-            The absolute path of the folder.
-
         Raises:
             ModelError: the model was not loaded from a folder that permtriton wrote, or its adapters are not merged.
-            OutputError: the folder exists and may not be replaced, or cannot be written.
-            VerificationError: the written folder fails a check; nothing is left behind.
+            OutputError, VerificationError: as there.
         """
         model: Any = self._model()
         record = self.record
         if model is None:
             raise ModelError("the model does not exist any more: keep a reference to it until it is saved")
         if record is None:
-            name = getattr(model, "name_or_path", "") or f"this {type(model).__name__}"
             raise ModelError(
-                f"{name} holds no permtriton.json, which would have to be saved, too: use save_pretrained of what "
-                "permtriton.compile returned, load the model from a folder that permtriton compile wrote, or save it "
-                f"with its own save_pretrained. {PRUNED_ELSEWHERE}"
+                f"this {type(model).__name__} was loaded without permtriton.json, which would have to be saved, too: "
+                "use save_pretrained of what permtriton.compile returned, or the model's own. " + PRUNED_ELSEWHERE
             )
         if any(name.endswith(BASE_LAYER) for name, _ in model.named_modules()):
             raise ModelError("the model has adapters: merge them first, with merge_and_unload of keep_pattern's result")
