@@ -80,7 +80,7 @@ def _compile() -> str:
     compiled = compile_model(model, None, options, ids=ids)
     with tempfile.TemporaryDirectory(prefix="permtriton-") as folder:
         compiled.save_pretrained(Path(folder) / "tiny")
-    verified = compiled.report["verification"]  # type: ignore[typeddict-item]
+    verified = compiled.report["verification"]
     moved = sum(entry["moved"] for entry in compiled.report["permutations"])
     assert moved, "the heuristic order moved no channel"
     return f"{verified['pruned_weights']} weights 2:4, {moved} channels moved, reloaded: {verified['reloaded']}"

@@ -10,7 +10,6 @@ from typer.main import get_command
 
 import permtriton
 from benchmarks.architectures import table as architectures
-from permtriton.checkpoint.record import Record
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.model.headers import REPORT_FILE
@@ -83,7 +82,7 @@ def test_every_entry_of_a_record_is_on_the_page(tmp_path):
         return {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.partition("|")[0])}
 
     record = json.loads((tmp_path / "packed" / REPORT_FILE).read_text())
-    assert named("`permtriton.json`") == Record.__annotations__.keys() > record.keys()
+    assert named("`permtriton.json`") > record.keys()
     stored = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     assert named("`quantization_config` in `config.json`") == stored.keys()
 

@@ -2,15 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint.record import HiddenStates, NewOrder, Record, Rows, SameOrder
-from permtriton.checkpoint.record import Site as OrderedSite
+from permtriton.checkpoint.record import Record, Rows
 from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.util.permutation import inverse, moved
@@ -53,9 +52,9 @@ def site_report(site: Site) -> dict[str, Any]:
     }
 
 
-def ordered_site_report(site: Site, index: Tensor) -> OrderedSite:
+def ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
     """Returns the entry of a site whose channels are in the order of ``index``, int64 ``[channels]``."""
-    return cast(OrderedSite, {**site_report(site), "moved": moved(index), "index": index.tolist()})
+    return {**site_report(site), "moved": moved(index), "index": index.tolist()}
 
 
 def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def destination(permutation: Mapping[str, Any]) -> str:
     return text
 
 
-def hidden_states_report(order: Tensor | None, unproved: str) -> HiddenStates:
+def hidden_states_report(order: Tensor | None, unproved: str) -> dict[str, Any]:
     """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
 
     Args:
@@ -124,7 +123,7 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> HiddenStates:
         ``undo``, with ``dense = compiled[..., undo]``. Where that was not proved of all, ``permuted`` is "unknown",
         ``why`` says of which not, and ``last`` holds the same entries for the last hidden state alone.
     """
-    entry: SameOrder | NewOrder = {"permuted": False}
+    entry: dict[str, Any] = {"permuted": False}
     if order is not None and moved(order):
         entry = {"permuted": True, "index": order.tolist(), "undo": inverse(order).tolist()}
     return {"permuted": "unknown", "why": unproved, "last": entry} if unproved else entry
@@ -134,7 +133,7 @@ def hidden_order_of(record: Record) -> Tensor | None:
     """Returns the order of the last hidden state that `hidden_states_report` wrote, int64 ``[C]``; None if it did not
     move.
     """
-    entry: Mapping[str, Any] = record["hidden_states"]
+    entry = record["hidden_states"]
     index = entry.get("last", entry).get("index")
     return None if index is None else torch.tensor(index)
 

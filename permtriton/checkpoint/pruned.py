@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from permtriton.checkpoint.record import Record, Report
+from permtriton.checkpoint.record import Record
 from permtriton.config import CommonConfig
 from permtriton.data.media import Processor
 from permtriton.data.samples import Samples
@@ -37,7 +37,7 @@ class Pruned:
     tokenizer: Processor | None
     config: CommonConfig
     plan: Plan
-    report: Report | Record
+    report: Record
     reference: Samples
     source: Source | None = field(default=None, kw_only=True)
     device: torch.device | None = field(default=None, kw_only=True)

@@ -1,15 +1,14 @@
-"""What ``permtriton.json``, the record of a compilation, holds; a file of any other form is refused."""
+"""What is read back of ``permtriton.json``, the record of a compilation; other forms of that are refused."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, NotRequired
 
 import torch
 from pydantic import AfterValidator, ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from permtriton.checkpoint.format import Format
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model.headers import REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name
@@ -47,7 +46,7 @@ Pattern = Annotated[str, AfterValidator(pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[list[Integer], AfterValidator(_permutation)]
 OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # what is only shown is not looked at
-Shown = dict[str, Any]
+Record = dict[str, Any]  # all entries of ``permtriton.json``, which docs/formats.md describes
 
 
 @with_config(OPEN)
@@ -55,11 +54,6 @@ class Config(TypedDict):
     """The options of a compilation."""
 
     sparsity: Pattern
-    importance: str
-    recipe: str
-    layout: str
-    calibration: str
-    seed: Integer
 
 
 @with_config(OPEN)
@@ -78,56 +72,6 @@ class Rows(TypedDict):
     index: Index
 
 
-class SameOrder(TypedDict):
-    """The channels of hidden states have the dense model's order."""
-
-    permuted: Literal[False]
-
-
-class NewOrder(TypedDict):
-    """They have another: channel ``j`` was channel ``index[j]`` of the dense model; ``undo`` is the inverse."""
-
-    permuted: Literal[True]
-    index: Index
-    undo: Index
-
-
-class UnknownOrder(TypedDict):
-    """Only that of the last hidden state is known."""
-
-    permuted: Literal["unknown"]
-    why: str
-    last: Annotated[SameOrder | NewOrder, Field(discriminator="permuted")]
-
-
-HiddenStates = Annotated[SameOrder | NewOrder | UnknownOrder, Field(discriminator="permuted")]
-
-
-class Gguf(TypedDict):
-    """The GGUF file whose weights were dequantized."""
-
-    file: str
-    tensors: dict[str, Integer]
-
-
-class Tensors(TypedDict):
-    """How many tensors of a folder were compared with those in memory, and how many of them are N:M."""
-
-    tensors: Integer
-    pruned_weights: Integer
-
-
-class Reloaded(TypedDict):
-    """How a folder that was loaded again was compared with the model in memory."""
-
-    reloaded: str
-    reload_difference: NotRequired[float]
-
-
-class Verification(Tensors, Reloaded):
-    """What was checked of the folder."""
-
-
 class File(TypedDict):
     """A file of weights."""
 
@@ -136,72 +80,17 @@ class File(TypedDict):
 
 
 @with_config(OPEN)
-class Export(TypedDict):
-    """What `permtriton.checkpoint.export.export` did."""
-
-    format: Annotated[Format, Field(strict=False)]
-    dense_bytes: Integer
-    stored_bytes: Integer
-
-
-class Always(TypedDict):
-    """What every compilation reports; docs/formats.md describes it."""
+class Read(TypedDict):
+    """The entries that permtriton works with when it reads a record again."""
 
     model: str
-    on_hub: NotRequired[bool]  # whether that is a name on the hub; earlier versions did not say
-    command: str
-    versions: dict[str, str]
-    device: str
-    determinism: Shown
-    dtype: Annotated[str, Field(pattern="^(float16|float32|float64|bfloat16)$")]
     config: Config
-    calibration: Shown
-    generated: Shown | None
-    parameters: Annotated[Integer, Field(gt=0)]
-    pruned_parameters: Integer
-    sparsity_by_layer: dict[str, float]
-    permutations: list[Shown]
-    skipped: dict[str, str]
-    barriers: list[str]
-    hidden_states: HiddenStates
-    steps: list[Shown]
-    retained_importance: dict[str, dict[str, float]]
-    evaluation: Shown
-    proof: Shown
-    seconds: dict[str, float]
-    memory: Shown
     sites: list[Site]
     rows: list[Rows]
-
-
-class Sometimes(TypedDict):
-    """What only some compilations report."""
-
-    gguf: NotRequired[Gguf]
-    left_out: NotRequired[list[str]]  # tensors of the dense checkpoint that the model's class does not use
-    expert_tokens: NotRequired[dict[str, list[Integer]]]  # experts -> calibration tokens sent to each
-
-
-class Report(Always, Sometimes):
-    """What a compilation reports: ``permtriton.json`` but for what is known once a folder is written."""
-
-
-class Written(TypedDict):
-    """What is known once a folder is written."""
-
-    verification: Verification
+    hidden_states: dict[str, Any]
     pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]  # parameter -> its input dimension
     patterns: NotRequired[dict[str, Pattern]]  # parameter -> its pattern, where it is not that of the config
-    trained: NotRequired[str]  # where the model was loaded from whose weights were trained, with the pattern kept
     files: dict[str, File]
-    card: str | None
-
-
-@with_config(OPEN)
-class Record(Always, Written, Sometimes):
-    """``permtriton.json``; an export keeps the order of its entries."""
-
-    export: NotRequired[Export]
 
 
 def described_sparsity(record: Mapping[str, Any]) -> str:
@@ -228,7 +117,7 @@ def read_record(folder: Path) -> Record:
             f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"
             f". {PRUNED_ELSEWHERE}"
         )
-    return checked(Record, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
+    return dict(checked(Read, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged")))
 
 
 def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) -> Record | None:

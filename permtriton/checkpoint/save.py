@@ -4,14 +4,14 @@ import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
 from permtriton.checkpoint.names import StoredNames, stored_names
 from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.record import Record, Verification, Written
+from permtriton.checkpoint.record import Record
 from permtriton.checkpoint.shards import describe_files
 from permtriton.checkpoint.verify import verify_checkpoint, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
@@ -91,7 +91,7 @@ def save_trained(
         known = source.folder or source.revision  # else it was a folder that is gone
         _write(model, tokenizer, source if known else None, names.original, partial)
         reloaded = "not run: every tensor was compared bit by bit instead"
-        verified: Verification = {
+        verified = {
             **verify_tensors(model, partial, pruned, names, permuted),
             "reloaded": reloaded,
         }
@@ -187,11 +187,11 @@ def _set_trained(record: Record, model: Any) -> None:
 
 def _written(
     folder: Path,
-    verification: Verification,
+    verification: dict[str, Any],
     names: StoredNames,
     pruned: Mapping[str, PrunedWeight],
     sparsity: str,
-) -> Written:
+) -> Record:
     """Returns the entries of ``permtriton.json`` that say what is in a folder; `write_record` adds the card.
 
     Args:
@@ -199,11 +199,10 @@ def _written(
     """
     patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
     own = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
-    entries = {
+    return {
         "verification": verification,
         "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
         **({"patterns": own} if own else {}),
         "files": describe_files(sorted(folder.glob("*.safetensors"))),
         "card": None,
     }
-    return cast(Written, entries)

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import StoredNames
 from permtriton.checkpoint.pruned import Pruned
-from permtriton.checkpoint.record import Reloaded, Tensors, Verification
 from permtriton.checkpoint.shards import read_tensors
 from permtriton.errors import VerificationError, first_line
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
@@ -23,7 +22,7 @@ from permtriton.util.sparsity import PrunedWeight
 
 def verify_checkpoint(
     compiled: Pruned, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames, permuted: bool
-) -> Verification:
+) -> dict[str, Any]:
     """Checks a written checkpoint.
 
     Every tensor must be finite and equal to the tensor in memory, every pruned weight must be N:M, and the reloaded
@@ -45,7 +44,7 @@ def verify_checkpoint(
 
 def verify_tensors(
     model: Any, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames, permuted: bool
-) -> Tensors:
+) -> dict[str, int]:
     """Checks the tensors of a checkpoint against the model; returns how many were checked."""
     state = model.hf_quantizer.get_state_dict_and_metadata(model)[0] if permuted else model.state_dict()
     in_memory = names.tensors(model, state)
@@ -77,7 +76,7 @@ def _check_complete(expected: Set[str], written: Set[str]) -> None:
         )
 
 
-def _compare_reloaded(compiled: Pruned, folder: Path) -> Reloaded:
+def _compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
     """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory."""
     not_run = "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
     size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
@@ -92,7 +91,7 @@ def _compare_reloaded(compiled: Pruned, folder: Path) -> Reloaded:
     return {"reloaded": not_run}
 
 
-def _reloaded(compiled: Pruned, folder: Path) -> Reloaded:
+def _reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
     model = compiled.model
     try:
         reloaded: PreTrainedModel = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)

@@ -17,7 +17,6 @@ from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
-from permtriton.checkpoint.record import Gguf
 from permtriton.data.held_out import held_out_windows
 from permtriton.data.in_memory import calibration_of, name_of
 from permtriton.data.text import fitted, line_of_ids_without
@@ -181,7 +180,7 @@ class Job:
             save_format=asked.save_format,
             trust_remote_code=source.trust_remote_code,
         )
-        gguf: Gguf | None = None
+        gguf: dict[str, Any] | None = None
         if source.gguf is not None:
             gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
         return Origin(command, text, gguf, unused)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 from permtriton.checkpoint.plan_entries import (
     hidden_states_report,
@@ -10,12 +10,7 @@ from permtriton.checkpoint.plan_entries import (
     permutation_report,
     rows_report,
 )
-from permtriton.checkpoint.record import (
-    Config,
-    Gguf,
-    Report,
-    Sometimes,
-)
+from permtriton.checkpoint.record import Record
 from permtriton.data.samples import Samples
 from permtriton.driver.run import Run
 from permtriton.model.name import asked_name, is_hub_name
@@ -38,11 +33,11 @@ class Origin:
 
     command: str
     text: str
-    gguf: Gguf | None = None
+    gguf: dict[str, Any] | None = None
     left_out: Sequence[str] = ()
 
 
-def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin | None) -> Report:
+def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin | None) -> Record:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
@@ -53,7 +48,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
     name = asked_name(model.name_or_path or "")
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
-    record: Report = {
+    record: Record = {
         "model": name,
         "on_hub": is_hub_name(name),
         "command": origin.command if origin else compile_command(name, config),
@@ -61,7 +56,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         "device": device_name(run.placement.device),
         "determinism": {"seed": config.seed, **determinism()},
         "dtype": str(model.dtype).removeprefix("torch."),
-        "config": cast(Config, config.to_dict()),
+        "config": config.to_dict(),
         "calibration": _calibration(run.samples),
         "generated": None
         if run.generated is None
@@ -87,7 +82,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         },
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
         "memory": {"peak": peak_memory(run.placement.device), "estimate": run.needs.report()},
-        **cast(Sometimes, {"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
+        **({"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),
     }
