@@ -101,11 +101,6 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
             group = self.pattern_of(name).group
             if dim >= len(shape) or shape[dim] % group or math.prod(shape) >= 2**62:
                 raise _damaged(f"{name} is {entry}, expected a dimension of the shape that is a multiple of {group}")
-        if bool(self.packed) != (self.format is Format.PACKED) or not (self.packed or self.permuted):
-            raise _damaged(
-                f"format {self.format} with {len(self.packed)} packed weights and {len(self.permuted)} permuted "
-                "modules is contradictory"
-            )
 
     def pattern_of(self, name: str) -> NMPattern:
         """Returns the pattern of a packed parameter."""

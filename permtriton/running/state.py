@@ -67,15 +67,14 @@ class StateFile:
             stored = dict(json.loads(self._open()[1][INPUTS]))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise self.damaged(f"its {INPUTS} cannot be read ({type(error).__name__}: {error})") from error
-        known = [key for key in self._inputs if key in stored]
-        differences = [each for key in known for each in _differences(key, stored[key], self._inputs[key])]
+        differences = [
+            each for key, present in self._inputs.items() for each in _differences(key, stored.get(key), present)
+        ]
         if differences:
             raise OutputError(
                 f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
                 "it what it had; to start from scratch, use `restart=True`"
             )
-        if missing := sorted(self._inputs.keys() - {*known, "machine"}):
-            raise self.damaged(f"{INPUTS}.{missing[0]} is missing")
         return str(stored.get("machine"))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:

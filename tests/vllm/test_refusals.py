@@ -168,11 +168,6 @@ def test_linears_that_cannot_be_joined_are_refused(make, message, tmp_path):
         pass
 
 
-def test_other_load_formats_are_refused(demo_folders):
-    with pytest.raises(ModelError, match="load format dummy"), engine(demo_folders["fused"], load_format="dummy"):
-        pass
-
-
 def test_a_gather_across_ranks_is_refused():
     order = Order("down_proj", 8)
     order.index.weight_loader(order.index, torch.tensor([1, 0, 3, 2, 7, 6, 5, 4]))
