@@ -33,7 +33,7 @@ from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, 
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
-from permtriton.evaluation.measure import measure_model
+from permtriton.evaluation.evaluate import measure_model
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.order.hard_masks import hard_masked
@@ -174,7 +174,7 @@ def evaluation(args: argparse.Namespace) -> dict[str, Any]:
         found["plain"] = math.exp(statistics.fmean(losses))
 
     def ours() -> None:
-        found["ours"] = float(measure_model(model, windows=ids).perplexity or 0)
+        found["ours"] = float(measure_model(model, held_out=ids).perplexity or 0)
 
     rounds = [(timed(ours, device), timed(plain, device)) for _ in range(args.repeats + 1)][1:]  # the first warms up
     if abs(found["ours"] / found["plain"] - 1) > TOLERANCE[args.dtype]:

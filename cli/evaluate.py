@@ -14,9 +14,8 @@ from permtriton.comparison.report_file import check_report_file, write_report_fi
 from permtriton.comparison.summary import Cell, cell
 from permtriton.errors import OutputError
 from permtriton.evaluation.asked import AskedEvaluation
-from permtriton.evaluation.evaluate import evaluate_as
-from permtriton.evaluation.fidelity import DISTANCES
-from permtriton.evaluation.measure import Evaluated
+from permtriton.evaluation.evaluate import Evaluated, evaluate_as
+from permtriton.evaluation.measures import DISTANCES
 from permtriton.model.source import Source
 from permtriton.util.bars import BarProgress
 

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from permtriton.driver.options import CompileConfig as CompileConfig
     from permtriton.driver.result import CompiledModel as CompiledModel
     from permtriton.errors import PermTritonError as PermTritonError
+    from permtriton.evaluation.evaluate import Evaluated as Evaluated
     from permtriton.evaluation.evaluate import evaluate as evaluate
-    from permtriton.evaluation.measure import Evaluated as Evaluated
     from permtriton.methods.train.keep_pattern import KeepPattern as KeepPattern
     from permtriton.methods.train.keep_pattern import KeptPattern as KeptPattern
     from permtriton.methods.train.keep_pattern import MergedAdapter as MergedAdapter

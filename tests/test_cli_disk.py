@@ -171,5 +171,5 @@ def test_other_files_that_may_not_be_read(desk, monkeypatch):
     def refuse(*_args: object, **_options: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere/file")
 
-    monkeypatch.setattr("permtriton.driver.job.held_out_windows", refuse)
+    monkeypatch.setattr("permtriton.driver.job.read_held_out", refuse)
     desk.refuses(desk.compile(), "/somewhere/file: Permission denied")

@@ -12,10 +12,10 @@ import pytest
 import permtriton
 from permtriton import demo
 from permtriton.cli.main import app
-from permtriton.data.text import evaluation_ids, evaluation_windows
+from permtriton.data.text import held_out_windows
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
-from permtriton.evaluation.measure import measure_model
+from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.tasks import Tasks
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
@@ -74,7 +74,7 @@ def test_every_format_gives_the_numbers_of_the_model_in_memory(compiled, model_f
     expected = measure_model(
         made.model,
         tokenizer,
-        windows=evaluation_ids(str(model_folder.parent / "text.txt"), tokenizer, len(tokenizer), 32),
+        held_out=held_out_windows(str(model_folder.parent / "text.txt"), tokenizer, len(tokenizer), 32),
         dense=load_model(source),
         hidden_order=made.plan.hidden_order(made.indices),
         tasks=Tasks(["foxes", "dogs"], folder=tmp_path / "tasks"),
@@ -178,7 +178,7 @@ def test_the_demo_has_a_text_of_its_own(monkeypatch, tmp_path):
     """It is the default for the demo, and for what is compared with it."""
     from permtriton.data import held_out
 
-    monkeypatch.setattr(held_out, "evaluation_windows", lambda *a, **b: evaluation_windows(*a, **b).start(2, 64))
+    monkeypatch.setattr(held_out, "held_out_windows", lambda *a, **b: held_out_windows(*a, **b).start(2, 64))
     report = json.loads(run("demo", "--json"))
     assert (report["text"], report["window"], report["tokens"]) == ("demo", 64, 128)
     assert 5 < report["perplexity"] < 30
@@ -200,7 +200,7 @@ def test_tasks_do_not_need_the_text_that_nobody_named(desk, options, monkeypatch
     def no_hub(*_arguments: object, **_named: object) -> None:
         raise CalibrationError("dataset wikitext2 cannot be fetched: no network")
 
-    monkeypatch.setattr(held_out, "evaluation_windows", no_hub)
+    monkeypatch.setattr(held_out, "held_out_windows", no_hub)
     result = RUNNER.invoke(app, ["evaluate", str(desk.model), *map(str, options[4:])])
     assert result.exit_code == 0, result.stderr
     assert "wikitext2 cannot be fetched" in result.stderr

@@ -12,7 +12,7 @@ from tokenizers import processors
 
 from permtriton.errors import ConfigError, TaskError
 from permtriton.evaluation import tasks as library
-from permtriton.evaluation.measure import measure_model
+from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.tasks import Tasks
 
 from . import zoo

@@ -14,12 +14,12 @@ from transformers import (
 
 import permtriton
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.held_out import read_held_out
 from permtriton.data.media import stored_samples
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, ModelError
-from permtriton.evaluation.measure import measure_model
+from permtriton.evaluation.evaluate import measure_model
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.trace import trace
 
@@ -66,7 +66,7 @@ def test_compiled_from_a_dict_of_inputs(name, layout):
     config = config_from({**OPTIONS, "layout": layout}, "heuristic,sparsegpt")
     held_out = {key: tensor.flip(0) for key, tensor in media.inputs(name).items()}
     dense, model = media.build(name), media.build(name)
-    compiled = compile_model(model, None, config, ids=media.inputs(name), evaluation_windows=held_out)
+    compiled = compile_model(model, None, config, ids=media.inputs(name), held_out=held_out)
     found = compiled.report["evaluation"]
     order = compiled.plan.hidden_order(compiled.indices)
     expected, got = (last_hidden_state(each, Samples.of(held_out)) for each in (dense, model))
@@ -74,7 +74,7 @@ def test_compiled_from_a_dict_of_inputs(name, layout):
     cosine = torch.cosine_similarity(got, expected if order is None else expected[..., order], dim=-1).mean()
     assert found["compiled"] == pytest.approx(float(cosine), abs=1e-5)
     assert found["compiled"] > 0.5
-    assert measure_model(model, windows=held_out, dense=dense, hidden_order=order).cosine == pytest.approx(
+    assert measure_model(model, held_out=held_out, dense=dense, hidden_order=order).cosine == pytest.approx(
         float(cosine)
     )
     assert compiled.report["calibration"]["shape"] == [6, expected.shape[1]]
@@ -215,7 +215,7 @@ def test_a_model_with_two_towers_is_refused():
     inputs = {"input_ids": zoo.token_ids(4, 4) % 20, "pixel_values": torch.zeros(4, 3, 8, 8)}
     config = config_from({}, "mask")
     for refused in (
-        lambda: held_out_windows("clip", "images", None, model),
+        lambda: read_held_out("clip", "images", None, model),
         lambda: find_plan(model, NMPattern(2, 4)),
         lambda: compile_model(model, None, config, ids=inputs),
     ):

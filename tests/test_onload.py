@@ -17,7 +17,7 @@ from permtriton.driver.memory import GENERATION, RELOADING, Devices, estimate
 from permtriton.driver.pipeline import compile_model
 from permtriton.driver.planning import Planned, plan_model
 from permtriton.errors import ConfigError
-from permtriton.evaluation.held_out import Evaluation
+from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.passes.plan import named_layers
@@ -57,7 +57,7 @@ def compiled(model, recipe: str, **where):
 
 def run(model, steps: str, options: dict, **where):
     config = config_from({**SMALL, **options}, steps)
-    return compile_model(model, config=config, ids=IDS, evaluation_windows=IDS, **where)
+    return compile_model(model, config=config, ids=IDS, held_out=IDS, **where)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
@@ -78,8 +78,8 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
         assert torch.equal(found[linear].row, information.row), linear
         assert torch.equal(found[linear].column, information.column), linear
         assert found[linear].tokens == information.tokens
-    dense = Evaluation(model, SAMPLES, NoProgress()).dense
-    assert Evaluation(model, SAMPLES, NoProgress(), named_layers(model, plan), host).dense == dense
+    dense = HeldOutMeasure(model, SAMPLES, NoProgress()).dense
+    assert HeldOutMeasure(model, SAMPLES, NoProgress(), named_layers(model, plan), host).dense == dense
 
 
 @pytest.mark.parametrize(

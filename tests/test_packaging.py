@@ -34,7 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton.passes",),
     ("permtriton.running",),
     (
-        *("permtriton.methods", "permtriton.evaluation"),
+        *("permtriton.methods", "permtriton.evaluation.measures"),
         *(
             f"permtriton.driver.{name}"
             for name in ("step", "options", "workspace", "planning", "memory", "traced", "run")
@@ -42,7 +42,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ),
     ("permtriton.checkpoint",),
     ("permtriton.serving", "permtriton.methods.train.keep_pattern"),
-    ("permtriton", "permtriton.evaluation.evaluate"),
+    ("permtriton",),
     ("permtriton.comparison",),
     ("permtriton.reporting",),
     ("permtriton.api",),

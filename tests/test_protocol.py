@@ -8,7 +8,7 @@ import torch
 
 import permtriton
 from permtriton.config import CalibrationConfig
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.held_out import read_held_out
 from permtriton.data.text import calibration_ids
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.protocol import PROTOCOLS, measured_by
@@ -109,20 +109,20 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
     texts = [SENTENCE * 600]
     tokens = len(tokenizer(texts[0])["input_ids"]) + 1  # with the end token
     for window in (100, 2048, 4096):
-        found, _ = held_out_windows("model", texts, tokenizer, model, window)
+        found, _ = read_held_out("model", texts, tokenizer, model, window)
         assert found.ids.shape == (tokens // window, window)
-    assert held_out_windows("model", texts, tokenizer, model)[0].tokens == 2048
+    assert read_held_out("model", texts, tokenizer, model)[0].tokens == 2048
     short = zoo.tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=64)
-    assert held_out_windows("model", texts, tokenizer, short)[0].tokens == 64
-    first, _ = held_out_windows("model", texts, tokenizer, model, 100, 3)
-    assert torch.equal(first.ids, held_out_windows("model", texts, tokenizer, model, 100)[0][:3].ids)
+    assert read_held_out("model", texts, tokenizer, short)[0].tokens == 64
+    first, _ = read_held_out("model", texts, tokenizer, model, 100, 3)
+    assert torch.equal(first.ids, read_held_out("model", texts, tokenizer, model, 100)[0][:3].ids)
     with pytest.raises(permtriton.PermTritonError, match="`eval_windows=` is 0: expected a number of windows"):
-        held_out_windows("model", texts, tokenizer, model, 100, 0)
+        read_held_out("model", texts, tokenizer, model, 100, 0)
     for window, words in ((4097, "at most the 4,096"), (1, "at least 2")):
         with pytest.raises(permtriton.PermTritonError, match=words):
-            held_out_windows("model", texts, tokenizer, model, window)
+            read_held_out("model", texts, tokenizer, model, window)
     with pytest.raises(permtriton.PermTritonError, match="`window=64` has no effect on samples in memory"):
-        held_out_windows("model", torch.ones(2, 8, dtype=torch.int64), tokenizer, model, 64)
+        read_held_out("model", torch.ones(2, 8, dtype=torch.int64), tokenizer, model, 64)
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.text import check_samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
-from permtriton.evaluation.perplexity import perplexity
+from permtriton.evaluation.evaluate import measure_model
 from permtriton.methods.measure.objective import Head, has_head
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.seq2seq import arguments_of, samples_of
@@ -75,7 +75,7 @@ def test_compiled_saved_and_generating(name, layout, pruning, tmp_path):
         None,
         config_from({"layout": layout, "importance": "wanda"}, f"heuristic,{pruning}"),
         ids=inputs_of(name),
-        evaluation_windows=None if name == "whisper" else IDS,
+        held_out=None if name == "whisper" else IDS,
     )
     assert not any(space.frozen for space in compiled.plan.spaces)
     assert len(list(compiled.plan.linears())) == 2 * 6 + 2 * 10
@@ -164,7 +164,7 @@ def test_perplexity_is_that_of_the_decoders_half(name):
     model = build(name)
     with torch.no_grad():
         expected = model(input_ids=IDS[:, :8], labels=IDS[:, 8:].contiguous()).loss
-    assert perplexity(model, IDS, 4) == pytest.approx(float(expected.exp()), rel=1e-4)
+    assert measure_model(model, held_out=IDS).perplexity == pytest.approx(float(expected.exp()), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)

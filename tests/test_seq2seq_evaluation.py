@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from permtriton.data.held_out import prepared
 from permtriton.data.samples import Samples
 from permtriton.data.text import check_samples
-from permtriton.driver.prepare import held_out_samples
 from permtriton.errors import CalibrationError, ConfigError
-from permtriton.evaluation.held_out import Evaluation
-from permtriton.evaluation.measure import measure_model
+from permtriton.evaluation.evaluate import measure_model
+from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.evaluation.tasks import _Harness
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.seq2seq import arguments_of
@@ -54,15 +54,15 @@ def test_the_labels_are_what_is_predicted(name):
     windows = WINDOWS[name]
     with torch.no_grad():
         perplexities = [float(each(**windows).loss.exp()) for each in (model, dense)]
-    found = measure_model(model, windows=windows, dense=dense, batch=4)
+    found = measure_model(model, held_out=windows, dense=dense, batch=4)
     assert [found.perplexity, found.dense_perplexity] == pytest.approx(perplexities, rel=1e-4)
-    assert measure_model(model, windows=windows).perplexity == pytest.approx(perplexities[0], rel=1e-4)
+    assert measure_model(model, held_out=windows).perplexity == pytest.approx(perplexities[0], rel=1e-4)
     kl, cosine = naive(model, dense, arguments_of(dense, windows))
     assert kl > 1e-3, "the models differ"
     assert (found.kl, found.cosine) == pytest.approx((kl, cosine), rel=1e-3)
     assert (found.windows, found.window) == (6, 7)
-    compiling = Evaluation(dense, held_out_samples(dense, windows), NoProgress())
-    assert compiling.measure == "perplexity"
+    compiling = HeldOutMeasure(dense, prepared(dense, windows), NoProgress())
+    assert compiling.name == "perplexity"
     assert [compiling.compiled(model, None), compiling.dense] == pytest.approx(perplexities, rel=1e-4)
 
 
@@ -73,14 +73,14 @@ def test_both_models_read_the_text_that_the_dense_one_writes():
     assert not torch.equal(
         *(arguments_of(each, {"input_features": SOUND})["decoder_input_ids"] for each in (model, dense))
     )
-    found = measure_model(model, windows={"input_features": SOUND}, dense=dense, batch=4)
+    found = measure_model(model, held_out={"input_features": SOUND}, dense=dense, batch=4)
     assert (found.kl, found.cosine) == pytest.approx(naive(model, dense, written), rel=1e-3)
     assert (found.perplexity, found.window) == (None, 16)
 
 
 def test_sound_without_labels_has_no_perplexity():
     with pytest.raises(ConfigError, match=r"WhisperForConditionalGeneration is given no labels.*`against=`"):
-        measure_model(build("whisper"), windows={"input_features": SOUND})
+        measure_model(build("whisper"), held_out={"input_features": SOUND})
     with pytest.raises(ConfigError, match="reads input_features, not text, so it has no tasks"):
         measure_model(build("whisper"), tasks=object())
 
@@ -95,7 +95,7 @@ def test_sound_without_labels_has_no_perplexity():
 )
 def test_samples_that_would_be_measured_wrongly_are_refused(changes, problem):
     model = build("bart")
-    for check in (check_samples, held_out_samples):
+    for check in (check_samples, prepared):
         with pytest.raises(CalibrationError, match=problem):
             check(model, {"input_ids": IDS, "labels": IDS[:, :4], **changes})
 

@@ -12,15 +12,15 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton import config_from, find_plan
 from permtriton.config import CalibrationConfig
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.held_out import read_held_out
 from permtriton.data.samples import Samples
 from permtriton.data.text import (
     HUB_DATASETS,
     all_windows,
     calibration_ids,
     calibration_samples,
-    evaluation_ids,
     fitted,
+    held_out_windows,
 )
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
@@ -55,6 +55,10 @@ def _cache(tmp_path, monkeypatch):
 
 def config(source, samples=4, sequence_length=16) -> CalibrationConfig:
     return CalibrationConfig(str(source), samples, sequence_length)
+
+
+def held_out_ids(*arguments: object) -> torch.Tensor:
+    return held_out_windows(*arguments).ids
 
 
 def write_parquet(path, **columns):
@@ -102,15 +106,15 @@ def test_more_of_a_text_is_drawn_for_steps_that_read_it(tmp_path, further, expec
 def test_documents_end_with_the_end_token(tmp_path, tokenizer):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one fox"}\n\n{"text": "two dogs"}\n', encoding="utf-8")
-    ids = evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).flatten().tolist()
+    ids = held_out_ids(str(path), tokenizer, VOCABULARY, 1000).flatten().tolist()
     end = tokenizer.eos_token_id
     assert ids == [*tokenizer("one fox")["input_ids"], end, *tokenizer("two dogs")["input_ids"], end]
 
 
-def test_evaluation_windows_are_consecutive_and_a_short_text_is_one_window(tmp_path):
+def test_held_out_windows_are_consecutive_and_a_short_text_is_one_window(tmp_path):
     path = counting_file(tmp_path / "a.jsonl", 50)
-    assert evaluation_ids(str(path), None, 1000, 16).tolist() == torch.arange(48).view(3, 16).tolist()
-    assert evaluation_ids(str(path), None, 1000, 64).tolist() == [list(range(50))]
+    assert held_out_ids(str(path), None, 1000, 16).tolist() == torch.arange(48).view(3, 16).tolist()
+    assert held_out_ids(str(path), None, 1000, 64).tolist() == [list(range(50))]
 
 
 KINDS = ("txt", "jsonl", "ids.jsonl", "padded.jsonl", "parquet", "ids.parquet", "padded.parquet")
@@ -136,13 +140,13 @@ def test_every_kind_of_file_gives_the_same_tokens(tmp_path, tokenizer, kind):
             path.write_text(json.dumps(padded), encoding="utf-8")
         case "padded.parquet":
             write_parquet(path, **{name: [values] for name, values in padded.items()})
-    assert evaluation_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
+    assert held_out_ids(str(path), tokenizer, VOCABULARY, 1000).tolist() == [tokens]
 
 
 @pytest.mark.parametrize("rows", [[{"text": "one"}, {"text": "two"}], ["one", "two"]])
 def test_an_array_of_texts(tmp_path, tokenizer, rows):
     (tmp_path / "a.json").write_text(json.dumps(rows, indent=2), encoding="utf-8")
-    ids = evaluation_ids(str(tmp_path / "a.json"), tokenizer, VOCABULARY, 1000).flatten()
+    ids = held_out_ids(str(tmp_path / "a.json"), tokenizer, VOCABULARY, 1000).flatten()
     assert tokenizer.decode(ids) == "one<end>two<end>"
 
 
@@ -153,14 +157,14 @@ def test_conversations_are_written_by_the_chat_template(tmp_path, kind):
     row = {kind: [{names[0]: names[2], names[1]: "one"}], "id": "a"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     with pytest.raises(CalibrationError, match="document 1 is a conversation, but the model's tokenizer has no chat"):
-        evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000)
+        held_out_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000)
     (tmp_path / "b.jsonl").write_text(json.dumps({kind: [{names[0]: names[2]}]}))
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-    ids = evaluation_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000).flatten()
+    ids = held_out_ids(str(tmp_path / "a.jsonl"), tokenizer, VOCABULARY, 1000).flatten()
     assert tokenizer.decode(ids) == "user: one"
     if kind == "conversations":
         with pytest.raises(CalibrationError, match="document 1: the chat template cannot write it: KeyError 'value'"):
-            evaluation_ids(str(tmp_path / "b.jsonl"), tokenizer, VOCABULARY, 1000)
+            held_out_ids(str(tmp_path / "b.jsonl"), tokenizer, VOCABULARY, 1000)
 
 
 # -- sources that cannot be used -----------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ def test_any_dataset_of_the_hub_with_its_split_and_column(monkeypatch, tokenizer
 def test_padding_in_a_dataset_of_the_hub_is_not_read(monkeypatch):
     padded = {"input_ids": [[7, 8, 9, 0, 0]] * 4, "attention_mask": [[1, 1, 1, 0, 0]] * 4}
     monkeypatch.setattr(datasets, "load_dataset", lambda **_: datasets.Dataset.from_dict(padded))
-    assert evaluation_ids("someone/ids", None, 10, 12).tolist() == [[7, 8, 9] * 4]
+    assert held_out_ids("someone/ids", None, 10, 12).tolist() == [[7, 8, 9] * 4]
 
 
 def test_the_column_of_a_file(tmp_path, tokenizer):
@@ -276,7 +280,7 @@ def test_the_lines_of_wikitext2_are_one_text(monkeypatch, tokenizer):
     dataset = datasets.Dataset.from_dict({"text": lines})
     monkeypatch.setattr(datasets, "load_dataset", lambda **_: dataset)
     expected = [*tokenizer("\n\n".join(lines))["input_ids"], tokenizer.eos_token_id]
-    found = evaluation_ids("wikitext2", tokenizer, VOCABULARY, 4).flatten().tolist()
+    found = held_out_ids("wikitext2", tokenizer, VOCABULARY, 4).flatten().tolist()
     assert len(found) > 4
     assert found == expected[: len(found)]
 
@@ -290,7 +294,7 @@ def test_c4_is_evaluated_as_published(monkeypatch, tokenizer):
         return datasets.Dataset.from_dict({"text": [SENTENCE.strip()] * 100})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    windows = evaluation_ids("c4", tokenizer, VOCABULARY, 4)
+    windows = held_out_ids("c4", tokenizer, VOCABULARY, 4)
     assert windows.shape == (256, 4)
     assert windows.flatten().tolist() == tokenizer(" ".join([SENTENCE.strip()] * 100))["input_ids"][: 256 * 4]
     assert requests == [
@@ -310,7 +314,7 @@ def test_wikitext2_is_evaluated_on_its_test_split(monkeypatch, tokenizer):
         return datasets.Dataset.from_dict({"text": ["", SENTENCE]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    evaluation_ids("wikitext2", tokenizer, VOCABULARY, 8)
+    held_out_ids("wikitext2", tokenizer, VOCABULARY, 8)
     assert splits == ["test"]
 
 
@@ -409,7 +413,7 @@ def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
                 calibration_samples(
                     config_from({"calibration": str(path), "samples": 4, "sequence_length": 16}), None, model
                 ).ids,
-                held_out_windows("", str(path), None, model, 16)[0].ids,
+                read_held_out("", str(path), None, model, 16)[0].ids,
             )
             for path in (plain, labelled)
         ),

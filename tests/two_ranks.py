@@ -67,7 +67,7 @@ def compiled(
         None,
         config,
         ids=ids,
-        evaluation_windows=windows,
+        held_out=windows,
         resume_path=path,
         progress=progress,
         ways=ways,

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from permtriton import NMPattern
 from permtriton.cli.processor import suit_processor
-from permtriton.evaluation.measure import measure_model
+from permtriton.evaluation.evaluate import measure_model
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
 from permtriton.util.machine import peak_memory
@@ -30,10 +30,10 @@ def main() -> None:
     held_out = load_file(ids)["input_ids"][: int(windows)]
     suit_processor(Source(folder, device=device), NoProgress())
     model = load_model(Source(folder, device=device))
-    found: dict[str, Any] = {"perplexity": measure_model(model, windows=held_out).perplexity}
+    found: dict[str, Any] = {"perplexity": measure_model(model, held_out=held_out).perplexity}
     if folder != dense and int(kl_windows):
         against = load_model(Source(dense, device=device))
-        found["kl"] = measure_model(model, windows=held_out[: int(kl_windows)], dense=against).kl
+        found["kl"] = measure_model(model, held_out=held_out[: int(kl_windows)], dense=against).kl
     if model.device.type == "cuda":
         found["gpu_peak_bytes"] = peak_memory(model.device)
     print(json.dumps({**found, **pruned(model)}))

@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 from safetensors.torch import save_file
 
 from permtriton.config import CalibrationConfig
-from permtriton.data.text import calibration_ids, evaluation_ids, vocabulary_of
+from permtriton.data.text import calibration_ids, held_out_windows, vocabulary_of
 from permtriton.model.load import load_empty_model, load_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
@@ -68,7 +68,7 @@ def held_out_file(work: Path, model: Path, text: Path, window: int) -> Path:
     path = work / f"{text.stem}-{window}.safetensors"
     if not path.is_file():
         tokenizer, vocabulary = _tokenizer(model)
-        save_file({"input_ids": evaluation_ids(str(text), tokenizer, vocabulary, window)}, path)
+        save_file({"input_ids": held_out_windows(str(text), tokenizer, vocabulary, window).inputs["input_ids"]}, path)
     return path
 
 

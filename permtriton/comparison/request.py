@@ -16,7 +16,7 @@ from permtriton.comparison.results import ResultFile, RowResult
 from permtriton.comparison.run import Benchmark, compare
 from permtriton.comparison.summary import report_of
 from permtriton.config import CalibrationConfig
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.held_out import read_held_out
 from permtriton.data.in_memory import is_named, selected
 from permtriton.data.text import check_inputs, fitted, line_of_ids_without
 from permtriton.errors import CalibrationError, ConfigError, OutputError
@@ -152,7 +152,7 @@ class Request:
             progress.say(f"loading {self.source.described}")
             with progress.stage("load", 0):
                 model, tokenizer = load.load_original(self.source, progress=progress)
-            windows, text = held_out_windows(
+            windows, text = read_held_out(
                 self.source.name, asked.eval_data, tokenizer, model, asked.window, asked.eval_windows,
                 self._special_tokens,
             )  # fmt: skip

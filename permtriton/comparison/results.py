@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.errors import OutputError
-from permtriton.evaluation.fidelity import Distances
+from permtriton.evaluation.measures import Distances
 from permtriton.util.durable import replace_file
 from permtriton.util.validation import checked
 

@@ -21,8 +21,8 @@ from permtriton.driver.identity import run_identity, text_hash
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.evaluation.fidelity import DISTANCES
-from permtriton.evaluation.measure import measure_model
+from permtriton.evaluation.evaluate import measure_model
+from permtriton.evaluation.measures import DISTANCES
 from permtriton.util import machine
 from permtriton.util.progress import NoProgress, Progress
 
@@ -82,7 +82,7 @@ class Benchmark:
         evaluation = measure_model(
             model,
             self.tokenizer,
-            windows=self.windows,
+            held_out=self.windows,
             dense=self.dense,
             hidden_order=hidden_order,
             tasks=self.tasks,

@@ -11,7 +11,7 @@ from permtriton.comparison.results import RowResult
 from permtriton.comparison.run import Benchmark
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
-from permtriton.evaluation.fidelity import DISTANCES
+from permtriton.evaluation.measures import DISTANCES
 from permtriton.model.forward import with_tokens
 from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.util import machine

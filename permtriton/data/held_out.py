@@ -1,20 +1,24 @@
-"""Which held-out text is a model measured on?"""
+"""Held-out samples, on which models are measured: where they are read, and how they are prepared."""
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
 from permtriton.data.media import is_media, stored_samples
-from permtriton.data.samples import Samples
-from permtriton.data.text import evaluation_windows, vocabulary_of
+from permtriton.data.samples import Inputs, Samples
+from permtriton.data.text import check_inputs, held_out_windows, line_of_ids_without, vocabulary_of
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
 from permtriton.model.core import check_towers, takes_decoder_ids
-from permtriton.model.forward import max_tokens
+from permtriton.model.forward import max_tokens, with_tokens
 from permtriton.model.name import DEMO
+from permtriton.model.seq2seq import with_decoder_ids
+from permtriton.util.progress import Progress
 
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 
 
-def held_out_windows(
+def read_held_out(
     model_name: str,
     data: Data | None,
     tokenizer: Any,
@@ -22,6 +26,7 @@ def held_out_windows(
     window: int | None = None,
     count: int | None = None,
     special_tokens: str = "auto",
+    progress: Progress | None = None,
 ) -> tuple[Samples | None, str]:
     """Returns held-out samples, not yet checked, and the name of their source; or None and why there are none.
 
@@ -32,6 +37,7 @@ def held_out_windows(
         window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
         count: number of windows, the first ones; None for all.
         special_tokens: as the option of this name.
+        progress: is told what token ids lack.
 
     Returns:
         The samples, or None; and the name of the source, or the reason.
@@ -44,7 +50,24 @@ def held_out_windows(
     if count is not None and (type(count) is not int or count < 1):
         raise ConfigError(f"`eval_windows=` is {shown(count)}: expected a number of windows, at least 1")
     windows, name = _all_windows(model_name, data, tokenizer, model, window, special_tokens)
+    if progress is not None and (line := line_of_ids_without(windows, tokenizer)):
+        progress.say(line)
     return windows if windows is None or count is None else windows[:count], name
+
+
+def prepared(model: PreTrainedModel, inputs: Inputs, writer: PreTrainedModel | None = None) -> Samples:
+    """Returns held-out samples as they are measured: checked, and with the tokens that the model makes of each.
+
+    Args:
+        inputs: token ids, int64 ``[windows, tokens]``, or what else the model reads.
+        writer: model that writes what a decoder reads, where there is no text, so that it is the same for all models;
+            None where each model writes its own.
+
+    Raises:
+        CalibrationError: the model cannot read them.
+    """
+    samples = check_inputs(model, inputs)
+    return with_tokens(model, samples if writer is None else with_decoder_ids(writer, samples))
 
 
 def _all_windows(
@@ -69,7 +92,7 @@ def _all_windows(
         return stored_samples(name, model, None), name
     length = _window_of(model, window)
     try:
-        windows = evaluation_windows(
+        windows = held_out_windows(
             name, tokenizer, vocabulary_of(model), length, documents,
             halves=takes_decoder_ids(model), special_tokens=special_tokens,
         )  # fmt: skip

@@ -171,18 +171,7 @@ def _one_document_each(
     return torch.stack(sequences)
 
 
-def evaluation_ids(
-    source: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-    sequence_length: int,
-    documents: Documents | None = None,
-) -> Tensor:
-    """Returns the ids of `evaluation_windows`, int64 ``[windows, sequence_length]``."""
-    return evaluation_windows(source, tokenizer, vocabulary, sequence_length, documents).inputs["input_ids"]
-
-
-def evaluation_windows(
+def held_out_windows(
     source: str,
     tokenizer: PreTrainedTokenizerBase | None,
     vocabulary: int,

@@ -17,9 +17,9 @@ from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.held_out import read_held_out
 from permtriton.data.in_memory import calibration_of, name_of
-from permtriton.data.text import fitted, line_of_ids_without
+from permtriton.data.text import fitted
 from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
@@ -293,11 +293,11 @@ class Job:
         eval_data = "none" if no_text and self.asked.eval_data is None else self.asked.eval_data
         name, count = source.name if source else "", self.asked.eval_windows
         special = self.config.calibration.special_tokens
-        windows, text = held_out_windows(name, eval_data, tokenizer, model, count=count, special_tokens=special)
-        if windows is None:
+        held_out, text = read_held_out(
+            name, eval_data, tokenizer, model, count=count, special_tokens=special, progress=progress
+        )
+        if held_out is None:
             progress.say(f"no held-out evaluation: {text}")
-        elif line := line_of_ids_without(windows, tokenizer):
-            progress.say(line)
         if self.asked.save_format == Format.FP8:
             check_quantizable(model)
         calibration = fitted(self.config.calibration, self.given, model, progress)
@@ -310,7 +310,7 @@ class Job:
             tokenizer,
             with_suggested(config, self.given),
             ids=samples,
-            evaluation_windows=windows,
+            held_out=held_out,
             resume_path=self.output and resume_path(self.output),
             device=device,
             ways=self.ways,

@@ -122,14 +122,15 @@ def prove(run: Run) -> str:
 
 def measured(run: Run) -> dict[str, Any]:
     """Returns the held-out measure of the dense and the compiled model; empty without held-out samples."""
-    if run.evaluation is None:
+    if run.held_out is None:
         return {}
     with run.workspace.timed("evaluate"), run.running() as model:
-        compiled = run.evaluation.compiled(model, run.plan.hidden_order(run.indices))
+        compiled = run.held_out.compiled(model, run.plan.hidden_order(run.indices))
+    samples = run.held_out.samples
     return {
-        "measure": run.evaluation.measure,
-        "dense": run.evaluation.dense,
+        "measure": run.held_out.name,
+        "dense": run.held_out.dense,
         "compiled": compiled,
-        "windows": run.evaluation.shape,
-        **({} if run.evaluation.special is None else {"special_tokens": run.evaluation.special.words}),
+        "windows": [len(samples), samples.tokens],
+        **({} if samples.special is None else {"special_tokens": samples.special.words}),
     }

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.pruned import pruned_parameters
 from permtriton.data.generated import BEGINNING, beginnings, generated_text, why_not_generated
+from permtriton.data.held_out import prepared
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE
-from permtriton.data.text import calibration_samples, check_inputs, check_samples, line_of_ids_without
+from permtriton.data.text import calibration_samples, check_samples, line_of_ids_without
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import CHOOSING, WRITING, identify
 from permtriton.driver.make_record import Origin
@@ -28,7 +29,7 @@ from permtriton.driver.step import Stage
 from permtriton.driver.traced import graph_outputs, traced_sample, why_not_compared
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, reasons_of
-from permtriton.evaluation.held_out import Evaluation
+from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.importance import importances_of, inverts_hessians, of_errors
 from permtriton.methods.measure.statistics import describe_few, site_statistics, tokens_of_experts
 from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest, statistics_and_shares_left
@@ -59,7 +60,7 @@ class Given:
         config: every option; the default recipe by default.
         ids: calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
             arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
-        evaluation_windows: held-out samples to evaluate dense and compiled models on: token ids, int64
+        held_out: held-out samples to evaluate dense and compiled models on: token ids, int64
             ``[windows, tokens]``, or a mapping as for ``ids``.
         resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
             (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
@@ -78,7 +79,7 @@ class Given:
     config: CompileConfig = field(default_factory=config_from)
     _: KW_ONLY
     ids: Inputs | None = None
-    evaluation_windows: Inputs | None = None
+    held_out: Inputs | None = None
     progress: Progress | None = None
     resume_path: Path | None = None
     say_needs: bool = False
@@ -131,7 +132,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
     reference = Reference(model, samples)
     measure_all_experts(model, config.calibration.calibrate_all_experts)
     batch = max(TOKENS_WITHOUT_LOGITS // samples.longest, 1)
-    evaluation, expert_tokens = None, {}
+    held_out, expert_tokens = None, {}
     statistics: dict[str, Tensor] = {}
     choice = DenseShare.of(workspace) if config.dense_share else None
     left: dict[str, float] | None = None
@@ -139,7 +140,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         if start.held_out is not None:
             with workspace.timed("evaluate"):
                 layers = named_layers(model, start.plan)
-                evaluation = Evaluation(runs, start.held_out, progress, layers, workspace.store)
+                held_out = HeldOutMeasure(runs, start.held_out, progress, layers, workspace.store)
         if config.uses_importance:
             with workspace.timed("calibrate"):
                 method = of_errors(config.importance) if config.dense_share else config.importance
@@ -164,7 +165,7 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         reference=reference,
         statistics={name: statistic.to(model.device) for name, statistic in statistics.items()},
         expert_tokens=expert_tokens,
-        evaluation=evaluation,
+        held_out=held_out,
         needs=needs,
         placement=placement,
     )
@@ -215,7 +216,8 @@ def with_needs(start: Planned, devices: Devices, progress: Progress) -> tuple[Pl
 
 def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Planned:
     """Reads all samples and traces the model; errors are those of `prepare`."""
-    held_out, config, ids = held_out_samples(model, given.evaluation_windows), given.config, given.ids
+    held_out = None if given.held_out is None else prepared(model, given.held_out)
+    config, ids = given.config, given.ids
     check_original(model)
     with workspace.timed("calibration text"):
         if ids is not None:
@@ -234,11 +236,6 @@ def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Plann
         plan, graph = plan_model(model, config, samples)
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
     return Planned(model, config, samples, plan, graph, held_out)
-
-
-def held_out_samples(model: PreTrainedModel, windows: Inputs | None) -> Samples | None:
-    """Returns held-out samples with the number of tokens that the model makes of each; None without any."""
-    return None if windows is None else with_tokens(model, check_inputs(model, windows))
 
 
 def _check_traced(start: Planned) -> None:

@@ -20,8 +20,7 @@ from permtriton.checkpoint.record import read_record
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
 from permtriton.driver.options import CompileConfig
-from permtriton.evaluation.evaluate import Against, evaluate
-from permtriton.evaluation.measure import Evaluated
+from permtriton.evaluation.evaluate import Against, Evaluated, evaluate
 from permtriton.model.name import checked_token
 from permtriton.running.state import State
 from permtriton.util.output_files import real_path

@@ -1,34 +1,83 @@
-"""How is a model measured that a user names or holds: on which text, and against which dense model?"""
+"""Measures a model that a user names or holds: on held-out samples, against a dense model, and by zero-shot tasks."""
 
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.checkpoint.record import Record, find_record
-from permtriton.data.held_out import held_out_windows
+from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import selected
-from permtriton.data.text import line_of_ids_without
+from permtriton.data.media import is_media
+from permtriton.data.samples import Inputs, Samples
+from permtriton.data.text import check_inputs
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
 from permtriton.evaluation.asked import AskedEvaluation
-from permtriton.evaluation.measure import Evaluated, measure_model
+from permtriton.evaluation.measures import DISTANCES, Measures, measure_samples, predicted_tokens, windows_at_once
 from permtriton.model import load
+from permtriton.model.core import takes_decoder_ids
+from permtriton.model.forward import in_eval_mode
 from permtriton.model.name import DEMO, location_of
 from permtriton.model.prunable import check_loaded
+from permtriton.model.seq2seq import predicted
 from permtriton.model.source import Source, source_of
 from permtriton.model.tokenizer import load_processor, tokenizer_of
 from permtriton.util.asking import asking
 from permtriton.util.bars import reporter
-from permtriton.util.machine import available_memory, format_bytes
+from permtriton.util.machine import available_memory, device_name, format_bytes
 from permtriton.util.permutation import is_permutation
 from permtriton.util.progress import Progress
 
+if TYPE_CHECKING:  # it imports lm_eval, which takes seconds
+    from permtriton.evaluation.tasks import TaskResult, Tasks
+
 Model: TypeAlias = PreTrainedModel | str | Path
 Against: TypeAlias = PreTrainedModel | Source | str | Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated(Measures):
+    """What is known of a model after an evaluation; None or 0 stands for what was not measured.
+
+    Attributes:
+        tasks: results of the tasks.
+        windows: number of windows.
+        window: tokens per window.
+        seconds: time of the whole evaluation, the dense model's part included.
+        tokens_per_second: speed of the model's own forward passes over the windows.
+        text: name of the held-out text; None without windows.
+        protocol: what was measured on which samples, in words; None without windows.
+        dtype: dtype of the model.
+        device: the machine.
+    """
+
+    tasks: tuple["TaskResult", ...]
+    windows: int
+    window: int
+    seconds: float
+    tokens_per_second: float
+    text: str | None
+    protocol: str | None
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        numbers = {"perplexity": self.perplexity, "dense": self.dense_perplexity}
+        numbers |= {distance.short: getattr(self, name) for name, distance in DISTANCES.items()}
+        scores = {f"{task.name} {name}": score.value for task in self.tasks for name, score in task.scores.items()}
+        parts = [f"{name} {value:.4g}" for name, value in (numbers | scores).items() if value is not None]
+        return ", ".join(parts) + (f" on {self.text} ({self.protocol})" if self.text else "")
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in all windows."""
+        return self.windows * self.window
 
 
 def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
@@ -104,17 +153,15 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         name = DEMO if dense.name == DEMO else name
         dense = _loaded_beside(measured, tokenizer, dense, shown)
     special, count = str(asked.special_tokens), asked.eval_windows
-    windows, text = held_out_windows(name, eval_data, tokenizer, measured, asked.window, count, special)
-    if line := line_of_ids_without(windows, tokenizer):
-        shown.say(line)
-    if windows is None and eval_data is None:
+    held_out, text = read_held_out(name, eval_data, tokenizer, measured, asked.window, count, special, shown)
+    if held_out is None and eval_data is None:
         if chosen is None or dense is not None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
     return measure_model(
         measured,
         tokenizer,
-        windows=windows,
+        held_out=held_out,
         text=text,
         dense=dense,
         hidden_order=hidden_order,
@@ -187,3 +234,111 @@ def _checked_order(model: Any, order: Any) -> Tensor:
             "[C], such as `index` of hidden_states in permtriton.json"
         )
     return index
+
+
+def measure_model(  # noqa: PLR0913
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    held_out: Inputs | None = None,
+    text: str = "samples",
+    dense: PreTrainedModel | None = None,
+    hidden_order: Tensor | None = None,
+    tasks: "Tasks | None" = None,
+    batch: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluated:
+    """Measures a model, dense or compiled in any format, as it is in memory, but without dropout.
+
+    Args:
+        tokenizer: its tokenizer, which the tasks need.
+        held_out: held-out token ids, int64 ``[windows, tokens]``, or other samples as `permtriton.compile` takes them;
+            None measures the tasks only.
+        text: name of the held-out samples.
+        dense: dense model to compare with on ``held_out``; None measures the perplexity only.
+        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's, such as
+            ``compiled.plan.hidden_order(compiled.indices)``; None where they did not move.
+        tasks: tasks to run.
+        batch: windows, or requests of tasks, per forward pass; by default 8 requests, and as many windows as make 2048
+            tokens.
+
+    Raises:
+        ConfigError: there is nothing to measure, or the model has no perplexity and there is no dense model, or it is
+            an encoder and there are tasks.
+        ModelError: the models cannot be compared.
+        CalibrationError: a measure is not finite.
+        TaskError: a task cannot be run.
+    """
+    started, measures, samples, seconds = time.perf_counter(), Measures(), None, 0.0
+    with in_eval_mode(*filter(None, (model, dense))):
+        _check(model, tokenizer, held_out, dense, tasks, batch)
+        if held_out is not None:
+            checked = check_inputs(model, held_out)
+            tokens = predicted_tokens(model, checked)
+            if dense is None and tokens is None:
+                raise _no_perplexity(model, checked)
+            samples = prepared(model, checked, writer=dense or model)
+            at_once = batch or windows_at_once(samples.longest)
+            measures, seconds = measure_samples(model, samples, tokens, at_once, dense, hidden_order, progress)
+        options = {} if batch is None else {"batch": batch}
+        results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
+    return Evaluated(
+        **asdict(measures),
+        tasks=results,
+        windows=0 if samples is None else len(samples),
+        window=0 if samples is None else samples.tokens,
+        seconds=time.perf_counter() - started,
+        tokens_per_second=samples.positions / seconds if samples and seconds else 0.0,
+        text=text if samples else None,
+        protocol=_protocol(model, text, samples, measures) if samples else None,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device_name(model.device),
+    )
+
+
+def _protocol(model: PreTrainedModel, text: str, samples: Samples, measured: Measures) -> str:
+    """Returns in words what was measured on which samples."""
+    count, window = len(samples), samples.tokens
+    if is_media(model, text):
+        return f"{count} samples of {window} positions"
+    around = "" if samples.special is None else f", {samples.special.words}"
+    windows = f"{count} windows of {window} tokens that do not overlap{around}"
+    if measured.perplexity is None:
+        return windows
+    if takes_decoder_ids(model) and samples.ids is None:
+        return f"{count} samples; the decoder predicts the {window} labels of each"
+    if takes_decoder_ids(model):
+        return f"{windows}; the encoder reads the first half of each, and the decoder predicts the second"
+    begins = samples.special and samples.special.before
+    return f"{windows}; {'special tokens are' if begins else 'the first token of each is'} not predicted"
+
+
+def _check(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    held_out: Inputs | None,
+    dense: PreTrainedModel | None,
+    tasks: "Tasks | None",
+    batch: int | None,
+) -> None:
+    kind = type(model).__name__
+    if batch is not None and batch < 1:
+        raise ConfigError(f"batch size is {batch}: expected at least 1")
+    if held_out is None and tasks is None:
+        raise ConfigError("nothing to evaluate: give `eval_data=`, `tasks=` or both")
+    if held_out is None and dense is not None:
+        raise ConfigError("`against=` compares two models on a text: with `eval_data=none` there is none: name one")
+    if not (model.can_generate() and model.main_input_name == "input_ids") and tasks is not None:
+        why = f"reads {model.main_input_name}, not text" if model.can_generate() else "predicts no next token"
+        raise ConfigError(f"{kind} {why}, so it has no tasks: leave `tasks=` out")
+    if tasks is not None and tokenizer is None:
+        raise ConfigError("tasks need the model's tokenizer, and this model has none: add its files to the folder")
+
+
+def _no_perplexity(model: PreTrainedModel, samples: Samples) -> ConfigError:
+    why = "is given no labels to predict" if model.can_generate() else "predicts no next token"
+    why = why if predicted(model, samples) is None else "reads the whole text"
+    return ConfigError(
+        f"{type(model).__name__} {why}, so it has no perplexity: give the dense model with `against=` for the cosine "
+        "of the hidden states"
+    )

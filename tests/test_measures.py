@@ -1,4 +1,4 @@
-"""Fidelity: KL and cosine against the dense model are what they say, in any chunks and in any channel order."""
+"""Perplexity, KL and cosine are what they say, in any batches and chunks, and in any channel order."""
 
 import math
 
@@ -18,11 +18,11 @@ from transformers import (
 import permtriton
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, ModelError
-from permtriton.evaluation import fidelity as library
-from permtriton.evaluation.fidelity import fidelity
-from permtriton.evaluation.measure import measure_model
-from permtriton.evaluation.perplexity import perplexity
+from permtriton.evaluation import measures as library
+from permtriton.evaluation.evaluate import measure_model
+from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.model.forward import last_hidden_state
+from permtriton.util.progress import NoProgress
 
 from . import zoo
 
@@ -48,7 +48,18 @@ def encoder(model_class=BertModel, **changes: object):
 
 
 @torch.no_grad()
-def naive(model, dense) -> tuple[float, float]:
+def naive_perplexity(model) -> float:
+    """Perplexity token by token, each predicted from its own prefix."""
+    losses = []
+    for row in WINDOWS:
+        for position in range(1, row.numel()):
+            logits = model(input_ids=row[None, :position]).logits[0, -1].double()
+            losses.append(-float(logits.log_softmax(0)[row[position]]))
+    return math.exp(sum(losses) / len(losses))
+
+
+@torch.no_grad()
+def naive_distances(model, dense) -> tuple[float, float]:
     """KL and cosine from the whole text at once, with plain softmaxes in float64."""
     p = dense(input_ids=WINDOWS).logits.double().softmax(-1)
     q = model(input_ids=WINDOWS).logits.double().softmax(-1)
@@ -59,35 +70,39 @@ def naive(model, dense) -> tuple[float, float]:
 
 @pytest.mark.parametrize("name", CAUSAL)
 @pytest.mark.parametrize(("batch", "tokens"), [(2, 5), (16, 1000)])
-def test_kl_and_cosine_are_the_naive_ones(monkeypatch, name, batch, tokens):
+def test_the_measures_are_the_naive_ones(monkeypatch, name, batch, tokens):
     monkeypatch.setattr(library, "LOGITS_AT_ONCE", tokens * zoo.VOCABULARY)
     model, dense = changed(name)
-    found = fidelity(model, dense, WINDOWS, batch)
-    kl, cosine = naive(model, dense)
+    found = measure_model(model, held_out=WINDOWS, dense=dense, batch=batch)
+    kl, cosine = naive_distances(model, dense)
     assert kl > 0.01, "the models differ"
     assert found.kl == pytest.approx(kl, rel=1e-4)
     assert found.cosine == pytest.approx(cosine, rel=1e-5)
-    assert found.perplexity == pytest.approx(perplexity(model, WINDOWS, 3), rel=1e-5)
-    assert found.dense_perplexity == pytest.approx(perplexity(dense, WINDOWS, 3), rel=1e-5)
+    assert found.perplexity == pytest.approx(naive_perplexity(model), rel=1e-5)
+    assert found.dense_perplexity == pytest.approx(naive_perplexity(dense), rel=1e-5)
+    alone = measure_model(model, held_out=WINDOWS)
+    assert alone.perplexity == pytest.approx(found.perplexity, rel=1e-5)
+    assert (alone.kl, alone.cosine, alone.dense_perplexity, alone.tasks) == (None, None, None, ())
+    assert (found.windows, found.window, found.tokens) == (5, 12, 60)
+    assert 60 / found.tokens_per_second < found.seconds, "the dense model's time is not in the speed"
+
+
+@torch.no_grad()
+def test_the_loss_of_a_model_in_16_bits_is_computed_in_float32():
+    model = zoo.build("llama").bfloat16()
+    scores = model(input_ids=WINDOWS).logits[:, :-1].double().log_softmax(-1)
+    expected = float(scores.gather(-1, WINDOWS[:, 1:, None]).mean().neg().exp())
+    assert measure_model(model, held_out=WINDOWS).perplexity == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_dense_model_runs_once_on_its_own_windows():
     model, shapes = zoo.build("llama"), []
     model.register_forward_hook(lambda module, inputs, output: shapes.append(output.logits.shape[:2]))
-    found = fidelity(model, model, WINDOWS, len(WINDOWS))
+    found = measure_model(model, held_out=WINDOWS, dense=model)
     assert shapes.count(WINDOWS.shape) == 1
     assert found.kl == 0
     assert found.cosine == pytest.approx(1, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", CAUSAL)
-def test_the_hidden_state_is_the_last_one_and_no_hook_stays(name):
-    model = zoo.build(name)
-    with torch.no_grad():
-        hidden, logits = library._outputs(model, Samples.of(WINDOWS))
-        assert torch.equal(hidden, last_hidden_state(model, Samples.of(WINDOWS)))
-        assert torch.equal(logits, model(input_ids=WINDOWS, use_cache=False).logits)
-    assert not any(module._forward_hooks for module in model.modules())
+    assert [len(module._forward_hooks) for module in model.modules() if module._forward_hooks] == [1]
 
 
 @pytest.mark.slow
@@ -97,11 +112,11 @@ def test_a_permuted_stream_is_compared_in_the_dense_order():
     indices = zoo.random_indices(plan)
     zoo.fold(model, plan, indices)
     order = plan.hidden_order(indices)
-    found = fidelity(model, dense, WINDOWS, 2, order)
+    found = measure_model(model, held_out=WINDOWS, dense=dense, hidden_order=order)
     assert found.cosine == pytest.approx(1, abs=1e-5)
     assert found.kl == pytest.approx(0, abs=1e-5)
     assert found.perplexity == pytest.approx(found.dense_perplexity, rel=1e-4)
-    assert fidelity(model, dense, WINDOWS, 2).cosine < 0.5, "the channels did move"
+    assert measure_model(model, held_out=WINDOWS, dense=dense).cosine < 0.5, "the channels did move"
 
 
 @pytest.mark.parametrize(
@@ -132,54 +147,60 @@ def encoder_decoder() -> T5ForConditionalGeneration:
     return T5ForConditionalGeneration(T5Config(**sizes, d_kv=16, decoder_start_token_id=0))
 
 
-def test_models_that_cannot_be_compared_are_refused():
+OTHERS = {
+    "vocabulary": (
+        lambda: zoo.build("llama", vocab_size=91),
+        "vocabulary of 90.*vocabulary of 91.*give the dense model",
+    ),
+    "width": (lambda: zoo.build("llama", hidden_size=32), "hidden size of 64.*hidden size of 32"),
+    "kind": (
+        lambda: encoder(hidden_size=64, num_attention_heads=4),
+        "predicts the next token of its.*does not predict",
+    ),
+    "decoder": (encoder_decoder, "own input.*is an encoder-decoder"),
+    "positions": (lambda: zoo.build("llama", max_position_embeddings=8), "8 positions, but windows have 12 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_cannot_be_compared_are_refused(name):
+    build, words = OTHERS[name]
+    with pytest.raises(ModelError, match=words):
+        measure_model(zoo.build("llama"), held_out=WINDOWS, dense=build())
+
+
+@pytest.mark.parametrize("dense", [None, zoo.build("llama")])
+def test_measures_that_are_not_finite_are_refused(dense):
     model = zoo.build("llama")
-    for name, other, words in (
-        ("vocabulary", zoo.build("llama", vocab_size=91), "vocabulary of 90.*vocabulary of 91.*give the dense model"),
-        ("width", zoo.build("llama", hidden_size=32), "hidden size of 64.*hidden size of 32"),
-        (
-            "kind",
-            encoder(hidden_size=64, num_attention_heads=4),
-            "predicts the next token of its.*does not predict",
-        ),
-        ("decoder", encoder_decoder(), "own input.*is an encoder-decoder"),
-        ("positions", zoo.build("llama", max_position_embeddings=8), "8 positions, but windows have 12 tokens"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            fidelity(model, other, WINDOWS, 2)
-        assert name
-
-
-def test_measures_that_are_not_finite_are_refused():
-    model, dense = zoo.build("llama"), zoo.build("llama")
     model.lm_head.weight.data[0] = math.inf
-    with pytest.raises(CalibrationError, match="`dtype=float32`"):
-        fidelity(model, dense, WINDOWS, 2)
-
-
-# -- the one function ----------------------------------------------------------------------------------------------
-
-
-def test_evaluate_measures_a_causal_model():
-    model, dense = changed("llama")
-    alone, both = measure_model(model, windows=WINDOWS), measure_model(model, windows=WINDOWS, dense=dense, batch=2)
-    assert alone.perplexity == pytest.approx(both.perplexity, rel=1e-5)
-    assert (alone.kl, alone.cosine, alone.dense_perplexity, alone.tasks) == (None, None, None, ())
-    assert (both.kl, both.cosine) == pytest.approx(naive(model, dense), rel=1e-4)
-    assert (both.windows, both.window, both.tokens) == (5, 12, 60)
-    assert 60 / both.tokens_per_second < both.seconds, "the dense model's time is not in the speed"
+    with pytest.raises(CalibrationError, match=r"held-out loss is (nan|inf).*`dtype=float32`"):
+        measure_model(model, held_out=WINDOWS, dense=dense)
 
 
 @pytest.mark.parametrize("model_class", [BertModel, BertForMaskedLM])
 def test_encoders_have_a_cosine_only(model_class):
+    """Also where they are compiled."""
     model, dense = encoder(model_class), encoder(model_class)
+    compiling = HeldOutMeasure(dense, Samples.of(WINDOWS), NoProgress())
     with torch.no_grad():
         model.base_model.encoder.layer[1].output.dense.weight.mul_(0.5)
         states = [last_hidden_state(each, Samples.of(WINDOWS)) for each in (model, dense)]
-    found = measure_model(model, windows=WINDOWS, dense=dense)
+    found = measure_model(model, held_out=WINDOWS, dense=dense)
     assert (found.perplexity, found.dense_perplexity, found.kl) == (None, None, None)
     assert found.cosine == pytest.approx(float(torch.cosine_similarity(*states, dim=-1).mean()), rel=1e-5)
     assert found.cosine < 0.99
+    assert (compiling.name, compiling.dense) == ("cosine", 1)
+    assert compiling.compiled(model, None) == pytest.approx(found.cosine, rel=1e-5)
+
+
+def test_a_compiled_encoder_with_permuted_channels_agrees_in_the_old_order():
+    model = encoder(BertForMaskedLM)
+    plan = permtriton.find_plan(model, "2:4")
+    measure = HeldOutMeasure(model, Samples.of(WINDOWS), NoProgress())
+    index = torch.randperm(plan.hidden.space.units, generator=torch.Generator().manual_seed(2))
+    zoo.fold(model, plan, {plan.hidden.space.name: index})
+    assert measure.compiled(model, plan.hidden.expand(index)) == pytest.approx(1.0, abs=1e-5)
+    assert measure.compiled(model, None) < 0.9, "the channels did move"
 
 
 def xlm() -> XLMWithLMHeadModel:
@@ -193,15 +214,15 @@ def xlm() -> XLMWithLMHeadModel:
 def test_a_model_that_reads_the_whole_text_has_no_perplexity(build, dtype):
     """It would be that of tokens which the model sees; the KL, too, is of what it makes of them."""
     model = build().to(dtype)
-    found = measure_model(model, windows=WINDOWS, dense=model)
+    found = measure_model(model, held_out=WINDOWS, dense=model)
     assert (found.perplexity, found.dense_perplexity, found.kl) == (None, None, 0)
     with pytest.raises(ConfigError, match=r"reads the whole text, so it has no perplexity.*`against=`"):
-        measure_model(model, windows=WINDOWS)
+        measure_model(model, held_out=WINDOWS)
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_model_that_reads_up_to_a_token_has_a_perplexity(name):
     """In whatever mode, and of windows in which no token differs from the last one."""
     model = zoo.build(name).to(torch.bfloat16).train()
-    assert measure_model(model, windows=WINDOWS).perplexity
-    assert measure_model(model, windows=torch.ones_like(WINDOWS)).perplexity
+    assert measure_model(model, held_out=WINDOWS).perplexity
+    assert measure_model(model, held_out=torch.ones_like(WINDOWS)).perplexity

@@ -1,0 +1,380 @@
+"""What is measured of a model on held-out samples. **Add a measure here: its function, and a field of `Distances`.**
+
+Perplexity is by the field's protocol: windows do not overlap, and the first token of each is not predicted. Special
+tokens around a window are not predicted either; the first token of text is, where one stands before it. Of an
+encoder-decoder, it is that of the second half of each window, given the first.
+
+The KL is that of `permtriton.methods.measure.objective`, ``KL(dense || model)`` in nats per token. Here each model
+computes its own logits, since the head of the model may differ from the dense one's, and nothing but sums outlives a
+forward pass."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import PreTrainedModel
+
+from permtriton.data.samples import Samples
+from permtriton.errors import CalibrationError, ModelError
+from permtriton.methods.measure.objective import LOGITS_AT_ONCE
+from permtriton.model.checks import model_outputs, relative_difference
+from permtriton.model.core import recorded_states, takes_decoder_ids
+from permtriton.model.forward import hidden_states, last_hidden_state, max_tokens, mean_cosine_loss, without_cache
+from permtriton.model.headers import REPORT_FILE
+from permtriton.model.seq2seq import arguments_of, first_predicted, predicted
+from permtriton.running import ranks
+from permtriton.running.layer_stream import LayerStream
+from permtriton.running.micro_batch import MicroBatch
+from permtriton.running.store import MEMORY, Store
+from permtriton.util.progress import NoProgress, Progress
+
+TOKENS_WITH_LOGITS = 2048  # at once
+MAX_LOSS = 700.0  # nats; exp of more overflows a float
+WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # of the held-out text, to see what a model reads
+# Largest difference of logits that is rounding, in units of the dtype's precision, but at least so much of their size.
+ROUNDING, LEAST_ROUNDING = 4, 1e-4
+MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
+FEW_TOKENS = 1000  # a perplexity of fewer says little
+
+
+# -- the measures ------------------------------------------------------------------------------------------------------
+
+
+def next_token_loss(logits: Tensor, tokens: Tensor, first: int) -> float:
+    """Returns the sum over tokens of ``-log p(token | the tokens before it in its window)``, in nats.
+
+    Args:
+        logits: ``[windows, at least first + tokens, vocabulary]``.
+        tokens: predicted tokens, int64 ``[windows, tokens]``, on any device.
+        first: position of the logits that predict the first of them.
+    """
+    logits = logits[:, first : first + tokens.shape[1]].flatten(0, 1).float()
+    return float(cross_entropy(logits, tokens.flatten().to(logits.device), reduction="sum"))
+
+
+def kl_divergence(logits: Tensor, dense: Tensor) -> float:
+    """Returns the sum over tokens of ``KL(dense || model)``."""
+    tokens = max(LOGITS_AT_ONCE // logits.shape[-1], 1)  # float32 copies of all logits would take too much memory
+    pairs = zip(logits.flatten(0, 1).split(tokens), dense.flatten(0, 1).split(tokens), strict=True)
+    return sum(
+        float(
+            kl_div(log_softmax(chunk.float(), -1), log_softmax(expected.float(), -1), reduction="sum", log_target=True)
+        )
+        for chunk, expected in pairs
+    )
+
+
+def cosine_similarity(hidden: Tensor, dense: Tensor) -> float:
+    """Returns the sum over tokens of the cosine similarity."""
+    return float(torch.cosine_similarity(hidden.float(), dense.float(), dim=-1).sum())
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How a distance from the dense model is computed and shown.
+
+    Attributes:
+        short: what it is called within a sentence.
+        words: the same as a row of ``permtriton evaluate``.
+        header: the same as a column of ``permtriton compare``.
+        dense: that of the dense model from itself.
+        total: called with what the model and the dense model put out, ``[windows, tokens, ...]``; returns the sum over
+            tokens.
+        output: what it compares: ``logits``, or the last ``hidden`` states, their channels in the same order.
+    """
+
+    short: str
+    words: str
+    header: str
+    dense: float
+    total: Callable[[Tensor, Tensor], float]
+    output: str
+
+
+def _distance(*facts: Any) -> Any:
+    return field(default=None, metadata={"distance": Distance(*facts)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distances:
+    """Distances from the dense model, averaged over all tokens; None without one.
+
+    Attributes:
+        kl: ``KL(dense || model)`` of the next token's distribution, in nats; None for encoders.
+        cosine: cosine similarity of the last hidden states.
+    """
+
+    kl: float | None = _distance("KL", "KL to dense, nats per token", "KL, nats", 0.0, kl_divergence, "logits")
+    cosine: float | None = _distance(
+        "cosine", "cosine to dense, hidden states", "cosine", 1.0, cosine_similarity, "hidden"
+    )
+
+
+DISTANCES: Mapping[str, Distance] = {each.name: each.metadata["distance"] for each in fields(Distances)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures(Distances):
+    """What was measured of a model on held-out samples, averaged over all tokens.
+
+    Attributes:
+        perplexity: perplexity of the model; None where it predicts no next token (encoders), sees the tokens that it
+            should predict, or these are unknown (sound without labels).
+        dense_perplexity: the same of the dense model; None without one.
+    """
+
+    perplexity: float | None = None
+    dense_perplexity: float | None = None
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def windows_at_once(tokens: int) -> int:
+    """Returns how many windows of ``tokens`` tokens are evaluated at once: logits of a large vocabulary are big."""
+    return max(TOKENS_WITH_LOGITS // tokens, 1)
+
+
+@torch.no_grad()
+def measure_samples(
+    model: PreTrainedModel,
+    samples: Samples,
+    tokens: Tensor | None,
+    batch: int,
+    dense: PreTrainedModel | None = None,
+    hidden_order: Tensor | None = None,
+    progress: Progress | None = None,
+) -> tuple[Measures, float]:
+    """Measures a model with one forward pass per batch, and one of the dense model, which may be the model itself.
+
+    Args:
+        samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.
+        tokens: the tokens of them that are predicted, as `predicted_tokens` returns them.
+        dense: dense model to compare with; None measures the perplexity only.
+        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's; None where
+            the channels did not move.
+
+    Returns:
+        The measures, and the seconds of the model's forward passes.
+
+    Raises:
+        ModelError: the models cannot be compared, see `check_comparable`, or the order has another length.
+        CalibrationError: a measure is not finite.
+    """
+    distances = {}
+    if dense is not None:
+        check_comparable(model, dense, samples.tokens)
+        distances = {name: each for name, each in DISTANCES.items() if model.can_generate() or each.output != "logits"}
+    count, first, counted = len(samples), first_predicted(model, samples), samples.counted
+    turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # the same for all ranks, which may run in step
+
+    def totals(size: int) -> dict[str, float]:
+        sums = dict.fromkeys(("seconds", "loss", "dense_loss", "positions", *distances), 0.0)
+        with (progress or NoProgress()).stage("evaluate", ranks.own(turns).numel()) as advance:
+            for part in ranks.parts(turns, size):
+                rows, new = samples[part % count], int((part < count).sum())  # the last turns may repeat windows
+                started = time.perf_counter()
+                own = _outputs(model, rows, hidden=dense is not None)
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize(model.device)
+                sums["seconds"] += time.perf_counter() - started
+                expected = None if dense is None else own if dense is model else _outputs(dense, rows, hidden=True)
+                for name, outputs in {"loss": own, "dense_loss": expected}.items():
+                    if outputs is not None and tokens is not None:
+                        sums[name] += next_token_loss(outputs["logits"][:new], tokens[part[:new]], first)
+                if expected is not None:
+                    expected = {**expected, "hidden": _in_order(expected["hidden"], hidden_order)}
+                    sums["positions"] += own["hidden"][:new, counted].shape[:-1].numel()
+                    for name, distance in distances.items():
+                        output, dense_output = (each[distance.output][:new, counted] for each in (own, expected))
+                        sums[name] += distance.total(output, dense_output.to(output.device))
+                advance(len(rows))
+        return sums
+
+    sums = {name: ranks.total(value) for name, value in MicroBatch(batch).run(totals).items()}
+    number = None if tokens is None else tokens.numel()
+    measures = Measures(
+        perplexity=perplexity_of(model, sums["loss"], number),
+        dense_perplexity=None if dense is None else perplexity_of(dense, sums["dense_loss"], number),
+        **{name: _finite(each.short, sums[name] / sums["positions"], model) for name, each in distances.items()},
+    )
+    return measures, sums["seconds"]
+
+
+def _outputs(model: PreTrainedModel, rows: Samples, *, hidden: bool) -> dict[str, Tensor]:
+    """Returns ``logits`` of a model that has some, and the last ``hidden`` state, each ``[windows, tokens, ...]``."""
+    samples = replace(rows, inputs=arguments_of(model, rows.inputs))
+    if not model.can_generate():
+        return {"hidden": last_hidden_state(model, samples)}
+    with without_cache(model), recorded_states(model) if hidden else nullcontext() as states:
+        logits = model(**samples.to(model.device, model.dtype).inputs).logits
+    return {"logits": logits} | ({"hidden": states[-1]} if states else {})
+
+
+def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
+    """Returns the dense model's hidden states with their channels in this order, or as they are."""
+    if order is not None and len(order) != dense.shape[-1]:
+        raise ModelError(
+            f"the order of hidden states (hidden_states in {REPORT_FILE}, or `hidden_order=`) has {len(order)} "
+            f"channels, but the last hidden state of the dense model has {dense.shape[-1]}: give that of this model"
+        )
+    return dense if order is None else dense[..., order]
+
+
+def perplexity_of(model: PreTrainedModel, loss: float, tokens: int | None) -> float | None:
+    """Returns exp of the mean next-token loss; None where no tokens are predicted.
+
+    Args:
+        loss: sum of `next_token_loss` over all windows.
+        tokens: number of predicted tokens.
+
+    Raises:
+        CalibrationError: the loss is not finite, or windows hold one token.
+    """
+    if tokens is None:
+        return None
+    if not tokens:
+        raise CalibrationError("each held-out window holds 1 token, so that nothing is predicted: give longer ones")
+    return math.exp(min(_finite("held-out loss", loss, model) / tokens, MAX_LOSS))
+
+
+def _finite(name: str, value: float, model: PreTrainedModel) -> float:
+    if not math.isfinite(value):
+        raise CalibrationError(f"the {name} is {value}: activations overflow in {model.dtype}; try `dtype=float32`")
+    return value
+
+
+def predicted_tokens(model: PreTrainedModel, samples: Samples) -> Tensor | None:
+    """Returns the tokens that a model in eval mode predicts, as `predicted` does, if it has a perplexity; else None.
+
+    It has none where it sees a token that it predicts, as where attention goes both ways.
+    """
+    tokens = predicted(model, samples)
+    if tokens is None or samples.ids is None or takes_decoder_ids(model):
+        return tokens
+    windows = samples.ids[:WINDOWS_TRIED, :TOKENS_TRIED].split(1)
+    if _change(model, windows[0]) <= LEAST_ROUNDING:  # without more passes: each reads all layers that are on the disk
+        return tokens
+    # In a mixture, rounding may send a token elsewhere, so that one window shows too much: two must show it.
+    change = sorted(_change(model, window) for window in windows)[-2:][0]
+    return None if change > max(ROUNDING * torch.finfo(model.dtype).eps, LEAST_ROUNDING) else tokens
+
+
+def _change(model: PreTrainedModel, window: Tensor) -> float:
+    """Returns how much the prediction of the last token of ``[1, tokens]`` changes with that token."""
+    others = window[window != window[0, -1]]
+    if not others.numel():
+        return 0.0
+    changed = torch.cat([window[:, :-1], others[None, -1:]], 1)
+    before, after = (model_outputs(model, Samples.of(ids))[:, -2] for ids in (window, changed))
+    return relative_difference(before, after)
+
+
+def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int) -> None:
+    """Refuses a dense model that is not one of the same kind and size as the model, or takes shorter windows.
+
+    Raises:
+        ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ.
+    """
+    texts = [each.config.get_text_config() for each in (model, dense)]
+    facts: dict[str, list[Any]] = {
+        "has a vocabulary of {}": [getattr(each, "vocab_size", None) for each in texts],
+        "has a hidden size of {}": [getattr(each, "hidden_size", None) for each in texts],
+        "{}": [_kind(model), _kind(dense)],
+    }
+    for what, (own, expected) in facts.items():
+        if own != expected:
+            raise ModelError(
+                f"the model {what.format(own)}, but the model that it is compared with {what.format(expected)}: give "
+                "the dense model that it was compiled from"
+            )
+    limit = max_tokens(dense)
+    if limit is not None and limit < tokens:
+        raise ModelError(
+            f"the model that it is compared with has {limit} positions, but windows have {tokens} tokens: give the "
+            "dense model that it was compiled from"
+        )
+
+
+def _kind(model: PreTrainedModel) -> str:
+    if not model.can_generate():
+        return "does not predict the next token"
+    return "is an encoder-decoder" if takes_decoder_ids(model) else "predicts the next token of its own input"
+
+
+# -- what a compilation measures ---------------------------------------------------------------------------------------
+
+
+class HeldOutMeasure:
+    """One measure of a dense model, taken at construction, and of what is compiled from it, taken later.
+
+    Args:
+        samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.
+
+    Attributes:
+        name: ``perplexity`` for a language model that has one (`predicted_tokens`), else ``cosine``: the mean cosine
+            similarity of the last hidden state with the dense model's.
+        dense: the measure of the dense model.
+        samples: the samples that are measured.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        samples: Samples,
+        progress: Progress,
+        layers: Mapping[str, nn.Module] | None = None,
+        store: Store = MEMORY,
+    ) -> None:
+        self.samples, self._batch, self._progress = samples, windows_at_once(samples.longest), progress
+        self._layers, self._store = layers or {}, store
+        self._tokens = predicted_tokens(model, samples)
+        if self._tokens is not None:
+            if self._tokens.numel() < FEW_TOKENS:
+                count = f"{self._tokens.numel():,} tokens are predicted"
+                progress.say(f"the held-out text is short: {count}, and their perplexity says little")
+            self.name, self.dense = "perplexity", self.compiled(model, None)
+        else:
+            first = samples[:MAX_ENCODER_WINDOWS]
+            self.samples = replace(first, inputs=arguments_of(model, first.inputs))
+            self.name, self.dense = "cosine", 1.0
+            self._hidden = hidden_states(model, self.samples, self._batch)
+
+    @torch.no_grad()
+    def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:
+        """Returns the measure of the compiled model.
+
+        Args:
+            hidden_order: index ``[C]`` of the last hidden state's channels; None where compiling did not move them.
+        """
+        if self._tokens is None:
+            return 1 - mean_cosine_loss(model, self.samples, self._hidden, self._batch, hidden_order)
+        batches = [Samples(arguments_of(model, rows.inputs)) for rows in self.samples.split(self._batch)]
+        stream = LayerStream(model, self._layers, batches, self._store) if self._store.onloads else None
+        if stream is not None and stream.layers:
+            perplexity = self._perplexity_by_layers(model, stream, batches, self._tokens)
+        else:
+            measures, _ = measure_samples(model, self.samples, self._tokens, self._batch, progress=self._progress)
+            perplexity = measures.perplexity
+        assert perplexity is not None
+        return perplexity
+
+    def _perplexity_by_layers(
+        self, model: PreTrainedModel, stream: LayerStream, batches: Sequence[Samples], tokens: Tensor
+    ) -> float | None:
+        """Returns the perplexity, but runs each layer on all windows before the next one."""
+        stream.forward()
+        total, first = 0.0, first_predicted(model, self.samples)
+        with self._progress.stage("evaluate", len(self.samples)) as advance, without_cache(model):
+            for rows, hidden, own in zip(batches, stream.hidden, tokens.split(self._batch), strict=True):
+                with stream.returning(hidden):
+                    logits = model(**rows.to(model.device, model.dtype).inputs).logits
+                total += next_token_loss(logits, own, first)
+                advance(len(rows))
+        return perplexity_of(model, total, tokens.numel())
