@@ -15,8 +15,8 @@ from torch import Tensor
 
 import permtriton
 from permtriton import demo
-from permtriton.comparison.methods import settings_of
-from permtriton.comparison.record import read_comparison
+from permtriton.evaluation.compare_methods import settings_of
+from permtriton.evaluation.compare_results import read_comparison
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, WEIGHTS_FILE
 from permtriton.reporting.compiled import read_folders
 from permtriton.reporting.html_report import page_of

@@ -5,16 +5,15 @@ from typing import Any
 
 from permtriton.cli.console import change, print_json, say, show
 from permtriton.cli.processor import suit_processor
-from permtriton.comparison.request import Request
-from permtriton.comparison.results import RowResult
-from permtriton.comparison.summary import Rows, cell, columns
+from permtriton.evaluation.compare import Comparison
+from permtriton.evaluation.compare_results import Row, Rows, cell, columns
 from permtriton.util.bars import BarProgress, err
 
 
-def run(request: Request, *, json: bool) -> None:
-    """Compares the rows and prints one line per row; errors are those of `Request.run`."""
+def run(comparison: Comparison, *, json: bool) -> None:
+    """Compares the rows and prints one line per row; errors are those of `Comparison.run`."""
     progress = BarProgress()
-    suit_processor(request.source, progress)
+    suit_processor(comparison.source, progress)
 
     def show(report: dict[str, Any]) -> None:
         if json:
@@ -22,12 +21,12 @@ def run(request: Request, *, json: bool) -> None:
         else:
             _print(report, *columns(report), media=report["media"])
 
-    request.run(progress, _say, show)
+    comparison.run(progress, _say, show)
 
 
-def _say(result: RowResult) -> None:
-    measure = "cosine" if result.measured[0].perplexity is None else "perplexity"
-    err.print(f"{result.name}: {measure} {result.mean:.3f} ({result.seconds:.0f} s)", highlight=False)
+def _say(row: Row) -> None:
+    measure = "cosine" if row.by_seed[0]["perplexity"] is None else "perplexity"
+    err.print(f"{row.name}: {measure} {row.mean:.3f} ({row.seconds:.0f} s)", highlight=False)
 
 
 def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows, *, media: bool) -> None:

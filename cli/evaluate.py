@@ -10,14 +10,14 @@ from typing import Any
 
 from permtriton.cli.console import out, print_json, show
 from permtriton.cli.processor import suit_processor
-from permtriton.comparison.report_file import check_report_file, write_report_file
-from permtriton.comparison.summary import Cell, cell
 from permtriton.errors import OutputError
 from permtriton.evaluation.asked import AskedEvaluation
+from permtriton.evaluation.compare_results import Cell, cell
 from permtriton.evaluation.evaluate import Evaluated, evaluate_as
 from permtriton.evaluation.measures import DISTANCES
 from permtriton.model.source import Source
 from permtriton.util.bars import BarProgress
+from permtriton.util.output_files import check_report_file, write_report_file
 
 TOKEN = "--token"
 HEADERS = ("measure", "value", "standard error", "dense")

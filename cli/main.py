@@ -202,9 +202,9 @@ def compare(model: Model, flags: Flags, asked: AskedComparison, help_all: HelpAl
     """Prune MODEL with every method on the same text and show how much each one hurts. Saves no model."""
     with importing():
         from permtriton.cli.compare import run
-        from permtriton.comparison.request import Request
+        from permtriton.evaluation.compare import Comparison
 
-    run(Request.of(model, asked, flags), json=asked.json)
+    run(Comparison.of(model, asked, flags), json=asked.json)
 
 
 @command()

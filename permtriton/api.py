@@ -11,7 +11,6 @@ from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.comparison.asked import AskedComparison
-from permtriton.comparison.request import Request
 from permtriton.data.in_memory import is_named, selected
 from permtriton.driver import adapt as adapting
 from permtriton.driver import planning
@@ -20,6 +19,7 @@ from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
+from permtriton.evaluation.compare import Comparison
 from permtriton.model import load
 from permtriton.model.name import checked_token, location_of
 from permtriton.model.source import Source, source_of
@@ -221,7 +221,7 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         ['dense', 'wanda']
     """
     asked = replace(asked, config=_path("config", asked.config), tasks_dir=_path("tasks_dir", asked.tasks_dir))
-    return Request.of(location_of(model), asked, _parsed(options)).run(reporter(asked.progress))
+    return Comparison.of(location_of(model), asked, _parsed(options)).run(reporter(asked.progress))
 
 
 def export(

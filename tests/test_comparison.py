@@ -1,94 +1,53 @@
-"""Comparisons: rows as data, one calibration set for all, results that are kept, ablations that differ."""
+"""Comparisons: rows as data, results that are kept and continued, ablations that differ in one option."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 import torch
 
-from permtriton.comparison import run as comparison
-from permtriton.comparison.methods import METHODS, ablation_rows, check_effect, method_rows
-from permtriton.comparison.results import ResultFile
-from permtriton.comparison.run import Benchmark, compare
-from permtriton.comparison.summary import columns, report_of
-from permtriton.data.samples import Samples
-from permtriton.errors import ConfigError, OutputError
+import permtriton
+from permtriton.errors import ConfigError, ModelError, OutputError
+from permtriton.evaluation.compare_methods import METHODS, check_effect, variants
+from permtriton.evaluation.compare_results import ResultFile, columns, read_comparison
 from permtriton.methods.prune.refit import Refit
 from permtriton.recipe import RECIPES
-from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 
-PATTERNS = (NMPattern(2, 4), NMPattern(4, 8))
-IDS, WINDOWS = zoo.tiny_ids(4, 16), zoo.tiny_ids(3, 12, seed=1)
-TIMES = ("seconds", "compile_seconds", "peak_bytes")
 SMALL = {"samples": 4, "sequence_length": 16, "learn_epochs": 1, "learn_batch_size": 4}
+HELD_OUT = zoo.tiny_ids(3, 12, seed=1)
+TIMES = ("seconds", "compile_seconds", "peak_bytes", "by_seed")
 
 
-def given(**options: object) -> dict[str, object]:
-    return {**SMALL, **options}
-
-
-def one_layer():
-    return zoo.tiny_llama(initializer_range=0.4, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return one_layer()
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """The calls of `permtriton.compile`: config and calibration samples of each."""
-    calls = []
-
-    def record(model, tokenizer, config, *, ids, progress):
-        calls.append((config, ids))
-        return original(model, tokenizer, config, ids=ids, progress=progress)
-
-    original = comparison.compile_model
-    monkeypatch.setattr(comparison, "compile_model", record)
-    return calls
-
-
-def without_times(results) -> list:
-    return [
-        (each.method, each.pattern, each.setting, [{**asdict(m), **dict.fromkeys(TIMES)} for m in each.measured])
-        for each in results
-    ]
+def settings_of(rows) -> list[tuple]:
+    return [(row.config.importance, row.config.layout, row.config.recipe) for row in rows]
 
 
 # -- rows ----------------------------------------------------------------------------------------------------------
 
 
 def test_there_is_a_row_per_method_and_pattern():
-    rows = method_rows(given(), ("wanda", "ria + learned", "wanda"), PATTERNS)
+    rows = variants(SMALL, ("wanda", "ria + learned", "wanda"), (NMPattern(2, 4), NMPattern(4, 8)))
     assert [(row.method, row.pattern) for row in rows] == [
         (method, pattern) for pattern in ("2:4", "4:8") for method in ("wanda", "ria + learned")
     ]
     assert [str(row.config.sparsity) for row in rows] == ["2:4", "2:4", "4:8", "4:8"]
-    assert {(row.config.importance, row.config.recipe) for row in rows} == {
-        ("wanda", "mask"),
-        ("ria", "heuristic,learned,mask"),
-    }
+    assert settings_of(rows[:2]) == [("wanda", "portable", "mask"), ("ria", "portable", "heuristic,learned,mask")]
 
 
 def test_all_methods_differ_from_each_other():
-    rows = method_rows(given(), (), ())
+    rows = variants(SMALL)
     assert [row.method for row in rows] == list(METHODS)
     assert len({row.config for row in rows}) == len(METHODS)
 
 
 def test_recipes_are_compared_where_they_are_named():
-    rows = method_rows(given(), tuple(RECIPES), (), model="demo")
-    assert [row.method for row in rows] == list(RECIPES)
+    rows = variants(SMALL, tuple(RECIPES), model="demo")
     assert [row.config.recipe for row in rows] == [recipe.names for recipe in RECIPES.values()]
-    assert [row.config.importance for row in rows] == ["obs", "obs", "obs", "wanda", "wanda"]
-    fused = method_rows(given(), tuple(f"{name} (fused)" for name in RECIPES), (), model="demo")
+    fused = variants(SMALL, tuple(f"{name} (fused)" for name in RECIPES), model="demo")
     assert [row.config for row in fused] == [replace(row.config, layout="fused") for row in rows]
     fast = rows[list(RECIPES).index("fast")].config
     assert fast.steps == RECIPES["fast"].steps, "a method sets no option of a recipe"
@@ -97,7 +56,7 @@ def test_recipes_are_compared_where_they_are_named():
 
 
 def test_the_papers_method_stands_beside_the_score_alone():
-    rows = method_rows(given(), ["wanda + permllm", "ria + permllm", "ria + permllm (portable)"], (), model="demo")
+    rows = variants(SMALL, ["wanda + permllm", "ria + permllm", "ria + permllm (portable)"], model="demo")
     settings = [(row.config.importance, row.config.layout, row.config.steps[0].learning_rate) for row in rows]
     assert settings == [("wanda", "fused", 1e-3), ("ria", "fused", 5e-3), ("ria", "portable", 5e-3)]
 
@@ -114,36 +73,35 @@ ABLATIONS = {
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
     values, methods = ABLATIONS[name]
-    rows = ablation_rows(given(), name, values, methods, ())
+    rows = variants(SMALL, methods, ablate=name, values=values)
     assert len(rows) == len(values) * len(methods or ("default",))
     for method in methods or ("default",):
-        mine = [row for row in rows if row.method == method]
-        found = [row.config.to_dict() for row in mine]
-        assert [str(each.pop(name)).lower() for each in found] == list(values)
-        assert all(each == found[0] for each in found)
-        assert [row.setting.lower() for row in mine] == [f"{name} {value}" for value in values]
-        assert [row.pattern for row in mine] == [str(row.config.sparsity) for row in mine]
+        own = [row for row in rows if row.method == method]
+        configs = [row.config.to_dict() for row in own]
+        assert [str(config.pop(name)).lower() for config in configs] == list(values)
+        assert all(config == configs[0] for config in configs)
+        assert [row.setting.lower() for row in own] == [f"{name} {value}" for value in values]
+        assert [row.pattern for row in own] == [str(row.config.sparsity) for row in own]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "value", "methods", "message"),
     [
-        (("heat", ("1",), ()), "--ablate heat: no option of this name"),
-        (("refit_exchange", ("1",), ()), "refit_exchange: no option.*did you mean refit_exchanges"),
-        (("seed", ("0", "1"), ()), "--ablate seed: no option of this name changes results"),
-        (("learn_sinkhorn_rounds", ("0", "5"), ("wanda",)), "no effect on the method wanda: choose other --methods"),
-        (("refit_exchanges", ("five",), ()), "`refit_exchanges=` is 'five': expected a non-negative integer"),
-        (("learn_block_size", ("30",), ("wanda + learned",)), "learn_block_size 30 is not a multiple"),
-        (("learn_layers", ("first:1",), ("wanda + learned",)), "`learn_layers=` is .first:1."),
+        ("heat", "1", (), "--ablate heat: no option of this name"),
+        ("refit_exchange", "1", (), "refit_exchange: no option.*did you mean refit_exchanges"),
+        ("seed", "0", (), "--ablate seed: no option of this name changes results"),
+        ("learn_sinkhorn_rounds", "5", ("wanda",), "no effect on the method wanda: choose other --methods"),
+        ("refit_exchanges", "five", (), "`refit_exchanges=` is 'five': expected a non-negative integer"),
+        ("learn_block_size", "30", ("wanda + learned",), "learn_block_size 30 is not a multiple"),
     ],
 )
-def test_ablations_that_make_no_sense(arguments, message):
+def test_ablations_that_make_no_sense(name, value, methods, message):
     with pytest.raises(ConfigError, match=message):
-        ablation_rows(given(), *arguments, ())
+        variants(SMALL, methods, ablate=name, values=(value,))
 
 
 def test_options_that_change_no_row_are_refused():
-    rows = method_rows(given(), ("wanda", "wanda + learned"), ())
+    rows = variants(SMALL, ("wanda", "wanda + learned"))
     check_effect(["learn_epochs", "samples"], rows, None)
     with pytest.raises(ConfigError, match="--learn-epochs has no effect on the methods wanda: "):
         check_effect(["samples", "learn_epochs"], rows[:1], None)
@@ -154,195 +112,147 @@ def test_options_that_change_no_row_are_refused():
 # -- runs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_all_rows_of_a_seed_share_one_draw(model, compiled, tmp_path, monkeypatch):
-    draws = []
-    draw = comparison.calibration_samples
-
-    def count(*arguments):
-        draws.append(arguments[0].seed)
-        return draw(*arguments)
-
-    monkeypatch.setattr(comparison, "calibration_samples", count)
-    text = tmp_path / "text.jsonl"
-    text.write_text(json.dumps({"input_ids": torch.arange(40).repeat(12).tolist()}))
-    rows = method_rows(given(calibration=str(text)), ("wanda",), PATTERNS)
-    results = compare(Benchmark(model, None, WINDOWS), rows, seeds=(0, 5))
-    assert draws == [0, 5]
-    assert [(config.seed, str(config.sparsity)) for config, _ in compiled] == [
-        (seed, pattern) for pattern in ("2:4", "4:8") for seed in (0, 5)
-    ]
-    first, second = compiled[0][1].sha256, compiled[1][1].sha256
-    assert first != second
-    assert all(samples.sha256 == (first, second)[config.seed == 5] for config, samples in compiled)
-    assert [(each.method, each.pattern, len(each.measured)) for each in results] == [
-        ("dense", "", 1), ("wanda", "2:4", 2), ("wanda", "4:8", 2),
-    ]  # fmt: skip
-    assert results[1].mean != results[2].mean, "the patterns differ"
-    assert results[1].spread > 0
-
-
-@pytest.mark.slow
-def test_encoders_are_compared_by_the_cosine():
-    benchmark = Benchmark(zoo.build("bert"), None, zoo.token_ids(3, 12))
-    results = compare(benchmark, method_rows(given(), ("wanda",), ()), ids=zoo.token_ids(4, 16))
-    report = report_of(results, benchmark, model="bert", text="", seeds=[0], ablation=None, versions={})
-    assert (report["tokens"], report["window"]) == (36, 12)
-    assert columns(report)[0] == ["method", "cosine", "seconds", "peak MiB"]
-    dense, pruned = (each.measured[0] for each in results)
-    assert (dense.perplexity, dense.kl, pruned.perplexity, pruned.kl) == (None, None, None, None)
-    assert results[0].mean == pytest.approx(1, abs=1e-6)
-    assert results[1].mean == pruned.cosine < 0.999
-    assert results[1].average(lambda each: each.kl) is None
-
-
-# -- kept results --------------------------------------------------------------------------------------------------
-
-METHODS_RUN = ("magnitude", "wanda")
-
-
 @pytest.fixture(scope="module")
-def finished(model, tmp_path_factory) -> bytes:
-    """The file of a finished comparison of magnitude with the dense model."""
-    path = tmp_path_factory.mktemp("kept") / "rows.json"
-    run(path, model, ("magnitude",))
-    return path.read_bytes()
+def world(tmp_path_factory) -> Path:
+    """A folder with a model of one layer, another one, and a calibration text of token ids."""
+    folder = tmp_path_factory.mktemp("world")
+    (folder / "made").mkdir()
+    model = zoo.tiny_llama(initializer_range=0.4, num_hidden_layers=1)
+    model.save_pretrained(folder / "model")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7, 0] += 1e-3
+    model.save_pretrained(folder / "other-model")
+    for name, numbers in {"text": range(40), "other-text": range(39, -1, -1)}.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps({"input_ids": [*numbers] * 12}))
+    return folder
 
 
 @pytest.fixture
-def stored_rows(finished, tmp_path) -> Path:
-    """A copy of it, to be changed."""
-    path = tmp_path / "rows.json"
-    path.write_bytes(finished)
-    return path
+def here(world, tmp_path, monkeypatch) -> Path:
+    for path in world.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-class Lines(NoProgress):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
+def compare(model: str = "model", **options: object) -> dict:
+    base = {"calibration": "text.jsonl", "eval_data": HELD_OUT, "samples": 4, "sequence_length": 16}
+    return permtriton.compare(model, **{"methods": ["magnitude", "wanda"], "output": "t.json", **base, **options})
 
 
-def kept(path, model, windows=WINDOWS, tasks=MappingProxyType({})) -> ResultFile:
-    return ResultFile(path, Benchmark(model, None, windows).identity(tasks))
+def without_times(report: dict) -> list[dict]:
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in report["rows"]]
 
 
-def run(path, model, methods=METHODS_RUN, progress=None):
-    results = kept(path, model)
-    results.read()
-    return compare(
-        Benchmark(model, None, WINDOWS), method_rows(given(), methods, ()), ids=IDS, kept=results, progress=progress
-    )
+def test_an_interrupted_comparison_continues_with_what_is_missing(here):
+    expected = without_times(compare(output="whole.json"))
+    evaluations = []
 
-
-def test_an_interrupted_comparison_continues_with_what_is_missing(model, compiled, tmp_path, monkeypatch):
-    path, recording = tmp_path / "rows.json", comparison.compile_model
-    expected = without_times(run(None, model))
-    compiled.clear()
-
-    def interrupt(*arguments, **options):
-        if len(compiled) == 1:
+    def interrupt(event: permtriton.Event) -> None:
+        evaluations.extend([event] * (event.stage == "evaluate" and event.done == 0))
+        if len(evaluations) == 3:
             raise KeyboardInterrupt
-        return recording(*arguments, **options)
 
-    monkeypatch.setattr(comparison, "compile_model", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run(path, model)
-    assert len(compiled) == 1
-    monkeypatch.setattr(comparison, "compile_model", recording)
-    progress = Lines()
-    assert without_times(run(path, model, progress=progress)) == expected
-    assert [config.importance for config, _ in compiled] == ["magnitude", "wanda"]
-    assert f"2 of 3 results (a row with one seed each) are kept in {path}" in progress.lines
-    before = path.read_bytes()
-    assert without_times(run(path, model, ("wanda", "magnitude"))) == [expected[0], expected[2], expected[1]]
-    assert len(compiled) == 2
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["rows.json"]
+        compare(progress=interrupt)
+    assert not (here / "t.json").exists()
+    said = []
+    assert without_times(compare(progress=lambda event: said.append(event.text))) == expected
+    kept = here / ".t.json.rows.json"
+    assert f"2 of 3 results (a row with one seed each) are kept in {kept}" in said
+    before = kept.read_bytes()
+    other_order = without_times(compare(methods=["wanda", "magnitude"]))
+    assert other_order == [expected[0], expected[2], expected[1]]
+    assert kept.read_bytes() == before, "nothing is measured again"
 
 
-def other_model():
-    other = one_layer()
-    with torch.no_grad():
-        other.model.embed_tokens.weight[7, 0] += 1e-3
-    return other
+@pytest.fixture(scope="module")
+def finished(world) -> bytes:
+    """The file of kept results of a comparison."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(world)
+        compare(methods=["magnitude", "mask + tune", "fast"], output="made/t.json")
+    return (world / "made" / ".t.json.rows.json").read_bytes()
 
 
-OTHERS = {
-    "nothing": (lambda model: {}, 1),
-    "model": (lambda model: {"model": other_model()}, 0),
-    "held-out text": (lambda model: {"windows": WINDOWS + 1}, 0),
-    "tasks": (lambda model: {"tasks": {"names": ["rte"]}}, 0),
+# What is asked for in place of what was -> results that are known, of those that are needed.
+CHANGES = {
+    "nothing": ({}, "2 of 2"),
+    "model": ({"model": "other-model"}, "0 of 2"),
+    "held-out text": ({"eval_data": HELD_OUT.flip(1)}, "0 of 2"),
+    "calibration": ({"calibration": "other-text.jsonl"}, "1 of 2"),
+    "pattern": ({"sparsity": "4:8"}, "1 of 2"),
+    "seed": ({"seeds": 3}, "1 of 2"),
+    "what only rounds": ({"methods": ["mask + tune"], "micro_batch_size": 3}, "2 of 2"),
+    "option of a recipe": ({"methods": ["fast"], "refit_exchanges": 4}, "1 of 2"),
+    "recipe": ({"methods": ["fast"]}, "2 of 2"),
 }
 
 
-@pytest.mark.parametrize("case", OTHERS)
-def test_results_of_another_comparison_are_not_used(model, stored_rows, case):
-    change, known = OTHERS[case]
-    results = kept(stored_rows, **{"model": model, **change(model)})
-    results.read()
-    assert (results.key() in results.results) == known
+@pytest.mark.slow(but=["nothing", "model", "held-out text", "calibration"])
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_decides_a_result_is_in_its_key(here, finished, case):
+    changes, known = CHANGES[case]
+    (here / ".t.json.rows.json").write_bytes(finished)
+    said = []
+    compare(**{"methods": ["magnitude"], **changes}, progress=lambda event: said.append(event.text))
+    assert [text for text in said if " results (" in text] == [
+        f"{known} results (a row with one seed each) are kept in {here / '.t.json.rows.json'}"
+    ]
 
 
-def test_results_of_other_versions_are_measured_anew(model, stored_rows, compiled, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "1.0")
-    progress = Lines()
-    run(stored_rows, model, ("magnitude",), progress)
-    assert f"0 of 2 results (a row with one seed each) are kept in {stored_rows}" in progress.lines
-    assert len(compiled) == 1
-
-
-@pytest.mark.slow
-def test_what_decides_a_row_is_in_its_key(model, stored_rows, compiled):
-    """`tune` draws new samples of the text; a mask alone is of the calibration samples. Recipes have own values."""
-    first, other = (Samples({"input_ids": IDS}, spare=Samples.of(zoo.tiny_ids(4, 16, seed=seed))) for seed in (2, 3))
-    benchmark, results = Benchmark(model, None, WINDOWS), kept(stored_rows, model)
-    results.read()
-
-    def compilations(method: str, samples: Samples, **options: object) -> int:
-        compiled.clear()
-        compare(benchmark, method_rows(given(**options), (method,), ()), ids=samples, kept=results)
-        return len(compiled)
-
-    assert compilations("magnitude", first) == 0
-    assert compilations("magnitude", other) == 0
-    assert compilations("magnitude", Samples.of(IDS.flip(0))) == 1
-    assert compilations("mask + tune", first) == 1
-    assert compilations("mask + tune", first) == 0
-    assert compilations("mask + tune", other) == 1
-    assert compilations("fast", first) == 1
-    assert compilations("fast", first, refit_exchanges=4) == 1
-    assert compilations("magnitude", first, seed=3, importance="ria", micro_batch_size=3) == 0
-    assert compilations("magnitude", first, sparsity="4:8") == 1
-
-
-@pytest.mark.slow
-def test_the_report_has_what_each_row_ran_with(model):
-    benchmark = Benchmark(model, None, WINDOWS)
-    results = compare(benchmark, method_rows(given(), ("fast", "heuristic + refit"), ()), ids=IDS)
-    report = report_of(results, benchmark, model="", text="", seeds=[0], ablation=None, versions={})
+def test_the_report_has_what_each_row_ran_with(here):
+    report = compare(methods=["fast", "heuristic + refit"])
     dense, fast, refit = (row["config"] for row in report["rows"])
     assert (dense, fast["refit_exchanges"], refit["refit_exchanges"]) == ({}, 0, Refit().exchanges)
-    assert report["config"]["samples"] == given()["samples"]
+    assert report["config"]["samples"] == 4
     assert not {"refit_exchanges", "recipe", "seed"} & report["config"].keys()
+    assert read_comparison(here / "t.json") == report
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "7", '{"version": 2}', "[" * 10**5, b"\xff\xfe"])
-def test_a_damaged_file_is_refused(model, tmp_path, content):
+@pytest.mark.slow
+def test_encoders_are_compared_by_the_cosine(here):
+    zoo.build("bert").save_pretrained("bert")
+    report = compare("bert", methods=["wanda"])
+    assert (report["tokens"], report["window"]) == (36, 12)
+    assert columns(report)[0] == ["method", "cosine", "seconds", "peak MiB"]
+    dense, pruned = report["rows"]
+    assert (dense["kl"], pruned["kl"], pruned["by_seed"][0]["perplexity"]) == (None, None, None)
+    assert dense["mean"] == pytest.approx(1, abs=1e-6)
+    assert pruned["mean"] == pruned["cosine"] < 0.999
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"7", b'{"version": 2}', b"[" * 10**5, b"\xff\xfe"])
+def test_a_damaged_file_is_refused(tmp_path, content):
     path = tmp_path / "rows.json"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content)
     with pytest.raises(OutputError, match=r"holds no results that can be continued.*--overwrite"):
-        kept(path, model).read()
+        ResultFile(path, {}).read()
 
 
 @pytest.mark.parametrize(
     ("place", "value"), [("cosine", "low"), ("tasks", []), ("peak_bytes", 1.5), ("method", 3), ("seconds", None)]
 )
-def test_values_of_another_type_are_refused(model, stored_rows, place, value):
-    stored = json.loads(stored_rows.read_text())
+def test_values_of_another_type_are_refused(tmp_path, finished, place, value):
+    stored = json.loads(finished)
     list(stored.values())[1][place] = value
-    stored_rows.write_text(json.dumps(stored))
+    (tmp_path / "rows.json").write_text(json.dumps(stored))
     with pytest.raises(OutputError, match=r"holds no results that can be continued.*--overwrite"):
-        kept(stored_rows, model).read()
+        ResultFile(tmp_path / "rows.json", {}).read()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"values": []}, "values is"),
+        ({"tasks": {"foxes acc": 0.5}}, "other tasks"),
+        ({"compile_seconds": "7"}, "compile_seconds is '7'"),
+        ({"kl": "low"}, "kl is 'low'"),
+    ],
+)
+def test_damaged_rows_of_a_report_are_refused(here, change, words):
+    report = compare(methods=["magnitude"])
+    report["rows"][1] |= change
+    (here / "damaged.json").write_text(json.dumps(report))
+    with pytest.raises(ModelError, match=words):
+        read_comparison(here / "damaged.json")

@@ -8,19 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from permtriton.comparison.report_file import write_report_file
-from permtriton.comparison.results import Measured, ResultFile
+from permtriton.evaluation.compare_results import Measured, ResultFile
 from permtriton.kernels.autotune import write_entries
 from permtriton.running.state import StateFile
 from permtriton.util.durable import RANDOM_END, replace_file
-from permtriton.util.output_files import write_file
+from permtriton.util.output_files import write_file, write_report_file
 
 MEASURED = Measured(
     perplexity=1.0, cosine=1.0, tasks={}, accuracy=None, seconds=1.0, compile_seconds=1.0, peak_bytes=None
 )
 RANDOM = re.compile(rf"{RANDOM_END}$")
 WRITERS = {
-    "results": lambda path: ResultFile(path, {}).put("dense", MEASURED),
+    "results": lambda path: ResultFile(path, {}).get("dense", lambda: MEASURED),
     "report.json": lambda path: write_report_file(path, {}),
     "page.html": lambda path: write_file(path, b"a page"),
     "state.safetensors": lambda path: StateFile(path, {}).write({"a": torch.ones(1)}, {}),

@@ -10,11 +10,10 @@ import pytest
 
 from permtriton.cli import evaluate
 from permtriton.cli.main import app
-from permtriton.comparison import request
 from permtriton.comparison.asked import AskedComparison
-from permtriton.comparison.report_file import check_report_file, write_report_file
 from permtriton.errors import OutputError
-from permtriton.util.output_files import check_file
+from permtriton.evaluation import compare
+from permtriton.util.output_files import check_file, check_report_file, write_report_file
 
 from .desk import RUNNER, Desk
 from .world import nothing_loads
@@ -23,7 +22,7 @@ COMMANDS = ("evaluate", "compare", "report", "compile", "dry run", "export")
 SUFFIXES = {"report": ".html", "evaluate": ".json", "compare": ".json"}
 KINDS = {
     "evaluate": (evaluate.REPORT_KEYS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
-    "compare": (request.REPORT_KEYS, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
+    "compare": (compare.REPORT_KEYS, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
 }
 
 
@@ -178,7 +177,7 @@ def test_a_link_stays_one(desk):
     assert link.is_symlink()
     assert json.loads((desk.folder / "data" / "t.json").read_text()) == {"new": 1}
     asked = AskedComparison(output=link)
-    assert request.Request.of("demo", asked, {}).place == desk.folder / "data" / ".t.json.rows.json"
+    assert compare.Comparison.of("demo", asked, {}).place == desk.folder / "data" / ".t.json.rows.json"
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare", "report"])

@@ -15,7 +15,6 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.record import read_record
 from permtriton.cli.main import app
-from permtriton.comparison.record import read_comparison
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.kernels.nm_mask import top_n_mask
@@ -24,7 +23,6 @@ from permtriton.recipe import config_from
 from permtriton.reporting import sections
 from permtriton.reporting.compiled import read_folders
 from permtriton.reporting.html_report import page_of, report
-from permtriton.reporting.pages import Table
 
 from . import zoo
 from .desk import RUNNER, check_refusal
@@ -223,28 +221,6 @@ def comparison(path: Path, rows: list[dict], **more: object) -> Path:
     }  # fmt: skip
     path.write_text(json.dumps(found))
     return path
-
-
-def compared(path: Path, rows: list[dict], **more: object) -> tuple[str, Table]:
-    """The picture and the table of a comparison with these rows."""
-    comparison(path, rows, **more)
-    found = read_comparison(path)
-    return sections._compared(found).svg, sections._comparison(found)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"values": []}, "values is"),
-        ({"tasks": {}}, "other tasks"),
-        ({"compile_seconds": "7"}, "compile_seconds is '7'"),
-        ({"kl": "low"}, "kl is 'low'"),
-    ],
-)
-def test_damaged_rows_of_a_comparison_are_refused(tmp_path, change, words):
-    comparison(tmp_path / "c.json", [row("dense"), row("wanda", "2:4", **change)])
-    with pytest.raises(ModelError, match=words):
-        read_comparison(tmp_path / "c.json")
 
 
 def test_text_from_files_is_text(folders, tmp_path):

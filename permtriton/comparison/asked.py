@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from permtriton.comparison.methods import FUSED, METHODS
 from permtriton.config import METHOD, RUNNING
 from permtriton.driver.asked import Asked
 from permtriton.evaluation.asked import Loads, Measures
+from permtriton.evaluation.compare_methods import FUSED, METHODS
 from permtriton.util.asking import flag, same_as
 
 Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list

@@ -70,9 +70,13 @@ class Evaluated(Measures):
     def __str__(self) -> str:
         numbers = {"perplexity": self.perplexity, "dense": self.dense_perplexity}
         numbers |= {distance.short: getattr(self, name) for name, distance in DISTANCES.items()}
-        scores = {f"{task.name} {name}": score.value for task in self.tasks for name, score in task.scores.items()}
-        parts = [f"{name} {value:.4g}" for name, value in (numbers | scores).items() if value is not None]
+        parts = [f"{name} {value:.4g}" for name, value in (numbers | self.task_scores).items() if value is not None]
         return ", ".join(parts) + (f" on {self.text} ({self.protocol})" if self.text else "")
+
+    @property
+    def task_scores(self) -> dict[str, float | None]:
+        """Scores by the task's name and the metric's, such as ``arc_easy acc``."""
+        return {f"{task.name} {name}": score.value for task in self.tasks for name, score in task.scores.items()}
 
     @property
     def tokens(self) -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.record import described_sparsity
-from permtriton.comparison.record import read_comparison
 from permtriton.errors import ConfigError
+from permtriton.evaluation.compare_results import read_comparison
 from permtriton.reporting import pictures, sections
 from permtriton.reporting.compiled import Compiled, read_folders
 from permtriton.reporting.pages import Page, html

@@ -6,8 +6,8 @@ from typing import Any
 
 from permtriton.checkpoint.card import checks, facts
 from permtriton.checkpoint.plan_entries import destination, grouped
-from permtriton.comparison.methods import DENSE, FUSED
-from permtriton.comparison.summary import Cell, columns
+from permtriton.evaluation.compare_methods import DENSE, FUSED
+from permtriton.evaluation.compare_results import Cell, columns
 from permtriton.reporting.compiled import Compiled
 from permtriton.reporting.pages import Picture, Section, Table, numbers
 from permtriton.reporting.plots import Series, chart, colour, legend

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +150,37 @@ def write_file(output: Path, content: bytes) -> None:
         replace_file(real_path(output), lambda temporary: temporary.write_bytes(content))
     except OSError as error:
         raise OutputError(f"output {output} cannot be written: {error.strerror or error}") from error
+
+
+def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, reads: Iterable[Path | str] = ()) -> None:
+    """Refuses a JSON file that could not be written or must not be replaced; call it before the work starts.
+
+    Args:
+        keys: keys that tell an earlier report of the same command, which may be replaced, from other files.
+        overwrite: whether any earlier file may be replaced, whoever wrote it.
+        reads: as `check_file` takes it.
+
+    Raises:
+        OutputError: another extension than .json, or as `check_file`.
+    """
+    if path.suffix != ".json":
+        raise OutputError(f"output {path}: its extension is {path.suffix or 'missing'}; expected .json")
+
+    def ours(path: Path) -> bool:
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return isinstance(report, dict) and report.keys() >= set(keys)
+
+    check_file(path, overwrite=overwrite, ours=ours, reads=reads)
+
+
+def write_report_file(path: Path, report: Any) -> None:
+    """Writes a report as `write_file` does, in place of whatever is there.
+
+    Raises:
+        OutputError: the disk refuses.
+    """
+    check_file(path, overwrite=True)
+    write_file(path, f"{to_json(report)}\n".encode())

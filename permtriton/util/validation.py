@@ -1,7 +1,7 @@
 """Does what a file holds have the form that permtriton writes? Forms are declared, and pydantic checks them."""
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -14,7 +14,8 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
     """Returns what was read from a file, if it has a form: no other type, no unknown entry, no NaN or infinity.
 
     Args:
-        form: a ``TypedDict``, a dataclass, of which an instance is returned, or any other type that pydantic knows.
+        form: a ``TypedDict``, a dataclass, of which an instance is returned (a field with a default may be missing), or
+            any other type that pydantic knows.
         content: values as `json` reads them.
         refuse: makes the error from what is wrong, such as ``sites[0].index is 7, expected a valid list``.
 
@@ -33,12 +34,18 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
 @cache
 def _checker(form: Any) -> Any:
     """Returns the check of a list, because pydantic takes settings for no ``TypedDict`` alone."""
+    from typing import NotRequired
+
     from pydantic import ConfigDict, TypeAdapter
     from typing_extensions import TypedDict
 
     entries: Any = TypedDict
     if is_dataclass(form):
-        form = entries(str(form), get_type_hints(form))
+        types = get_type_hints(form, include_extras=True)
+        optional = {each.name for each in fields(form) if (each.default, each.default_factory) != (MISSING, MISSING)}
+        form = entries(
+            str(form), {name: NotRequired[kind] if name in optional else kind for name, kind in types.items()}
+        )
     return TypeAdapter(list[form], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 

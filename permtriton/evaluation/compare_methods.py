@@ -1,7 +1,7 @@
 """The rows of a comparison as data: the methods, and the config that each row is compiled with."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -11,6 +11,7 @@ from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
 from permtriton.methods.steps import STEPS
 from permtriton.recipe import ALIASES, DEFAULT, PERMLLM, RECIPES, all_options, config_from
+from permtriton.util.option import Option
 from permtriton.util.sparsity import NMPattern
 
 FUSED, PORTABLE = " (fused)", " (portable)"
@@ -67,7 +68,7 @@ Method = str | Sequence[Step]
 
 
 @dataclass(frozen=True)
-class Row:
+class Variant:
     """What one row of a comparison is compiled with.
 
     Attributes:
@@ -122,72 +123,64 @@ def _name(method: Method) -> str:
 
 
 def _step_name(step: Step) -> str:
-    own = [each for each in fields(step) if getattr(step, each.name) != each.default]  # type: ignore[arg-type]
-    options = ", ".join(f"{each.name}={getattr(step, each.name)}" for each in own)
+    own = [option.name for option in fields(step) if getattr(step, option.name) != option.default]  # type: ignore[arg-type]
+    options = ", ".join(f"{name}={getattr(step, name)}" for name in own)
     return step.name + f" ({options})" * bool(own)
 
 
-def method_rows(
-    options: Mapping[str, Any], methods: Sequence[Method], patterns: Sequence[NMPattern], model: str = ""
-) -> list[Row]:
-    """Returns a row per pattern and method.
-
-    Args:
-        options: values by option name; what the methods set is left out.
-        methods: methods, as `settings_of` takes them; none means those of `METHODS`.
-        patterns: sparsity patterns; none means that of the options.
-        model: name of the model, as `permtriton.recipe.config_from` takes it.
-
-    Raises:
-        ConfigError: a method is unknown, or an option or its value is not allowed.
-    """
-    rows = {}
-    for pattern in dict.fromkeys(patterns or [config_from({**options, "recipe": DEFAULT}, model=model).sparsity]):
-        for method in methods or tuple(METHODS):
-            settings = settings_of(method)
-            config = config_from({**options, "sparsity": pattern, **settings}, model=model)
-            row = Row(_name(method), str(pattern), "", config, frozenset(settings))
-            rows[row.method, row.pattern] = row
-    return list(rows.values())
-
-
-def ablation_rows(
+def variants(
     options: Mapping[str, Any],
-    name: str,
-    values: Sequence[str],
-    methods: Sequence[Method],
-    patterns: Sequence[NMPattern],
+    methods: Sequence[Method] = (),
+    patterns: Sequence[NMPattern] = (),
+    ablate: str | None = None,
+    values: Sequence[str] = (),
     model: str = "",
-) -> list[Row]:
-    """Returns a row per pattern, method and value of one option.
+) -> list[Variant]:
+    """Returns the rows: every method with every pattern and, in an ablation, with every value of one option.
 
     Args:
         options: values by option name; what the methods set is left out.
-        name: name of the option, which takes these values also where a method sets it.
-        values: its values as text.
-        methods: as `method_rows` takes them; none means the default recipe.
+        methods: methods, as `settings_of` takes them; none means those of `METHODS`, and in an ablation the default
+            recipe.
         patterns: sparsity patterns; none means that of the options.
+        ablate: name of the option of an ablation, which takes its values also where a method sets it.
+        values: its values as text.
         model: name of the model, as `permtriton.recipe.config_from` takes it.
 
     Raises:
-        ConfigError: an option or a method is unknown, or the option has no effect on a method, or not this value.
+        ConfigError: a method is unknown, an option or its value is not allowed, or has no effect on a method.
     """
-    known = {each: option for each, option in all_options().items() if each not in ("seed", *ROUNDING_ONLY)}
+    option = None if ablate is None else _ablated(ablate)
+    methods = methods or (tuple(METHODS) if ablate is None else (DEFAULT,))
+    found = []
+    for pattern in patterns or [config_from({**options, "recipe": DEFAULT}, model=model).sparsity]:
+        for method in methods:
+            settings = settings_of(method)
+            fixed = {**options, "sparsity": pattern, **settings}
+            config = config_from(fixed, model=model)
+            variant = Variant(_name(method), str(pattern), "", config, frozenset(settings))
+            if option is None:
+                found.append(variant)
+                continue
+            if not has_effect(option, config):
+                raise ConfigError(
+                    f"--ablate {ablate} has no effect on the method {variant.method}: choose other --methods"
+                )
+            for value in map(option.parse, values):
+                config = config_from({**fixed, option.name: value}, model=model)
+                setting = f"{option.name} {value}"
+                found.append(replace(variant, pattern=str(config.sparsity), setting=setting, config=config))
+    return list(dict.fromkeys(found))
+
+
+def _ablated(name: str) -> Option:
+    known = {name: option for name, option in all_options().items() if name not in ("seed", *ROUNDING_ONLY)}
     if name not in known:
         raise ConfigError(f"--ablate {name}: no option of this name changes results{near(name, known)}")
-    option, rows = known[name], []
-    for method in methods or (DEFAULT,):
-        for row in method_rows(options, [method], patterns, model):
-            if not has_effect(option, row.config):
-                raise ConfigError(f"--ablate {name} has no effect on the method {row.method}: choose other --methods")
-            fixed = {**options, "sparsity": row.config.sparsity, **settings_of(method)}
-            for value in map(option.parse, values):
-                config = config_from({**fixed, name: value}, model=model)
-                rows.append(Row(row.method, str(config.sparsity), f"{name} {value}", config, row.sets))
-    return list(dict.fromkeys(rows))
+    return known[name]
 
 
-def check_effect(explicit: Iterable[str], rows: Sequence[Row], ablation: str | None) -> None:
+def check_effect(explicit: Iterable[str], rows: Sequence[Variant], ablation: str | None) -> None:
     """Refuses options that a user set by hand and that change nothing in any row.
 
     Args:

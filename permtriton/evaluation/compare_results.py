@@ -1,0 +1,246 @@
+"""The results of a comparison: the file that keeps them until all are known, the rows of its report, and its table."""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from permtriton.checkpoint.record import Integer
+from permtriton.errors import ModelError, OutputError
+from permtriton.evaluation.compare_methods import DENSE, Variant
+from permtriton.evaluation.measures import DISTANCES, Distances
+from permtriton.model.headers import read_json
+from permtriton.util.durable import replace_file
+from permtriton.util.validation import checked
+
+Cell = str | int | float | None
+Rows = Sequence[Sequence[Cell]]
+Options = dict[str, str | int | float | bool | list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Distances):
+    """What was measured of one row with one seed.
+
+    Attributes:
+        perplexity: held-out perplexity; None for encoders.
+        cosine: it is always known, as there is a dense model.
+        tasks: zero-shot score by the task's name and the metric's, such as ``arc_easy acc``; None where it is no finite
+            number.
+        accuracy: mean accuracy of the tasks, a group with a score of its own in place of its tasks; None without two of
+            them, or where one has none.
+        seconds: time of compilation and evaluation together.
+        compile_seconds: time of the compilation alone.
+        peak_bytes: peak memory during the compilation; None where the system cannot start its count anew.
+    """
+
+    perplexity: float | None
+    cosine: float
+    tasks: dict[str, float | None]
+    accuracy: float | None
+    seconds: float
+    compile_seconds: float
+    peak_bytes: int | None
+
+
+@dataclass
+class ResultFile:
+    """The results so far, in memory and in a file, so that an interrupted comparison continues.
+
+    Attributes:
+        path: JSON file, written after every result.
+        identity: what decides every result, by name; values that JSON can hold.
+        results: each result by its `key`.
+    """
+
+    path: Path
+    identity: Mapping[str, Any]
+    results: dict[str, Measured] = field(default_factory=dict)
+
+    def key(self, **inputs: Any) -> str:
+        """Returns the hash of everything that decides a result: the identity, and what else JSON can hold."""
+        return hashlib.sha256(json.dumps([self.identity, inputs], sort_keys=True).encode()).hexdigest()
+
+    def read(self) -> None:
+        """Reads the results of an earlier run, if there is a file.
+
+        Raises:
+            OutputError: the file cannot be used.
+        """
+        if not self.path.exists():
+            return
+
+        def refuse(problem: str) -> OutputError:
+            return OutputError(
+                f"{self.path} holds no results that can be continued ({problem}): --overwrite starts from scratch"
+            )
+
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise refuse(f"{type(error).__name__}: {error}") from error
+        stored = checked(dict[str, dict[str, Any]], content, refuse)
+        self.results = {key: checked(Measured, result, refuse) for key, result in stored.items()}
+
+    def get(self, key: str, measure: Callable[[], Measured]) -> Measured:
+        """Returns a result that is kept, or measures it and keeps it; if interrupted, the earlier file stays intact.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        if key in self.results:
+            return self.results[key]
+        self.results[key] = measure()
+        text = json.dumps({key: asdict(result) for key, result in self.results.items()}, indent=1) + "\n"
+        try:
+            replace_file(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        except OSError as error:
+            raise OutputError(
+                f"results {self.path} cannot be written: {error}; free disk space and run again"
+            ) from error
+        return self.results[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Distances):
+    """A row of a comparison: means over its seeds.
+
+    Attributes:
+        method: name of the method, or ``dense``.
+        pattern: sparsity pattern; empty for dense.
+        setting: setting of the ablation; empty without one.
+        config: value of every option but the seed; nothing for dense.
+        values: held-out perplexity (cosine for encoders) with each seed.
+        mean, spread: of the values; the spread is their sample standard deviation, and 0 with one seed.
+        tasks, accuracy: as `Measured` has them; None where they were not measured with every seed.
+        seconds: time that all seeds took together, with the evaluation.
+        compile_seconds: the same without the evaluation.
+        peak_bytes: highest peak memory.
+        by_seed: what was measured with each seed.
+    """
+
+    method: str
+    pattern: str
+    setting: str
+    config: Options = field(default_factory=dict)
+    values: Annotated[list[float], Field(min_length=1)]
+    mean: float
+    spread: float
+    tasks: dict[str, float | None]
+    accuracy: float | None = None
+    seconds: float
+    compile_seconds: float | None
+    peak_bytes: Integer | None
+    by_seed: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, variant: Variant | None, measured: Sequence[Measured]) -> "Row":
+        """Returns the row of a variant, or of the dense model, from what was measured with each seed."""
+
+        def mean(values: Iterable[float | None]) -> float | None:
+            known = [value for value in values if value is not None]
+            return statistics.fmean(known) if len(known) == len(measured) else None
+
+        values = [each.cosine if each.perplexity is None else each.perplexity for each in measured]
+        peaks = [each.peak_bytes for each in measured if each.peak_bytes is not None]
+        return cls(
+            method=variant.method if variant else DENSE,
+            pattern=variant.pattern if variant else "",
+            setting=variant.setting if variant else "",
+            config=variant.options if variant else {},
+            values=values,
+            mean=statistics.fmean(values),
+            spread=statistics.stdev(values) if len(values) > 1 else 0.0,
+            **{name: mean(getattr(each, name) for each in measured) for name in DISTANCES},
+            tasks={name: mean(each.tasks[name] for each in measured) for name in measured[0].tasks},
+            accuracy=mean(each.accuracy for each in measured),
+            seconds=round(sum(each.seconds for each in measured), 1),
+            compile_seconds=round(sum(each.compile_seconds for each in measured), 1),
+            peak_bytes=max(peaks) if len(peaks) == len(measured) else None,
+            by_seed=[asdict(each) for each in measured],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the entry of the report, its name first."""
+        return {"method": self.method, "pattern": self.pattern, "setting": self.setting, **asdict(self)}
+
+    @property
+    def name(self) -> str:
+        """What distinguishes the row, in words."""
+        return ", ".join(part for part in (self.method, self.pattern, self.setting) if part)
+
+
+class ComparisonReport(TypedDict):
+    """The JSON report of ``permtriton compare``; each of its rows holds a `Row`."""
+
+    model: str
+    measure: str
+    text: str
+    media: NotRequired[bool]  # whether its windows are of images, sound or other tensors
+    tokens: Integer
+    window: Integer
+    special_tokens: NotRequired[str]  # what stands around each window, in words
+    seeds: list[Integer]
+    patterns: list[str]
+    ablation: str | None
+    config: Options  # what the rows share
+    versions: dict[str, str]
+    device: str
+    system: str
+    rows: Annotated[list[dict[str, Any]], Field(min_length=1)]
+
+
+def read_comparison(path: Path) -> ComparisonReport:
+    """Returns the JSON report of ``permtriton compare``.
+
+    Raises:
+        ModelError: the file is missing, cannot be read, or has another form.
+    """
+
+    def refuse(problem: str) -> ModelError:
+        return ModelError(f"{path}: {problem}: expected a file that permtriton compare --output wrote")
+
+    report = checked(ComparisonReport, read_json(path), refuse)
+    rows = [checked(Row, row, lambda problem: refuse(f"of a row, {problem}")) for row in report["rows"]]
+    if any(row.tasks.keys() != rows[0].tasks.keys() for row in rows):
+        raise refuse("a row has other tasks than the first one")
+    return {**report, "rows": [asdict(row) for row in rows]}
+
+
+def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
+    """Returns the headers and the rows of a report's table."""
+    rows, measure = report["rows"], report["measure"]
+    dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)
+    table: dict[str, list[Cell]] = {"method": [row["method"] for row in rows]}
+    if len(report["patterns"]) > 1:
+        table["pattern"] = [row["pattern"] for row in rows]
+    if report["ablation"]:
+        table["setting"] = [row["setting"] for row in rows]
+    table[measure] = [row["mean"] for row in rows]
+    if len(report["seeds"]) > 1:
+        table["±"] = [row["spread"] if len(row["values"]) > 1 else None for row in rows]
+    if measure == "perplexity":
+        table["against dense"] = [row["mean"] / dense if dense else None for row in rows]
+    for name, distance in DISTANCES.items():
+        if any(row[name] is not None for row in rows):
+            table[distance.header] = [row[name] for row in rows]  # in its place, where it is the measure
+    for name in rows[0]["tasks"]:
+        table[name] = [row["tasks"][name] for row in rows]
+    if rows[0]["accuracy"] is not None:
+        table["mean acc"] = [row["accuracy"] for row in rows]
+    table["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["compile_seconds"] else None for row in rows]
+    table["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
+    return list(table), [list(row) for row in zip(*table.values(), strict=True)]
+
+
+def cell(value: Cell) -> str:
+    """Returns a cell as people read it: five significant digits, and nothing for None."""
+    if value is None:
+        return ""
+    return format(value, ".5g") if isinstance(value, float) else str(value)
