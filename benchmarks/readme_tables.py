@@ -23,8 +23,8 @@ from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.gpu.floors import GPUS  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
+from permtriton.evaluation.report_plots import Series, chart  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
-from permtriton.reporting.plots import Series, chart  # noqa: E402
 
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))

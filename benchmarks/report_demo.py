@@ -17,11 +17,9 @@ import permtriton
 from permtriton import demo
 from permtriton.evaluation.compare_methods import settings_of
 from permtriton.evaluation.compare_results import read_comparison
+from permtriton.evaluation.report import html, page_of
+from permtriton.evaluation.report_folders import MaskCorner, read_folders
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, WEIGHTS_FILE
-from permtriton.reporting.compiled import read_folders
-from permtriton.reporting.html_report import page_of
-from permtriton.reporting.pages import html
-from permtriton.reporting.pictures import MaskCorner
 
 METHODS = ("sparsegpt", "fast", "default")
 RESULTS = Path(__file__).parent / "results"

@@ -20,12 +20,12 @@ from permtriton.driver.result import CompiledModel
 from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
 from permtriton.evaluation.compare import Comparison
+from permtriton.evaluation.report import report as write_report
 from permtriton.model import load
 from permtriton.model.name import checked_token, location_of
 from permtriton.model.source import Source, source_of
 from permtriton.passes.plan import Plan
 from permtriton.recipe import all_options, build_config, given_by, steps_of
-from permtriton.reporting import html_report
 from permtriton.util.asking import arguments, asking_with_options
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import as_torch_starts
@@ -316,7 +316,7 @@ def report(
     several: Sequence[Any] = folders if isinstance(folders, list | tuple) else [folders]
     named = [path_of("folders", each) for each in several]
     page, compared = _path("output", output), _path("comparison", comparison)
-    return html_report.report(named, page, comparison=compared, masks=masks, overwrite=overwrite)
+    return write_report(named, page, comparison=compared, masks=masks, overwrite=overwrite)
 
 
 def _job(model: Model, asked: Asked, options: Mapping[str, Any]) -> Job:

@@ -10,12 +10,11 @@ from benchmarks import report_demo
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
+from permtriton.evaluation.report import report
+from permtriton.evaluation.report_folders import mask_corners, read_folders
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import config_from
-from permtriton.reporting.compiled import read_folders
-from permtriton.reporting.html_report import report
-from permtriton.reporting.pictures import mask_corners
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR

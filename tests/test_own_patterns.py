@@ -11,9 +11,9 @@ from permtriton import NMPattern, config_from, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError, ModelError
+from permtriton.evaluation.report import report
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
-from permtriton.reporting.html_report import report
 
 from . import folders, zoo
 

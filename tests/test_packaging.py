@@ -43,7 +43,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton.checkpoint",),
     ("permtriton.serving", "permtriton.methods.train.keep_pattern"),
     ("permtriton",),
-    ("permtriton.reporting",),
     ("permtriton.api",),
     ("permtriton.cli",),
     ("permtriton.__main__",),

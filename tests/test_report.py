@@ -17,12 +17,12 @@ from permtriton.checkpoint.record import read_record
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
+from permtriton.evaluation import report_sections as sections
+from permtriton.evaluation.report import page_of, report
+from permtriton.evaluation.report_folders import read_folders
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import config_from
-from permtriton.reporting import sections
-from permtriton.reporting.compiled import read_folders
-from permtriton.reporting.html_report import page_of, report
 
 from . import zoo
 from .desk import RUNNER, check_refusal

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.real.rows import DENSE, THEIRS
-from permtriton.reporting.plots import Scale
+from permtriton.evaluation.report_plots import Scale
 
 SHOWN = (  # without magnitude, which is far off
     "wanda", "sparsegpt", "fast", "default", "best",

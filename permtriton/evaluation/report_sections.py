@@ -1,17 +1,63 @@
-"""The sections of a report that are tables: the result, what was done and verified, orders and what stays dense."""
+"""The sections of a report: each function makes one of what the folders record, with its words, figures and tables."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from permtriton.checkpoint.card import checks, facts
 from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.evaluation.compare_methods import DENSE, FUSED
 from permtriton.evaluation.compare_results import Cell, columns
-from permtriton.reporting.compiled import Compiled
-from permtriton.reporting.pages import Picture, Section, Table, numbers
-from permtriton.reporting.plots import Series, chart, colour, legend
+from permtriton.evaluation.report_folders import Compiled, MaskCorner
+from permtriton.evaluation.report_plots import Series, bitmap, chart, colour, legend
+from permtriton.model.name import layer_number
 from permtriton.util.machine import format_bytes
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its words: ``alt`` is for those who cannot see it, ``legend`` has colours and their names."""
+
+    svg: str
+    alt: str
+    caption: str
+    legend: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, whose rows may have a colour each, and which may be ``folded`` until the reader opens it.
+
+    Cells of a row that are all the same, but for the first one, are shown once.
+    """
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    colours: Sequence[str] = ()
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section with its anchor and heading; figures and tables stand side by side where there is room."""
+
+    id: str
+    title: str
+    text: str
+    pictures: Sequence[Picture] = ()
+    tables: Sequence[Table] = ()
+    code: Sequence[str] = ()
+
+
+def numbers(values: Sequence[float | None], digits: int = 3) -> list[str]:
+    """Returns the cells of a column: the same decimals for all, so that the smallest number has ``digits`` digits."""
+    smallest = min((abs(value) for value in values if value), default=1.0)
+    decimals = min(max(digits - 1 - math.floor(math.log10(smallest)), 0), 6)
+    return ["–" if value is None else f"{value:,.{decimals}f}" for value in values]
 
 
 def verdict(folders: Sequence[Compiled]) -> str:
@@ -144,6 +190,125 @@ def _comparison(comparison: Mapping[str, Any]) -> Table:
 def _column(values: Sequence[Cell], digits: int) -> list[str]:
     known = [value for value in values if not isinstance(value, str)]
     return numbers(known, digits) if len(known) == len(values) else [str(value or "") for value in values]
+
+
+Reports = Sequence[tuple[int, Compiled, Mapping[str, Any]]]  # number of the folder, the folder, its record of a step
+
+
+def search(folders: Sequence[Compiled]) -> Section:
+    """What the steps report of their way: loss by round or epoch, the error of each layer."""
+    by_step: dict[str, list[tuple[int, Compiled, Mapping[str, Any]]]] = {}
+    for number, folder in enumerate(folders):
+        for step in folder.record["steps"]:
+            by_step.setdefault(step["name"], []).append((number, folder, step))
+    found = [draw(name, reports) for draw in (_history, _errors) for name, reports in by_step.items()]
+    pictures = [picture for picture in found if picture is not None]
+    text = (
+        "How the loss on the calibration text fell while an order was searched or learned or kept weights were "
+        "trained, and the error of each layer. Step 0 is the state before. Losses of different steps do not compare."
+        if pictures
+        else "The compilation searched, learned and trained nothing in rounds: order and weights follow from one "
+        "calculation."
+    )
+    return Section("search", "How it was found", text, pictures)
+
+
+def _history(name: str, reports: Reports) -> Picture | None:
+    series, words, unit = [], [], reports[0][2]["unit"]
+    for number, folder, step in reports:
+        entries = step["history"]
+        train_look = "dashed" if entries and "held_out" in entries[0] else "line"
+        for key, look in (("held_out", "line"), ("loss", train_look)):
+            known = [(entry[step["unit"]], entry[key]) for entry in entries if entry.get(key) is not None]
+            if len(known) > 1:
+                series.append(Series(folder.label, known, number, look))
+        last = next((e for e in entries if e[step["unit"]] == step["kept"]), entries[-1]) if entries else {}
+        if len(entries) > 1 and "moved" in last:
+            place = f"{step['unit']} {last[step['unit']]}"
+            words.append(f"{folder.label}: {last['moved']:,} channels are elsewhere after {place}.")
+    if not series:
+        return None
+    both = any(each.look == "dashed" for each in series)
+    caption = f"Step {name}: loss by {unit}{'; dashed on its samples, solid held out' * both}. {' '.join(words)}"
+    points = series[0].points
+    alt = f"Step {name}: from {points[0][1]:.4f} to {points[-1][1]:.4f} in {len(points) - 1} {unit}s"
+    return Picture(chart(series, unit, "loss"), alt, caption, legend(series))
+
+
+def _errors(name: str, reports: Reports) -> Picture | None:
+    series, place = [], "layer"
+    for number, folder, step in reports:
+        for when, look in (("start", "dashed"), ("end", "line")):
+            errors = _means((layer_number(part["name"]), part[when]) for part in step["parts"])
+            if step["parts"] and not errors:
+                place, errors = "part", dict(enumerate(part[when] for part in step["parts"]))
+            if errors:
+                series.append(Series(folder.label, list(errors.items()), number, look))
+    if not series:
+        return None
+    svg = chart(series, place, "error", log=(False, True))
+    caption = f"Step {name}: error of each {place} before the step (dashed) and after it."
+    return Picture(svg, f"Step {name}: error by {place}, before and after", caption, legend(series))
+
+
+def importance(folders: Sequence[Compiled]) -> Section:
+    """What masks retain before and after the permutation, of all folders on one axis."""
+    shares: list[Mapping[str, Any]] = [folder.record["retained_importance"] for folder in folders]
+    kinds = list(dict.fromkeys(_kind(name) for share in shares for name in share))
+    views = (
+        ("layer", layer_number, ()),
+        ("kind of linear", lambda name: kinds.index(_kind(name)), [kind.removesuffix("_proj") for kind in kinds]),
+    )
+    pictures = []
+    for view, key, names in views:
+        series = []
+        for number, (folder, share) in enumerate(zip(folders, shares, strict=True)):
+            shift = 0.12 * (number - (len(folders) - 1) / 2) if names else 0.0
+            for when, look in (("before", "rings" if names else "dashed"), ("after", "dots" if names else "line")):
+                means = _means((key(name), 100 * entry[when]) for name, entry in share.items())
+                if means:
+                    points = [(place + shift, mean) for place, mean in means.items()]
+                    series.append(Series(folder.label, points, number, look))
+        if series:
+            svg = chart(series, view, "importance retained, %", names=names)
+            how = "rings before, dots after" if names else "dashed before, solid after"
+            pictures.append(Picture(svg, f"Importance retained by {view}", f"By {view}: {how}.", legend(series)))
+    scores = dict.fromkeys(folder.record["config"]["importance"] for folder in folders)
+    text = (
+        "A mask keeps the weights with the highest scores of each group, and the order of the channels decides who "
+        "competes with whom. Shown is the share of all scores that a mask retains in the dense model's order (before) "
+        "and in the new one (after)."
+        + (f" Folders with different scores ({', '.join(scores)}) do not compare." if len(scores) > 1 else "")
+    )
+    return Section("importance", "Importance that masks retain", text, pictures)
+
+
+def _kind(linear: str) -> str:
+    """Returns the last part of a linear's name, such as ``down_proj``."""
+    return linear.rpartition(".")[2]
+
+
+def _means(values: Iterable[tuple[int | None, float]]) -> dict[int, float]:
+    """Returns the mean of the values of each place, from the first place to the last."""
+    by_place: dict[int, list[float]] = {}
+    for place, value in values:
+        if place is not None:
+            by_place.setdefault(place, []).append(value)
+    return {place: fmean(by_place[place]) for place in sorted(by_place)}
+
+
+def masks(corners: Sequence[MaskCorner]) -> Section:
+    """Which weights are kept, of all folders side by side, as in the appendix of the paper."""
+    rows, columns = corners[0].kept.shape
+    text = (
+        f"The mask of {corners[0].linear}: its first {rows} outputs (down) and {columns} inputs (across), kept weights "
+        "dark, in the dense model's order. Without a permutation, every group of consecutive inputs keeps the same "
+        "number; with one, the members of a group lie elsewhere, so that a channel that matters may keep nearly all of "
+        "its weights."
+    )
+    words = [(corner, f"Kept weights of {corner.linear} in {corner.label}") for corner in corners]
+    pictures = [Picture(bitmap(corner.kept.tolist()), alt, corner.label) for corner, alt in words]
+    return Section("masks", "Masks", text, pictures)
 
 
 def orders(folders: Sequence[Compiled]) -> Section:

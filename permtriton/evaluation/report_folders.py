@@ -1,15 +1,19 @@
-"""The compiled folders that a report is made of, and what their linears are called."""
+"""The compiled folders that a report is made of, and the masks that it draws."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.masks import Masks
+from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
-from permtriton.model.name import shown_name
+from permtriton.model.name import layer_number, shown_name
 from permtriton.util.output_files import real_path
 
 
@@ -78,6 +82,42 @@ def _labels(folders: Sequence[Path]) -> list[str]:
     return list(map(str, folders))
 
 
-def kind_of(linear: str) -> str:
-    """Returns the last part of a linear's name, such as ``down_proj``."""
-    return linear.rpartition(".")[2]
+@dataclass(frozen=True)
+class MaskCorner:
+    """The first rows and columns of a linear's mask, in the dense model's order.
+
+    Attributes:
+        label: the folder that it is of.
+        linear: name of the linear.
+        kept: which weights are kept, bool ``[rows, columns]``.
+    """
+
+    label: str
+    linear: str
+    kept: Tensor
+
+
+def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 128) -> list[MaskCorner]:
+    """Reads the corner of one linear's mask from each folder.
+
+    Args:
+        folders: compiled folders.
+        linear: name of the linear; None for the last one of the first layer that all folders prune, such as its
+            ``down_proj``.
+        size: most rows and columns.
+
+    Raises:
+        ConfigError: a folder does not prune this linear.
+        ModelError: a folder is damaged.
+    """
+    masks = {folder.label: Masks(folder.record, folder.pruned, folder.tensor) for folder in folders}
+    if linear is None:
+        common = set[str].intersection(*(set(each.linears) for each in masks.values()))
+        names = [name for name in next(iter(masks.values())).linears if name in common]
+        linear = next((name for name in reversed(names) if layer_number(name) == layer_number(names[0])), "")
+    if not linear:
+        return []
+    for label, each in masks.items():
+        if linear not in each.linears:
+            raise ConfigError(f"{label} prunes no linear {linear!r}; the names are such as {each.linears[-1]}")
+    return [MaskCorner(label, linear, each.mask(linear)[:size, :size]) for label, each in masks.items()]

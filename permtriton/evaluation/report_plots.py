@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 
 WIDTH, HEIGHT = 380, 250  # of a figure, in units that are pixels on a phone
 EDGES = (44, 374, 12, 206)  # left, right, top and bottom of its axes
@@ -60,8 +61,7 @@ class Scale:
     ) -> "Scale":
         """Returns an axis on which all values are, a little apart from its ends."""
         low, high = min(values), max(values)
-        log = log and low > 0
-        if log:
+        if log and low > 0:
             ratio = max(high / low, 1.2) ** margin
             return cls(low / ratio, high * ratio, start, end, log=True)
         room = margin * ((high - low) or abs(high) or 1)
@@ -113,10 +113,8 @@ def chart(
     ys = Scale.around(values, bottom, top + LINE, log=log[1])
     parts = [_text(2, top - 1, up), _text(right, HEIGHT - 8, across, "end")]
     for value in ys.ticks():
-        parts += [
-            _line(left, ys.place(value), right, "--line"),
-            _text(left - 5, ys.place(value) + 4, _tick(value), "end"),
-        ]
+        height = ys.place(value)
+        parts += [_line(left, height, right, "--line"), _text(left - 5, height + 4, _tick(value), "end")]
     ticks: dict[float, str] = dict(enumerate(names)) or {value: _tick(value) for value in xs.ticks()}
     parts += [_text(xs.place(value), bottom + 16, name, "middle") for value, name in ticks.items()]
     if reference:
@@ -127,17 +125,31 @@ def chart(
     for each, places in zip(series, drawn, strict=True):
         parts += _series(each, places)
     parts += _labels(series, drawn)
-    return svg(parts, f"0 0 {WIDTH} {HEIGHT}")
+    return _svg(parts, f"0 0 {WIDTH} {HEIGHT}")
+
+
+def bitmap(rows: Sequence[Sequence[bool]]) -> str:
+    """Draws each true value as a square of one unit; neighbours in a row are one stroke."""
+    strokes = []
+    for y, row in enumerate(rows):
+        path = f"M0 {y}.5"
+        for value, run in groupby(row):
+            length = len(list(run))
+            path += f"h{length}" if value else f"m{length} 0"
+        strokes.append(path)
+    line = f'<path d="{"".join(strokes)}" stroke="var(--ink)" shape-rendering="crispEdges"/>'
+    return _svg([line], f"0 0 {len(rows[0])} {len(rows)}")
 
 
 def _series(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[str]:
-    if series.look in ("line", "dashed") and len(places) > 1:
+    is_line = series.look in ("line", "dashed")
+    if is_line and len(places) > 1:
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         dashes = ' stroke-dasharray="4 3"' if series.look == "dashed" else ""
         yield f'<path d="M{path}" fill="none" stroke="{series.colour}" stroke-width="1.6"{dashes}/>'
-    radius = 2.4 if series.look in ("line", "dashed") else 4.2
     for x, y in places if series.look != "dashed" or len(places) == 1 else ():
         fill = "none" if series.look in ("rings", "dashed") else series.colour
+        radius = 2.4 if is_line else 4.2
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="{series.colour}"/>'
 
 
@@ -155,8 +167,7 @@ def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, floa
                 yield _text(left, height, label, colour="--ink")
 
 
-def svg(parts: Sequence[str], box: str) -> str:
-    """Returns a figure whose parts are drawn in the rectangle ``box``."""
+def _svg(parts: Sequence[str], box: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-size="12">{"".join(parts)}</svg>'
 
 

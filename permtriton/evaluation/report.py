@@ -1,17 +1,28 @@
-"""``permtriton report``: reads compiled folders and writes one HTML page about them."""
+"""``permtriton report``: reads compiled folders and writes one HTML page about them. **Add a section in `page_of`.**"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.errors import ConfigError
+from permtriton.evaluation import report_sections as sections
 from permtriton.evaluation.compare_results import read_comparison
-from permtriton.reporting import pictures, sections
-from permtriton.reporting.compiled import Compiled, read_folders
-from permtriton.reporting.pages import Page, html
+from permtriton.evaluation.report_folders import Compiled, MaskCorner, mask_corners, read_folders
 from permtriton.util.extras import require
 from permtriton.util.output_files import check_file, real_path, write_file
+
+
+@dataclass(frozen=True)
+class Page:
+    """Everything that a report shows; ``lead`` is the summary in a sentence, and ``warnings`` are what limits it."""
+
+    title: str
+    lead: str
+    sections: Sequence[sections.Section]
+    warnings: Sequence[str]
 
 
 def report(
@@ -43,16 +54,16 @@ def report(
         raise ConfigError("no folder: give at least one output of permtriton compile")
     output = output or Path(f"{real_path(folders[0]).name}-report.html")
     check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
-    comparison_report = read_comparison(comparison) if comparison else None
-    opened = read_folders(folders)
-    page = html(page_of(opened, comparison_report, pictures.mask_corners(opened, masks)))
+    compared = read_comparison(comparison) if comparison else None
+    compiled = read_folders(folders)
+    page = html(page_of(compiled, compared, mask_corners(compiled, masks)))
     check_file(output, overwrite=overwrite)  # again: another may have been written meanwhile
     write_file(output, page.encode("utf-8", "replace"))
     return real_path(output)
 
 
 def page_of(
-    folders: Sequence[Compiled], comparison: Mapping[str, Any] | None, corners: Sequence[pictures.MaskCorner] = ()
+    folders: Sequence[Compiled], comparison: Mapping[str, Any] | None, corners: Sequence[MaskCorner] = ()
 ) -> Page:
     """Returns what a report shows.
 
@@ -66,7 +77,7 @@ def page_of(
     """
     models = list(dict.fromkeys(folder.model for folder in folders))
     patterns = list(dict.fromkeys(described_sparsity(folder.record) for folder in folders))
-    ways = f", {len(folders)} folders side by side" if len(folders) > 1 else ""
+    count = f", {len(folders)} folders side by side" if len(folders) > 1 else ""
     warnings = []
     if len(models) > 1:
         warnings.append(f"The folders come from different models: {', '.join(models)}. Their numbers do not compare.")
@@ -75,22 +86,32 @@ def page_of(
             "The folders were measured on different texts, or in different ways. Their numbers do not compare."
         )
     lead, group = sections.verdict(folders), folders[0].pattern
-    if all(each.pattern == group for each in folders):
+    if all(folder.pattern == group for folder in folders):
         lead += f" Of every {group.group} consecutive weights of a row, {group.kept} are kept"
-        lead += (
-            f"{', but in linears with a pattern of their own' * any('patterns' in each.record for each in folders)}."
-        )
+        own = any("patterns" in folder.record for folder in folders)
+        lead += ", but in linears with a pattern of their own." if own else "."
     return Page(
-        title=f"{', '.join(models)} at {', '.join(patterns)}{ways}",
+        title=f"{', '.join(models)} at {', '.join(patterns)}{count}",
         lead=lead,
         sections=[
             sections.result(folders, comparison),
-            pictures.search(folders),
-            pictures.importance(folders),
-            *([pictures.masks(corners)] if corners else []),
+            sections.search(folders),
+            sections.importance(folders),
+            *([sections.masks(corners)] if corners else []),
             sections.orders(folders),
             sections.details(folders),
             sections.repeat(folders),
         ],
         warnings=warnings,
+    )
+
+
+def html(page: Page) -> str:
+    """Returns a page that needs no other file. All text is escaped; figures are taken as they are."""
+    from jinja2 import Environment, StrictUndefined
+
+    files = resources.files("permtriton.evaluation")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8")).render(
+        page=page, css=(files / "report.css").read_text(encoding="utf-8"), version=metadata.version("permtriton")
     )
