@@ -34,7 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton.passes",),
     ("permtriton.running",),
     (
-        *("permtriton.methods", "permtriton.evaluation.measures"),
+        "permtriton.methods",
         *(
             f"permtriton.driver.{name}"
             for name in ("step", "options", "workspace", "planning", "memory", "traced", "run")

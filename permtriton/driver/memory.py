@@ -15,10 +15,10 @@ from permtriton.data.generated import kept_of_text, texts_at_once, written
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
 from permtriton.driver.step import FLOAT32, Facts, Stage, Step
-from permtriton.evaluation.measures import windows_at_once
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.prune.dense_share import DENSE_SHARE
 from permtriton.model.experts import stacked_name
+from permtriton.model.forward import windows_at_once
 from permtriton.running import ranks
 from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Way

@@ -15,6 +15,7 @@ from permtriton.driver.result import CompiledModel
 from permtriton.driver.run import Run
 from permtriton.driver.step import Outcome, Stage
 from permtriton.driver.traced import check_graph, traced_sample, why_not_compared
+from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.importance import magnitudes
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstacked_experts
@@ -37,9 +38,9 @@ def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
         PermTritonError: bad input, too little memory or disk, or a failed check. The model may then be partly changed.
     """
     with unstacked_experts(model.eval()), shared_linears(model):
-        run = prepare(model, given)
+        run, held_out = prepare(model, given)
         run_steps(run)
-        comparison, evaluation = prove(run), measured(run)
+        comparison, evaluation = prove(run), measured(run, held_out)
         if run.config.layout == "fused":  # so that save_pretrained also writes the gathers and the permuted norms
             attach(model, str(run.config.sparsity))
         report = compilation_record(run, comparison, evaluation, given.origin)
@@ -120,16 +121,16 @@ def prove(run: Run) -> str:
     return "same outputs"
 
 
-def measured(run: Run) -> dict[str, Any]:
+def measured(run: Run, held_out: HeldOutMeasure | None) -> dict[str, Any]:
     """Returns the held-out measure of the dense and the compiled model; empty without held-out samples."""
-    if run.held_out is None:
+    if held_out is None:
         return {}
     with run.workspace.timed("evaluate"), run.running() as model:
-        compiled = run.held_out.compiled(model, run.plan.hidden_order(run.indices))
-    samples = run.held_out.samples
+        compiled = held_out.compiled(model, run.plan.hidden_order(run.indices))
+    samples = held_out.samples
     return {
-        "measure": run.held_out.name,
-        "dense": run.held_out.dense,
+        "measure": held_out.name,
+        "dense": held_out.dense,
         "compiled": compiled,
         "windows": [len(samples), samples.tokens],
         **({} if samples.special is None else {"special_tokens": samples.special.words}),

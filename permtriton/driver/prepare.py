@@ -98,8 +98,11 @@ class Given:
         return Workspace(self.progress or NoProgress(), self.resume_path)
 
 
-def prepare(model: PreTrainedModel, given: Given) -> Run:
-    """Reads the calibration text, traces the model, and measures the dense model: what a run starts from.
+def prepare(model: PreTrainedModel, given: Given) -> tuple[Run, HeldOutMeasure | None]:
+    """Reads the calibration text, traces the model, and measures the dense model.
+
+    Returns:
+        The run, and the measure of the dense model on held-out samples, if there are any.
 
     Raises:
         PermTritonError: bad input, the state of another run, a model that cannot be traced, or too little memory or
@@ -165,11 +168,10 @@ def prepare(model: PreTrainedModel, given: Given) -> Run:
         reference=reference,
         statistics={name: statistic.to(model.device) for name, statistic in statistics.items()},
         expert_tokens=expert_tokens,
-        held_out=held_out,
         needs=needs,
         placement=placement,
     )
-    return run if choice is None else without_dense_share(run, choice, left)
+    return run if choice is None else without_dense_share(run, choice, left), held_out
 
 
 def placed(

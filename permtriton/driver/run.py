@@ -15,7 +15,6 @@ from permtriton.driver.memory import Needs
 from permtriton.driver.options import CompileConfig
 from permtriton.driver.step import Outcome, Stage, Step
 from permtriton.driver.workspace import Kind, Workspace
-from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.methods.measure.importance import importances_of
@@ -54,7 +53,6 @@ class Run:
         statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
             where no step uses the importance.
         expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
-        held_out: the measure of the dense model on held-out samples; None without any.
         needs: estimated memory.
         placement: where the model runs.
         rows: linear -> how much the loss feels each of its rows in the present order; None where it is not known.
@@ -76,7 +74,6 @@ class Run:
     reference: Reference
     statistics: dict[str, Tensor]
     expert_tokens: dict[str, list[int]]
-    held_out: HeldOutMeasure | None
     needs: Needs
     placement: Placement
     rows: dict[str, Tensor] | None = None

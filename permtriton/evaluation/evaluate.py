@@ -19,10 +19,10 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import check_inputs
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
 from permtriton.evaluation.asked import AskedEvaluation
-from permtriton.evaluation.measures import DISTANCES, Measures, measure_samples, predicted_tokens, windows_at_once
+from permtriton.evaluation.measures import DISTANCES, Measures, measure_samples, predicted_tokens
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
-from permtriton.model.forward import in_eval_mode
+from permtriton.model.forward import in_eval_mode, windows_at_once
 from permtriton.model.name import DEMO, location_of
 from permtriton.model.prunable import check_loaded
 from permtriton.model.seq2seq import predicted

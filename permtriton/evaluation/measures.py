@@ -25,7 +25,14 @@ from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.objective import LOGITS_AT_ONCE
 from permtriton.model.checks import model_outputs, relative_difference
 from permtriton.model.core import recorded_states, takes_decoder_ids
-from permtriton.model.forward import hidden_states, last_hidden_state, max_tokens, mean_cosine_loss, without_cache
+from permtriton.model.forward import (
+    hidden_states,
+    last_hidden_state,
+    max_tokens,
+    mean_cosine_loss,
+    windows_at_once,
+    without_cache,
+)
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.seq2seq import arguments_of, first_predicted, predicted
 from permtriton.running import ranks
@@ -34,7 +41,6 @@ from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.progress import NoProgress, Progress
 
-TOKENS_WITH_LOGITS = 2048  # at once
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
 WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # of the held-out text, to see what a model reads
 # Largest difference of logits that is rounding, in units of the dtype's precision, but at least so much of their size.
@@ -134,11 +140,6 @@ class Measures(Distances):
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
-
-
-def windows_at_once(tokens: int) -> int:
-    """Returns how many windows of ``tokens`` tokens are evaluated at once: logits of a large vocabulary are big."""
-    return max(TOKENS_WITH_LOGITS // tokens, 1)
 
 
 @torch.no_grad()

@@ -19,6 +19,12 @@ from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
+TOKENS_WITH_LOGITS = 2048  # the same with logits
+
+
+def windows_at_once(tokens: int) -> int:
+    """Returns how many windows of ``tokens`` tokens are evaluated at once: logits of a large vocabulary are big."""
+    return max(TOKENS_WITH_LOGITS // tokens, 1)
 
 
 @contextmanager
