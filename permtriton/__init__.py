@@ -46,7 +46,7 @@ _MODULES = {
     "CompileConfig": "driver.options",
     "CompiledModel": "driver.result",
     "DryRun": "driver.job",
-    "Evaluated": "evaluation.measure",
+    "Evaluated": "evaluation.evaluate",
     "Event": "util.progress",
     "KeepPattern": "methods.train.keep_pattern",
     "KeptPattern": "methods.train.keep_pattern",

@@ -22,10 +22,11 @@ from .kernel_inputs import TWO_FOUR
 MAGNITUDE = {"importance": "magnitude", "recipe": "heuristic,mask"}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+@pytest.fixture(scope="module", params=["portable", "fused"])
+def made(request, tmp_path_factory):
     """A compiled model and its folders: dense, and packed."""
-    config = config_from({**MAGNITUDE, "layout": "fused", "o_proj": "free"})
+    free = {"o_proj": "free"} if request.param == "fused" else {}
+    config = config_from({**MAGNITUDE, "layout": request.param, **free})
     compiled = compile_model(zoo.build("llama"), None, config, ids=zoo.token_ids())
     root = tmp_path_factory.mktemp("masks")
     export(compiled.save_pretrained(root / "dense"), root / "packed")

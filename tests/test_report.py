@@ -3,13 +3,10 @@
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
 import permtriton
 from permtriton.checkpoint.export import export
@@ -73,27 +70,6 @@ def page(folders: list[Path], output: Path, **options: object) -> str:
     return report(folders, output, **options).read_text(encoding="utf-8")
 
 
-# -- weights -------------------------------------------------------------------------------------------------------
-
-
-def ordered(folder: dict, weight: Tensor, linear: str) -> Tensor:
-    """A dense weight ``[O, C]`` in the order that a folder records."""
-    site = next(site for site in folder["sites"] if linear in site["linears"])
-    rows = next((entry["index"] for entry in folder["rows"] if linear in entry["linears"]), range(len(weight)))
-    return weight[torch.tensor(rows)][:, torch.tensor(site["index"])]
-
-
-@pytest.mark.parametrize("name", ["portable", "fused"])
-def test_the_recorded_order_is_that_of_the_weights(folders, name):
-    """By magnitude, without an update: what is kept has the dense value, and the two largest of a group are kept."""
-    found, model = read_record(folders[name]), zoo.build("llama")
-    stored = load_file(folders[name] / "model.safetensors")
-    for linear in (linear for site in found["sites"] for linear in site["linears"]):
-        dense = ordered(found, weight_in_out(linear_module(model, linear)).T, linear)
-        kept = top_n_mask(dense.abs().T, TWO_FOUR).T
-        torch.testing.assert_close(stored[f"{linear}.weight"].view(dense.shape), dense * kept, rtol=0, atol=0)
-
-
 def test_retained_importance_is_what_the_masks_keep(folders):
     """By magnitude, the share of the compiled weights in the dense ones."""
     model = zoo.build("llama")
@@ -112,66 +88,35 @@ def test_retained_importance_is_what_the_masks_keep(folders):
     assert all(0.5 < entry["before"] == entry["after"] < 1 for entry in wanda.values())
 
 
-# -- the page ------------------------------------------------------------------------------------------------------
-
-
-VOID = {"meta", "link"}
-
-
-class Tags(HTMLParser):
-    """Checks that tags are balanced, and keeps what a browser could load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open, self.loads, self.identifiers, self.tags = [], [], [], []
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-        self.identifiers += [value for key, value in attributes if key == "id"]
-        self.loads += [value for key, value in attributes if key in ("src", "href", "xlink:href", "data")]
-
-    def handle_starttag(self, tag, attributes):
-        self.handle_startendtag(tag, attributes)
-        self.open += [tag] * (tag not in VOID)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def parsed(text: str) -> Tags:
-    tags = Tags()
-    tags.feed(text)
-    tags.close()
-    assert tags.open == []
-    return tags
+def loaded(text: str) -> list[str]:
+    """What a browser could load."""
+    return re.findall(r'(?:src|href|data)="([^"]*)"|url\((?!#)|@import', text)
 
 
 @pytest.fixture(scope="module")
 def whole(folders, tmp_path_factory) -> str:
     """A page with everything on it."""
-    chosen = [folders[name] for name in ("wanda", "learned", "fused-packed")]
     place = tmp_path_factory.mktemp("page")
-    rows = [row("dense"), row("wanda", "2:4", 15.189, values=[15.0, 15.378], spread=0.1696)]
-    compared_to = comparison(place / "c.json", rows, seeds=[0, 1])
-    return page(chosen, place / "report.html", comparison=compared_to)
+    row = {"setting": "", "kl": 0.25, "cosine": 0.75, "tasks": {"foxes acc": 0.5}, "seconds": 9.0, "by_seed": []}
+    row |= {"compile_seconds": 7.0, "peak_bytes": None}
+    compared = {
+        "model": "zoo", "measure": "perplexity", "text": "foxes", "tokens": 64, "window": 16, "seeds": [0, 1],
+        "patterns": ["2:4"], "ablation": None, "config": {}, "versions": {}, "device": "cpu", "system": "Linux",
+        "rows": [
+            {"method": "dense", "pattern": "", "values": [10.0], "mean": 10.0, "spread": 0.0, **row},
+            {"method": "wanda", "pattern": "2:4", "values": [15.0, 15.378], "mean": 15.189, "spread": 0.1696, **row},
+        ],
+    }  # fmt: skip
+    (place / "c.json").write_text(json.dumps(compared))
+    chosen = [folders[name] for name in ("wanda", "learned", "fused-packed")]
+    return page(chosen, place / "report.html", comparison=place / "c.json")
 
 
-def test_the_page_is_whole_and_loads_nothing(whole):
-    tags = parsed(whole)
-    assert [target for target in tags.loads if not re.match(r"#|data:", target)] == []
-    assert re.findall(r"url\((?!#)|@import", whole) == []
-    assert "script" not in tags.tags
-    assert len(set(tags.identifiers)) == len(tags.identifiers)
-    assert {target[1:] for target in tags.loads if target.startswith("#")} <= set(tags.identifiers)
-
-
-def test_it_is_readable_everywhere(whole):
-    for word in (
-        'name="viewport"',
-        "prefers-color-scheme: dark",
-        '<html lang="en">',
-    ):
-        assert word in whole
+def test_the_page_loads_nothing_and_follows_the_colours_of_its_reader(whole):
+    assert [target for target in loaded(whole) if not re.match(r"#|data:", target)] == []
+    assert "<script" not in whole
+    anchors = re.findall(r' id="([^"]*)"', whole)
+    assert len(set(anchors)) == len(anchors)
     assert whole.count('role="img"') == whole.count("<svg") == 7
     assert re.findall(r'(?:fill|stroke)="#', whole) == [], "a colour that does not follow the scheme"
 
@@ -204,25 +149,6 @@ def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
     assert [cells[1] for cells in found.rows] == ["1.0", "1.0", "1.0", "–", "–", "3.0"]
 
 
-def row(method: str, pattern: str = "", mean: float = 10.0, setting: str = "", **more: object) -> dict:
-    return {
-        "method": method, "pattern": pattern, "setting": setting, "values": [mean], "mean": mean, "spread": 0.0,
-        "kl": 0.25, "cosine": 0.75, "tasks": {"foxes acc": 0.5}, "seconds": 9.0, "compile_seconds": 7.0,
-        "peak_bytes": None, "by_seed": [], **more,
-    }  # fmt: skip
-
-
-def comparison(path: Path, rows: list[dict], **more: object) -> Path:
-    """Writes the JSON report of a comparison with these rows."""
-    found = {
-        "model": "zoo", "measure": "perplexity", "text": "foxes", "tokens": 64, "window": 16, "seeds": [0],
-        "patterns": ["2:4"], "ablation": None, "config": record()["config"], "versions": {}, "device": "cpu",
-        "system": "Linux", "rows": rows, **more,
-    }  # fmt: skip
-    path.write_text(json.dumps(found))
-    return path
-
-
 def test_text_from_files_is_text(folders, tmp_path):
     evil = "</title><script>alert('$x^2$')</script>\x00\ud800"
 
@@ -236,7 +162,6 @@ def test_text_from_files_is_text(folders, tmp_path):
     text = page([changed(folders["learned"], tmp_path / "evil", change)], tmp_path / "out.html")
     assert "<script" not in text
     assert "&lt;script&gt;alert(" in text
-    parsed(text)
 
 
 def test_the_first_sentence_is_the_verdict(folders):
@@ -315,18 +240,6 @@ def test_damaged_folders_are_one_line(folders, tmp_path, case):
     result = RUNNER.invoke(app, ["report", str(folder), "--output", str(tmp_path / "out.html")])
     check_refusal(result.exit_code, result.stderr, (words, str(folder)))
     assert not (tmp_path / "out.html").exists()
-
-
-def test_outputs_are_not_replaced_by_chance(folders, tmp_path):
-    output = tmp_path / "out.html"
-    output.write_text("mine")
-    arguments = ["report", str(folders["wanda"]), "--output", str(output)]
-    result = RUNNER.invoke(app, arguments)
-    check_refusal(result.exit_code, result.stderr, (str(output), "--overwrite"))
-    assert output.read_text() == "mine"
-    assert RUNNER.invoke(app, [*arguments, "--overwrite"]).exit_code == 0
-    assert output.read_text().startswith("<!DOCTYPE html>")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.html"]
 
 
 @pytest.mark.parametrize(
