@@ -21,7 +21,7 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure import fisher, statistics
 from permtriton.methods.order import heuristic_order, learning, swap_search
 from permtriton.methods.order.swap_search import Searcher
-from permtriton.methods.prune import obs, refitting, weights
+from permtriton.methods.prune import mask, refit, sparsegpt, sparsegpt_math
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.train import tuning
 from permtriton.methods.train.kept_weights import KeptWeights
@@ -120,7 +120,7 @@ def rotated(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return changed
 
 
-def mask_of(change: Callable[[Tensor, permtriton.NMPattern], Tensor], owner: object = weights) -> Plant:
+def mask_of(change: Callable[[Tensor, permtriton.NMPattern], Tensor], owner: object = mask) -> Plant:
     return lambda patch: patch.setattr(owner, "top_n_mask", change)
 
 
@@ -256,26 +256,26 @@ def of_the_first_layer(change: Callable[[Any, Any], Any]) -> Plant:
     """What refitting measured of the first layer is left behind; ``change`` takes it and a later layer's."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        original, first = refitting.moments, {}
+        original, first = refit.moments, {}
 
         def moments(*arguments: Any) -> dict[str, Any]:
             found = original(*arguments)
             return {name: change(first.setdefault(re.sub(r"\d+", "", name), own), own) for name, own in found.items()}
 
-        patch.setattr(refitting, "moments", moments)
+        patch.setattr(refit, "moments", moments)
 
     return plant
 
 
 def exchanged(patch: pytest.MonkeyPatch) -> None:
     """What runs with the dense weights and what runs with the pruned ones change places."""
-    values, run, dense = refitting._values_within, refitting.layer_by_layer, []
+    values, run, dense = refit._values_within, refit.layer_by_layer, []
 
     def layers(*arguments: Any, within: Any = None, **more: Any) -> Any:
         return run(*arguments, **more, **({} if within else {"within": dense[-1]}))
 
-    patch.setattr(refitting, "_values_within", lambda *arguments: dense.append(values(*arguments)) or dense[-1])
-    patch.setattr(refitting, "layer_by_layer", layers)
+    patch.setattr(refit, "_values_within", lambda *arguments: dense.append(values(*arguments)) or dense[-1])
+    patch.setattr(refit, "layer_by_layer", layers)
 
 
 def of_another_linear(original: Callable[..., Any], model: Any, name: str) -> Any:
@@ -382,22 +382,22 @@ FAULTS: dict[str, Fault] = {
     "mask keeps the smallest": Fault(mask_of(smallest), RETAIN),
     "mask keeps 1 of 4": Fault(mask_of(one_of_four), "groups keep fewer weights than 2:4"),
     "mask off by one slot": Fault(mask_of(off_by_one_slot), RETAIN),
-    "mask not applied": Fault(replaced(weights, "mask_weights", lambda f, *args: None), RETAIN),
+    "mask not applied": Fault(replaced(mask, "mask_weights", lambda f, *args: None), RETAIN),
     "nothing pruned": Fault(replaced(Mask, "run", lambda f, *args: None), "allows 2"),
-    "-0.0 left": Fault(replaced(weights, "mask_weights", minus_zero), "-0.0"),
-    "forward of a layer not given back": Fault(replaced(weights, "mask_weights", forward_left), "after pruning"),
+    "-0.0 left": Fault(replaced(mask, "mask_weights", minus_zero), "-0.0"),
+    "forward of a layer not given back": Fault(replaced(mask, "mask_weights", forward_left), "after pruning"),
     "SparseGPT keeps 1 of 4": Fault(
         mask_of(one_of_four, sparsegpt_block), "groups keep fewer weights than 2:4", options=SPARSEGPT
     ),
     "SparseGPT leaves a group dense": Fault(
-        replaced(weights, "sparsegpt", full_column), "the fullest one keeps 4", options=SPARSEGPT
+        replaced(sparsegpt, "sparsegpt", full_column), "the fullest one keeps 4", options=SPARSEGPT
     ),
     "refit keeps a worse weight": Fault(
-        replaced(refitting, "better_rows", lambda f, found, *more: 2 * found),
+        replaced(refit, "better_rows", lambda f, found, *more: 2 * found),
         "refitting .* began with a loss", options={**REFIT, "refit_metric_tokens": 0},
     ),
     "refit leaves a group dense": Fault(
-        replaced(refitting, "least_squares", lambda f, start, target, *more: f(start, target, *more) + 1e-4 * target),
+        replaced(refit, "least_squares", lambda f, start, target, *more: f(start, target, *more) + 1e-4 * target),
         "the fullest one keeps", options=REFIT,
     ),
     "refit with the shift of another layer": Fault(
@@ -471,7 +471,7 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_statistics.py::test_hessians_are_products_of_inputs[gpt2]",
     ),
     "dead channels not damped": Fault(
-        replaced(obs, "damped", lambda f, h: f(h) * (h.diagonal() != 0)),
+        replaced(sparsegpt_math, "damped", lambda f, h: f(h) * (h.diagonal() != 0)),
         caught_by="tests/test_sparsegpt.py::test_inverse_diagonal_is_that_of_the_dense_inverse",
     ),
     "row weights of another linear": Fault(

@@ -13,7 +13,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.traced import graph_outputs
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import RankOneCurvature
-from permtriton.methods.prune.weights import mask_weights
+from permtriton.methods.prune.mask import mask_weights
 from permtriton.model.experts import unstack_experts
 from permtriton.passes import listing
 from permtriton.passes.edits import moves_of

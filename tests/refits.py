@@ -7,13 +7,12 @@ from permtriton import CompileConfig, find_plan
 from permtriton.data.samples import Inputs
 from permtriton.data.text import check_samples
 from permtriton.methods.prune.refit import Refit
-from permtriton.methods.prune.refitting import refit
-from permtriton.methods.prune.weights import update_weights
+from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import linear_module
-from permtriton.util.progress import NoProgress
 
 from . import zoo
+from .runs import Known
 from .updating import PATTERN
 
 CONFIG = CompileConfig(sparsity=PATTERN)
@@ -43,11 +42,11 @@ class Problem:
         return self
 
     def refit(self, progress=None, state=None, low_memory=False, **options):
-        arguments = (self.dense, self.samples, 4, Refit(**options), progress or NoProgress(), state)
-        return refit(self.model, self.plan, *arguments, low_memory=low_memory)
+        known = {"dense_weights": self.dense, "low_memory": low_memory, "output_gradients": {}, "state": state}
+        return Refit(**options).run(Known(self.model, self.plan, self.samples, CONFIG, progress, **known)).parts
 
     def update(self, progress=None, state=None) -> None:
-        update_weights(self.model, self.plan, None, self.samples, 4, CONFIG, progress or NoProgress(), state)
+        SparseGPT().run(Known(self.model, self.plan, self.samples, CONFIG, progress, state=state))
 
     def sparsegpt(self) -> float:
         self.update()

@@ -11,7 +11,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, costliest, statistics_and_shares_left
-from permtriton.methods.prune.obs import Curvature
+from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.store import MEMORY
 from permtriton.util.progress import NoProgress

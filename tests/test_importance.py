@@ -4,7 +4,7 @@ from torch import Tensor
 
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.prune.obs import inverse_diagonal
+from permtriton.methods.prune.sparsegpt_math import inverse_diagonal
 
 IN, OUT = 12, 7
 

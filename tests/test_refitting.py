@@ -10,7 +10,7 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.driver.step import Outcome
 from permtriton.methods.measure import statistics as module_statistics
 from permtriton.methods.measure.statistics import Moments
-from permtriton.methods.prune import refitting as module
+from permtriton.methods.prune import refit as module
 from permtriton.methods.prune.refit import Refit
 from permtriton.model.checks import check_pruned
 from permtriton.passes.plan import Site, sequential_groups

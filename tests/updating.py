@@ -14,7 +14,7 @@ from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, dense_objective, has_head
-from permtriton.methods.prune.weights import mask_weights
+from permtriton.methods.prune.mask import mask_weights
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.distillation import distill
 from permtriton.methods.train.trainer import Trained

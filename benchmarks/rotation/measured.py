@@ -15,7 +15,7 @@ from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.order.heuristic_order import heuristic_indices
-from permtriton.methods.prune.obs import Curvature
+from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.recipe import config_from
 from permtriton.running.layer_inputs import from_model
 from permtriton.util.progress import NoProgress

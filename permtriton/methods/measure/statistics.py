@@ -15,7 +15,7 @@ from permtriton.config import ImportanceMethod
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
-from permtriton.methods.prune.obs import inverse_diagonal
+from permtriton.methods.prune.sparsegpt_math import inverse_diagonal
 from permtriton.model.expert_linears import SECOND, RoutedExperts
 from permtriton.model.experts import expert_of, measured_experts, stacked_name
 from permtriton.model.modules import as_multiplied

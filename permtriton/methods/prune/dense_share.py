@@ -21,7 +21,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.statistics import check_finite, of_hessians
-from permtriton.methods.prune.obs import Curvature, sparsegpt
+from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
 from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running.store import Store

@@ -1,20 +1,60 @@
-"""Step ``refit``: least-squares weights, on SparseGPT's mask and on better ones (see `refitting` beside it)."""
+"""Step ``refit``: exact weights for a mask, layer by layer, that make up for what the layers before have lost.
 
+Two activations run through the layers: ``X_p`` of the model as pruned so far, which is what a linear will read, and
+``X_d`` of the dense model, which is what its outputs should come from. A linear that writes into the residual stream
+may also make up for what the stream lacks already, ``R_d - R_p``, with ``R`` what its output is added to. For each
+linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on
+``X_p``. Without a mask, the best weight is
+
+    W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
+
+and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
+gradients then find the minimum on it; and pruned weights take the place of kept ones while that lowers the error
+(`permtriton.methods.prune.least_squares`). Last, with ``K = E[g g^T]`` of the gradients of the linear's outputs, the
+same weights minimise ``tr(K (V - W*) H (V - W*)^T)``: rows that the loss feels together make up for each other.
+
+Dense targets: GPTAQ (arXiv 2504.02692); those of the residual stream: LoaQ (arXiv 2509.06297); ``K``: YAQA (arXiv
+2505.22988), all for quantization; least squares on a mask: ALPS (arXiv 2406.07831).
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor, nn
+
+from permtriton.driver.run import Run
 from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Stage, Step
-from permtriton.methods.options import Refitting
+from permtriton.methods.measure.postconditions import check_no_worse
+from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inputs, moments
+from permtriton.methods.prune.least_squares import (
+    better_mask,
+    better_rows,
+    coupled_least_squares,
+    error_of,
+    least_squares,
+    metric_of,
+)
+from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, weights_of_sites
+from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
+from permtriton.model.checks import check_kept, zeros_in_groups
+from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups, weight_in_out
+from permtriton.running import ranks
+from permtriton.running.layer_inputs import Within, layer_by_layer
+from permtriton.running.mixed_precision import exact_products
+from permtriton.running.state import FinishedLayers
 from permtriton.util.option import documented, option
-
-if TYPE_CHECKING:
-    from permtriton.driver.run import Run
+from permtriton.util.sparsity import NMPattern
 
 
 @documented
 @dataclass(frozen=True)
-class Refit(Refitting, Step):
+class Refit(Step):
     """Options of refitting."""
 
     name: ClassVar[str] = "refit"
@@ -31,6 +71,28 @@ class Refit(Refitting, Step):
         "refit runs each layer anew for every site, because the inputs and outputs of all its sites do not fit"
     )
 
+    dense_targets: float = option(
+        0.5,
+        "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
+        "as pruned so far.",
+        maximum=1.0,
+    )
+    residual_targets: float = option(
+        0.25,
+        "How much of the error that the residual stream has so far (dense minus pruned) the linears that write into it "
+        "make up for: 0 for none, 1 for all of it.",
+        maximum=1.0,
+    )
+    iterations: int = option(20, "Rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights and mask.")
+    exchanges: int = option(
+        4, "Most rounds in which pruned weights take the place of kept ones, each followed by a further fit."
+    )
+    metric_tokens: int = option(
+        2048,
+        "Calibration tokens whose gradients say how errors of a linear's outputs add up in the loss: whole sequences, "
+        "at least one; 0 takes all outputs for equal and unrelated.",
+    )
+    metric_rounds: int = option(12, "Rounds of conjugate gradients in that metric, after all others.", minimum=1)
     generated: bool = option(True, GENERATED)
 
     @property
@@ -68,28 +130,151 @@ class Refit(Refitting, Step):
     def state_bytes(self, facts: Facts) -> int:
         return facts.finished_layers()
 
-    def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.prune.refitting import refit
-        from permtriton.running.state import FinishedLayers
+    @torch.no_grad()
+    def run(self, run: Run) -> Outcome:
+        """Returns for each linear its ``name``, ``seconds``, and the errors of SparseGPT's weight and of the new one.
 
-        state = run.state(FinishedLayers, self.name)
+        These, ``start`` and ``end``, are the squared distances from the best unpruned weight's outputs in their metric,
+        relative to the square of those.
+        """
+        plan, samples, state = run.plan, run.read_by(self), run.state(FinishedLayers, self.name)
         gradients = run.output_gradients(self.metric_tokens) if self.gradients else {}
-        with run.fitting() as model:
-            parts = refit(
-                model,
-                run.plan,
-                run.dense_weights,
-                run.read_by(self),
-                run.batch,
-                self,
-                run.progress,
-                state,
-                run.store,
-                gradients=gradients,
-                low_memory=run.low_memory,
+        if self.residual_targets and not any(site.residual_reader for site in plan.sites):
+            run.progress.say(
+                "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted "
+                "to its own outputs alone"
             )
+        share, parts = ranks.own_rows(len(samples)).numel(), list[dict[str, Any]]()
+        turns_of = [sequential_groups(sites) for sites in plan.layers()]
+        count = sum(map(len, turns_of))
+        steps = (share + 1) * count + share * (count if run.low_memory else len(turns_of))
+        # To host memory and back, a GPU moves outputs more slowly than it computes them.
+        keep = None if run.low_memory or run.store.onloads else run.store.moved
+        with run.fitting() as model, run.progress.stage("refit", steps) as advance:
+            layers = partial(layer_by_layer, model, plan, samples, run.batch, store=run.store)
+            pruned_layers = layers(changing=True, keep=keep)
+            dense_layers = layers(changing=False, within=_values_within(model, plan, run.dense_weights))
+            for number, (turns, layer, dense) in enumerate(zip(turns_of, pruned_layers, dense_layers, strict=True)):
+                rows = max(layer.parts, dense.parts, key=len)
+                weights = weights_of_sites(model, dense.sites)
+                if state is not None and (finished := state.restore(number, weights, plan.patterns)) is not None:
+                    parts += finished
+                    for part in rows:
+                        dense.run(part)
+                    advance((share + 1) * len(turns) + share * (len(turns) if run.low_memory else 1))
+                    continue
+                first = len(parts)
+                targets: SiteInputs = {}
+                for sites in turns:
+                    if run.low_memory or sites is turns[0]:
+                        watched = replace(dense, sites=sites if run.low_memory else dense.sites, parts=rows)
+                        targets = dense_inputs(model, watched, advance, run.store)
+                    measured = moments(model, replace(layer, sites=sites, parts=rows), targets, advance)
+                    parts += self._refit(model, plan, sites, measured, gradients)
+                    layer.settle(sites)
+                    del measured  # before the next turn takes as much
+                    advance()
+                if state is not None:
+                    state.keep(number, weights, plan.patterns, parts[first:])
         return Outcome(parts=parts)
+
+    def _refit(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        sites: Sequence[Site],
+        measured: Mapping[str, Moments],
+        gradients: Mapping[str, Tensor],
+    ) -> list[dict[str, Any]]:
+        """Prunes and fits the linears that read some sites, and returns what the step reports of each."""
+        curvature_of = curvatures({site: moment.hessian for site, moment in measured.items()})
+        linears = [(site.name, name) for site in sites for name in site.linears]
+
+        def refit(linear: tuple[str, str]) -> dict[str, Any]:
+            (site, name), started = linear, time.perf_counter()
+            pattern = plan.patterns[name]
+            stored, curvature, pattern = (
+                weight_in_out(linear_module(model, name)),
+                curvature_of(site),
+                plan.patterns[name],
+            )
+            weight = stored.to(curvature.damped.device)
+            zeros = zeros_in_groups(weight * ~curvature.dead.unsqueeze(1), pattern)
+            fitted, start, end = self.fit(weight.T, measured[site], curvature, pattern, gradients.get(name))
+            fitted = fitted.T + 0.0  # the sum turns -0.0 into 0.0
+            check_kept(name, fitted, zeros, pattern, CANCELLED_SHARE)
+            stored.copy_(fitted)
+            check_no_worse(start, end, f"refitting {name}")
+            return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - started}
+
+        parts = ranks.deal(linears, refit)
+        ranks.send_dealt([linear_module(model, name).get_parameter("weight") for _, name in linears])
+        return parts
+
+    def fit(
+        self, weight: Tensor, moment: Moments, curvature: Curvature, pattern: NMPattern, gradients: Tensor | None
+    ) -> tuple[Tensor, float, float]:
+        """Returns the pruned and fitted weight of one linear, and the errors of SparseGPT's weight and of this one.
+
+        Args:
+            weight: dense, ``[out_features, in_features]``.
+            gradients: of the linear's outputs, ``[tokens, out_features]``, if these are weighed by them.
+        """
+        with exact_products():
+            target = self.best_weight(weight.float(), moment, curvature)
+        start = sparsegpt(target, curvature, pattern, None)
+        fitted = least_squares(start, target, curvature.damped, self.iterations)
+        if self.iterations:
+            fitted = better_mask(fitted, target, curvature, pattern, self.exchanges)
+        start, fitted = start.to(weight.dtype), fitted.to(weight.dtype)
+        fitted, metric = better_rows(fitted, start, target, curvature.damped), None
+        if gradients is not None and self.iterations:
+            metric = metric_of(gradients.to(weight.device))
+        error = partial(error_of, target=target, hessian=curvature.damped, metric=metric)
+        before, candidates = error(start), [(fitted, error(fitted))]
+        if metric is not None:
+            coupled = coupled_least_squares(fitted.float(), target, curvature.damped, metric, self.metric_rounds)
+            coupled = coupled.to(weight.dtype)
+            candidates = [(coupled, error(coupled)), *candidates, (start, before)]
+        best, after = min(candidates, key=lambda candidate: candidate[1])
+        size = max(error(torch.zeros_like(target)), torch.finfo(torch.float32).tiny)
+        return best, before / size, after / size
+
+    def best_weight(self, weight: Tensor, moment: Moments, curvature: Curvature) -> Tensor:
+        """Returns ``W*``, float32 ``[out_features, in_features]``: what gives the targets best without a mask."""
+        if moment.shift is None or not (self.dense_targets or self.residual_targets):
+            return weight
+        lacking = self.dense_targets * (weight @ moment.shift)
+        if moment.residual_shift is not None:
+            lacking += self.residual_targets * moment.residual_shift
+        return weight + lacking @ curvature.inverse
 
     def words(self, outcome: Outcome) -> list[tuple[str, str]]:
         start, end = (fmean(part[when] for part in outcome.parts) for when in ("start", "end"))
         return [("refit: error", f"{start:.4f} to {end:.4f} (mean of {len(outcome.parts)} linears)")]
+
+
+def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> Within:
+    """Returns a context for `layer_by_layer`: inside, a layer's weights (the model's, for "") have other values.
+
+    A layer runs in the context many times: its values are brought to its device once, until another layer runs.
+    """
+    of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
+    here: dict[int, Tensor] = {}  # those of the layer that ran last, on its device
+
+    @contextmanager
+    def within(layer: str) -> Iterator[None]:
+        own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
+        before = [each.data for each in own]
+        try:
+            if here.keys() != {id(each) for each in own}:
+                here.clear()
+                here.update({id(each): of[id(each)].to(each.device) for each in own})
+            for each in own:
+                each.data = here[id(each)]
+            yield
+        finally:
+            for each, value in zip(own, before, strict=True):
+                each.data = value
+
+    return within

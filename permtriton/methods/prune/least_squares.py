@@ -1,0 +1,203 @@
+"""Least squares on an N:M mask: weights that are fitted, and pruned ones that take the place of kept ones.
+
+With ``E(V) = (V - W*) H (V - W*)^T`` of a row and ``g = (V - W*) H``, the kept weight i becomes 0 and the pruned weight
+j becomes ``t``. With the best ``t = (v_i H_ij - g_j) / H_jj``, all others as they are, the error falls by
+
+    (v_i H_ij - g_j)^2 / H_jj - v_i^2 H_ii + 2 v_i g_i
+
+SparseGPT decides group by group from the first channel to the last, before it knows what the kept weights can make up
+for. Here every group of a row gives up its worst choice at once, as far as the error falls.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from permtriton.methods.prune.sparsegpt_math import Curvature
+from permtriton.running.mixed_precision import exact_products
+from permtriton.util.sparsity import NMPattern
+
+FIT_AFTER_EXCHANGE = 4  # rounds of conjugate gradients after each round of exchanges
+# Pairs of weights that are looked at together: on a CPU they fit its caches, on a GPU they bound the memory.
+AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
+
+
+def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: int) -> Tensor:
+    """Minimises ``tr((V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients in each row.
+
+    The number of rounds is fixed: a residual that ends them would let rounding decide a whole round.
+
+    Args:
+        start: ``[out_features, in_features]``, zero where pruned.
+        target: ``W*``, of the same shape.
+        hessian: ``H``, damped, ``[in_features, in_features]``.
+
+    Returns:
+        ``V``, float32 ``[out_features, in_features]``.
+    """
+    return _conjugate_gradients(
+        start,
+        target,
+        lambda difference: difference @ hessian,
+        hessian.diagonal(),
+        lambda products: products.sum(1, keepdim=True),
+        iterations,
+    )
+
+
+def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
+    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients.
+
+    Arguments are those of `least_squares`, and the metric ``K`` of the outputs, ``[out_features, out_features]``.
+    """
+    return _conjugate_gradients(
+        start,
+        target,
+        lambda difference: metric @ (difference @ hessian),
+        metric.diagonal().unsqueeze(1) * hessian.diagonal(),
+        Tensor.sum,
+        iterations,
+    )
+
+
+def _conjugate_gradients(
+    start: Tensor,
+    target: Tensor,
+    product: Callable[[Tensor], Tensor],
+    scale: Tensor,
+    total: Callable[[Tensor], Tensor],
+    iterations: int,
+) -> Tensor:
+    """Returns the weight after some rounds from ``start``, which stays zero where it is.
+
+    Args:
+        product: multiplies by the matrix of the quadratic, into a tensor of its own.
+        scale: diagonal of that matrix, by which directions are divided.
+        total: sums products of single weights, of each problem that is solved on its own.
+    """
+    weight = start.clone(memory_format=torch.contiguous_format)
+    mask = (weight != 0).to(weight.dtype)  # products with booleans are slower
+    residual = product(target - weight).mul_(mask)
+    direction = residual / scale
+    scaled, products = torch.empty_like(direction), torch.empty_like(direction)
+    size = total(torch.mul(residual, direction, out=products))
+    tiny = torch.finfo(size.dtype).tiny
+    for _ in range(iterations):
+        change = product(direction).mul_(mask)
+        step = size / total(torch.mul(direction, change, out=products)).clamp_min(tiny)
+        weight += torch.mul(step, direction, out=products)
+        residual -= change.mul_(step)
+        torch.div(residual, scale, out=scaled)
+        before, size = size, total(torch.mul(residual, scaled, out=products))
+        direction.mul_(size / before.clamp_min(tiny)).add_(scaled)
+    return weight
+
+
+def metric_of(gradients: Tensor) -> Tensor:
+    """Returns ``K / mean(diag K) + I`` with ``K = E[g g^T]``, float32 ``[out_features, out_features]``.
+
+    The identity stands for what a few thousand tokens do not show of ``K``.
+
+    Args:
+        gradients: ``g``, ``[tokens, out_features]``.
+    """
+    gradients = gradients.float()
+    metric = gradients.T @ gradients
+    metric /= metric.diagonal().mean().clamp_min(torch.finfo(metric.dtype).tiny)
+    metric.diagonal().add_(1)
+    return metric
+
+
+def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: NMPattern, rounds: int) -> Tensor:
+    """Returns a weight whose mask is at least as good in every row: pruned weights take the place of kept ones.
+
+    After each round, the weights are fitted to the new mask. A row whose error does not fall keeps the old one, and
+    tries half as many exchanges next time.
+
+    Args:
+        weight: ``V``, float32 ``[out_features, in_features]``, fitted to its mask.
+        target: ``W*``, of the same shape.
+    """
+    hessian, share = curvature.damped, torch.ones(len(weight), device=weight.device)
+    difference = weight - target
+    gradient = difference @ hessian
+    errors = (gradient * difference).sum(1)
+    for _ in range(rounds):
+        tried = exchanged(weight, gradient, curvature, pattern, share)
+        tried = least_squares(tried, target, hessian, FIT_AFTER_EXCHANGE)
+        difference = tried - target
+        changed = difference @ hessian
+        tried_errors = (changed * difference).sum(1)
+        better = (tried_errors < errors).unsqueeze(1)
+        if not bool(better.any()):
+            break
+        weight, gradient = torch.where(better, tried, weight), torch.where(better, changed, gradient)
+        errors, share = torch.where(better[:, 0], tried_errors, errors), torch.where(better[:, 0], share, share / 2)
+    return weight
+
+
+def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """Returns ``fitted`` with the rows of ``start`` that have no larger error: rounding or overflow may spoil a fit."""
+    errors = [row_errors(each, target, hessian) for each in (fitted, start)]
+    return torch.where((errors[0] < errors[1]).unsqueeze(1), fitted, start)
+
+
+def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+    """Returns ``(V - W*) H (V - W*)^T`` of each row, float32 ``[out_features]``; arguments as of `least_squares`.
+
+    The same weight has the same errors, bit for bit, however it lies in memory.
+    """
+    difference = weight.float().contiguous() - target
+    with exact_products():
+        return (difference @ hessian * difference).sum(1)
+
+
+def error_of(weight: Tensor, target: Tensor, hessian: Tensor, metric: Tensor | None) -> float:
+    """Returns ``tr(K (V - W*) H (V - W*)^T)``, infinite where it overflows; ``K`` is the identity without a metric."""
+    if metric is None:
+        error = row_errors(weight, target, hessian).sum()
+    else:
+        difference = weight.float().contiguous() - target
+        with exact_products():
+            error = (metric @ (difference @ hessian) * difference).sum()
+    return float(error) if bool(error.isfinite()) else math.inf
+
+
+def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: NMPattern, share: Tensor) -> Tensor:
+    """Returns a weight in which the best pair of each group has changed places, where that lowers the row's error.
+
+    Args:
+        weight: ``V``, float32 ``[out_features, in_features]``, zero where pruned.
+        gradient: ``g``, of the same shape.
+        curvature: of the inputs; channels that were never active take part in no exchange.
+        share: of the groups of a row where the error would fall, those that fall most, float32 ``[out_features]``.
+    """
+    rows = max(AT_ONCE.get(weight.device.type, AT_ONCE["cpu"]) // (weight.shape[1] * pattern.group), 1)
+    parts = zip(weight.split(rows), gradient.split(rows), share.split(rows), strict=True)
+    return torch.cat([_exchanged(*part, curvature, pattern) for part in parts])
+
+
+def _exchanged(weight: Tensor, gradient: Tensor, share: Tensor, curvature: Curvature, pattern: NMPattern) -> Tensor:
+    # Places in a group come first: what is computed of all groups is then contiguous.
+    size = pattern.group
+    v_MOG, g_MOG = (each.unflatten(1, (-1, size)).permute(2, 0, 1).contiguous() for each in (weight, gradient))
+    h_MMG = curvature.damped.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).contiguous()
+    h_MG = h_MMG.diagonal().T.contiguous()
+    kept_MOG = v_MOG != 0
+    free_MOG = ~kept_MOG & ~curvature.dead.view(-1, size).T.unsqueeze(1)
+    step_MMOG = v_MOG.unsqueeze(1) * h_MMG.unsqueeze(2) - g_MOG  # t H_jj, of (i, j)
+    gain_MMOG = step_MMOG.square().div_(h_MG.unsqueeze(1))
+    gain_MMOG -= (v_MOG * (v_MOG * h_MG.unsqueeze(1) - 2 * g_MOG)).unsqueeze(1)
+    gain_MMOG.masked_fill_(~(kept_MOG.unsqueeze(1) & free_MOG), 0)
+    gain_OG, pair_OG = gain_MMOG.flatten(0, 1).max(0)
+    gained_OG = gain_OG > 0
+    rank_OG = gain_OG.argsort(1, descending=True).argsort(1)
+    taken_OG = gained_OG & (rank_OG < (gained_OG.sum(1) * share).unsqueeze(1))
+    row, group = taken_OG.nonzero(as_tuple=True)
+    out, into = pair_OG[row, group] // size, pair_OG[row, group] % size
+    found_OGM = weight.unflatten(1, (-1, size)).clone()
+    found_OGM[row, group, out] = 0
+    found_OGM[row, group, into] = step_MMOG[out, into, row, group] / h_MG[into, group]
+    return found_OGM.flatten(1)
