@@ -22,7 +22,7 @@ from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
-from permtriton.methods.train.tuning import TunedValues
+from permtriton.methods.train.tune import TunedValues
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
 from permtriton.running.backward import loss_scale

@@ -23,9 +23,9 @@ from permtriton.methods.order import heuristic_order, learning, swap_search
 from permtriton.methods.order.swap_search import Searcher
 from permtriton.methods.prune import mask, refit, sparsegpt, sparsegpt_math
 from permtriton.methods.prune.mask import Mask
-from permtriton.methods.train import tuning
+from permtriton.methods.train import tune
 from permtriton.methods.train.kept_weights import KeptWeights
-from permtriton.methods.train.tuning import TunedValues
+from permtriton.methods.train.tune import TunedValues
 from permtriton.passes import apply
 from permtriton.passes.edits import Fold
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
@@ -424,7 +424,7 @@ FAULTS: dict[str, Fault] = {
         replaced(TunedValues, "fold", folded_twice), "before its scales were folded", options=TUNE
     ),
     "tune folds scales into columns": Fault(
-        replaced(tuning, "weight_in_out", of_the_other_axis), "before its scales were folded", options=TUNE
+        replaced(tune, "weight_in_out", of_the_other_axis), "before its scales were folded", options=TUNE
     ),
     "tune writes pruned weights": Fault(
         replaced(TunedValues, "fold", folded_beside), "allows 2", options=TUNE

@@ -1,5 +1,6 @@
 """A run of one step, of what a test knows, in place of what a compilation measures."""
 
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -8,6 +9,7 @@ from permtriton import CompileConfig
 from permtriton.data.samples import Samples
 from permtriton.driver.memory import Needs
 from permtriton.driver.run import Run
+from permtriton.driver.step import Outcome
 from permtriton.driver.workspace import Workspace
 from permtriton.passes.plan import Plan
 from permtriton.running.placement import Placement, Way
@@ -37,9 +39,22 @@ class Known(Run):
             plan=plan, statistics={}, expert_tokens={}, needs=Needs(0, 0, 0, {}, low_memory=low_memory),
             placement=Placement(Way.WHOLE, model.device), **nothing,
         )  # fmt: skip
-        for name in ("importances", "fisher", "objective", "state", "output_gradients"):
+        for name in ("importances", "fisher", "objective", "output_gradients", "read_by", "state"):
             if name in known:
                 value = known.pop(name)
                 setattr(self, name, lambda *_, value=value: value)
         for name, value in known.items():
             setattr(self, name, value)
+
+
+class Told:
+    """What a step reports, with the values of each row of its history as attributes."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self.rows, self.kept = outcome.history, outcome.kept
+        self.history = [SimpleNamespace(**row) for row in outcome.history]
+
+    def same(self, other: "Told") -> bool:
+        """Whether two runs are equal bit for bit, apart from their times."""
+        histories = [[{**row, "seconds": 0.0} for row in each.rows] for each in (self, other)]
+        return histories[0] == histories[1] and self.kept == other.kept

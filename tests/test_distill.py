@@ -11,7 +11,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.methods.train.kept_weights import KeptWeights
-from permtriton.methods.train.trainer import schedule, split
+from permtriton.methods.train.trainer import rate_at, split
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 
@@ -43,7 +43,7 @@ def test_the_kept_weights_move_and_the_loss_falls():
     held_out = split(10, 0)[1]
     assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-5)
     assert result.history[result.kept].held_out < result.history[0].held_out
-    json.dumps(result.report(), allow_nan=False)
+    json.dumps(result.rows, allow_nan=False)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
@@ -64,7 +64,7 @@ def test_steps_are_those_of_the_optimizer_on_masked_gradients_relative_to_the_we
         for name, weight in pruned.weights.items():
             weight.grad.masked_fill_(pruned.before[name] == 0, 0)
         for group, size in zip(plain.param_groups, sizes, strict=True):
-            group["lr"] = RATE * (size if optimizer == "adam" else 1) * schedule(step, STEPS)
+            group["lr"] = RATE * (size if optimizer == "adam" else 1) * rate_at(step, STEPS)
         plain.step()
     for name, weight in pruned.weights.items():
         torch.testing.assert_close(result[name], weight.detach(), rtol=0, atol=1e-6)
@@ -160,12 +160,12 @@ def test_held_out_sequences_are_not_trained_on():
 
 
 def test_the_schedule_rises_and_falls_to_nothing():
-    rates = [schedule(step, 100) for step in range(101)]
+    rates = [rate_at(step, 100) for step in range(101)]
     assert rates[4] == max(rates) == 1
     assert rates[:5] == sorted(rates[:5])
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert 0 < rates[99] < 1e-3
-    assert schedule(0, 1) == 1
+    assert rate_at(0, 1) == 1
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from permtriton import config_from, find_plan
 from permtriton.data.text import calibration_samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, OutputError
-from permtriton.methods.train.trainer import Trained, schedule
-from permtriton.methods.train.tune import Tune
-from permtriton.methods.train.tuning import TunedValues, tune
+from permtriton.methods.train.trainer import rate_at
+from permtriton.methods.train.tune import Tune, TunedValues
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
@@ -29,18 +27,16 @@ from permtriton.running.store import MEMORY
 from permtriton.util.progress import NoProgress
 
 from . import zoo
-from .updating import PATTERN, Pruned, Recording, facts, interrupt, same, tiny, tiny_model
+from .runs import Told
+from .updating import PATTERN, Pruned, Recording, facts, interrupt, tiny, tiny_model
 
 OPTIONS = {"steps": 8, "batch_size": 2, "learning_rate": 0.02, "micro_batch_size": 2, "activation_checkpointing": False}
 IDS = zoo.tiny_ids(18, 12)  # 16 to train on, one step each
 MINE = {"weights": "mine"}
 
 
-def tuned(pruned: Pruned, progress: NoProgress | None = None, state: StateFile | None = None, **changes) -> Trained:
-    values, names = {**OPTIONS, **changes}, {field.name for field in fields(Tune)}
-    own = {name: values.pop(name) for name in names & set(values)}
-    arguments = (pruned.ids, pruned.objective, Tune(**own), config_from(values, "mask"), progress or NoProgress())
-    return tune(pruned.model, pruned.plan, *arguments, state)
+def tuned(pruned: Pruned, progress: NoProgress | None = None, state: StateFile | None = None, **changes) -> Told:
+    return pruned.trained(Tune, {**OPTIONS, **changes}, progress, state)
 
 
 def pruned_tiny(dtype: torch.dtype = torch.float32) -> Pruned:
@@ -102,7 +98,7 @@ def test_vectors_and_scales_move_and_the_loss_falls():
     assert result.history[-1].held_out < result.history[0].held_out
     assert progress.steps == [0, *[1] * 8]
     assert "held-out" in progress.notes[-1]
-    json.dumps(result.report(), allow_nan=False)
+    json.dumps(result.rows, allow_nan=False)
 
 
 def with_tied_norms() -> Pruned:
@@ -135,7 +131,7 @@ def test_steps_are_those_of_adam_and_what_is_shared_is_tuned_once():
     vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1}
     pruned.objective.loss(last_hidden_state(model, pruned.ids[torch.tensor([1, 2])]), torch.tensor([1, 2])).backward()
     for name, each in model.named_parameters():
-        rate = 0.02 * schedule(0, 1)
+        rate = 0.02 * rate_at(0, 1)
         if name in vectors:  # the first step of Adam has the size of its learning rate
             step = rate * start[name].square().mean().sqrt() * each.grad / (each.grad.abs() + 1e-8)
             torch.testing.assert_close(one[name], start[name] - step, rtol=1e-4, atol=1e-6)
@@ -321,7 +317,7 @@ def test_it_continues_to_the_same_end(tmp_path, dtype):
     with pytest.raises(KeyboardInterrupt):
         tuned(restored(pruned, start), Recording(1 + 5, interrupt), StateFile(path, MINE))
     progress = Recording()
-    assert same(tuned(restored(pruned, start), progress, StateFile(path, MINE)), whole)
+    assert tuned(restored(pruned, start), progress, StateFile(path, MINE)).same(whole)
     assert progress.steps == [4, 1, 1, 1, 1]
     assert "after round 2" in progress.lines[0]
     assert all(torch.equal(each, expected[name]) for name, each in pruned.model.named_parameters())

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from permtriton.errors import OutputError
-from permtriton.methods.train import distillation
+from permtriton.methods.train import distill
 from permtriton.running.state import StateFile
 
-from .updating import STEPS, Recording, equal, interrupt, same, tiny
+from .updating import STEPS, Recording, equal, interrupt, tiny
 
 MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies a run
 
@@ -37,7 +37,7 @@ def test_distilling_continues_to_the_same_end(path, rate, dtype, optimizer):
     continued = pruned.reset().distill(progress, StateFile(path, MINE), **options)
     assert progress.steps == [2 * STEPS, *[1] * STEPS], "one epoch was left"
     assert "after round 2" in progress.lines[0]
-    assert same(continued, whole)
+    assert continued.same(whole)
     assert equal(pruned.trained_weights(), expected)
     assert pruned.moved() if rate < 1 else not pruned.moved()
 
@@ -46,7 +46,7 @@ def test_an_epoch_of_many_steps_keeps_its_state_in_between(path, monkeypatch):
     pruned = tiny()
     in_one = pruned.distill(epochs=1)
     expected = pruned.trained_weights()
-    monkeypatch.setattr(distillation, "ROUND", 1)
+    monkeypatch.setattr(distill, "ROUND", 1)
     whole = pruned.reset().distill(epochs=1)
     assert (len(in_one.history), len(whole.history)) == (2, 1 + STEPS)
     assert whole.history[-1].held_out == in_one.history[-1].held_out, "the same steps in the same order"
@@ -58,7 +58,7 @@ def test_an_epoch_of_many_steps_keeps_its_state_in_between(path, monkeypatch):
     continued = pruned.reset().distill(progress, StateFile(path, MINE), epochs=1)
     assert "after round 1" in progress.lines[0]
     assert progress.steps == [1] * STEPS
-    assert same(continued, whole)
+    assert continued.same(whole)
     assert equal(pruned.trained_weights(), expected)
 
 

@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,12 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, dense_objective, has_head
 from permtriton.methods.prune.mask import mask_weights
 from permtriton.methods.train.distill import Distill
-from permtriton.methods.train.distillation import distill
-from permtriton.methods.train.trainer import Trained
-from permtriton.methods.train.training_step import Training
 from permtriton.model.checks import check_pruned
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util.progress import NoProgress
 
 from . import zoo
+from .runs import Known, Told
 
 PATTERN = NMPattern(2, 4)
 RATE = 0.03
@@ -35,13 +33,6 @@ OPTIONS = {
     "activation_checkpointing": False,
 }
 STEPS = 3  # of an epoch: 9 sequences in batches of 4, the tenth is held out
-
-
-def options_of(step: type[Training], changes: dict[str, object]) -> tuple[Training, CompileConfig]:
-    """The options of a step and those of the compilation."""
-    values, names = {**OPTIONS, **changes}, {field.name for field in fields(step)}
-    own = {name: values.pop(name) for name in names & set(values)}
-    return step(**own), CompileConfig(**values)
 
 
 class Pruned:
@@ -65,9 +56,14 @@ class Pruned:
             return self.objective.mean(self.model, self.ids, 4)
         return float(self.objective.of(self.model, self.ids, rows).detach())
 
-    def distill(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Trained:
-        arguments = (self.ids, self.objective, *options_of(Distill, changes), progress or NoProgress(), state)
-        return distill(self.model, self.plan, *arguments)
+    def distill(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Told:
+        return self.trained(Distill, {**OPTIONS, **changes}, progress, state)
+
+    def trained(self, step: type, values: dict[str, object], progress: NoProgress | None, state: object) -> Told:
+        """What a step of these options, and those of the compilation, makes of the model."""
+        own = {field.name: values.pop(field.name) for field in fields(step) if field.name in values}
+        known = {"objective": self.objective, "read_by": self.ids, "state": state}
+        return Told(step(**own).run(Known(self.model, self.plan, self.ids, CompileConfig(**values), progress, **known)))
 
     @torch.no_grad()
     def reset(self) -> "Pruned":
@@ -125,12 +121,6 @@ def only_kept_weights_change(pruned: Pruned) -> Iterator[None]:
         assert not (weight[pruned.before[name] == 0] != 0).any(), name
     check_pruned(pruned.model, pruned.plan)
     assert weight_in_out(linear_module(pruned.model, name)).isfinite().all()
-
-
-def same(one: Trained, other: Trained) -> bool:
-    """Whether two runs are equal bit for bit, apart from their times."""
-    histories = [[replace(epoch, seconds=0.0) for epoch in result.history] for result in (one, other)]
-    return histories[0] == histories[1] and one.kept == other.kept
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -1,39 +1,63 @@
-"""Step ``distill``: all kept weights are trained together, see `permtriton.methods.train.distillation`."""
+"""Step ``distill``: all kept weights of a pruned model are trained together, to give the dense model's outputs back.
 
-from dataclasses import dataclass, replace
+A tenth of the samples, at most 24, is held out. It is measured after every epoch, or after every round of one that has
+more than `ROUND` steps; the weights with the lowest loss on it are kept, which may be those before training.
+"""
+
+from dataclasses import dataclass
+from itertools import chain
 from math import ceil
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
-from permtriton.config import ObjectiveKind, minimises
-from permtriton.driver.step import FLOAT32, Facts, Outcome
-from permtriton.methods.train.training_step import (
-    EPOCHS,
-    FURTHER,
-    MOST_FURTHER,
-    ROUND,
-    Training,
-    held_out,
-    with_held_out,
-)
+import torch
+
+from permtriton.config import ObjectiveKind, OptimizerKind, minimises
+from permtriton.data.samples import Samples
+from permtriton.driver.run import Run
+from permtriton.driver.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
+from permtriton.methods.train.kept_weights import KeptWeights, weights_of
+from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, held_out, split, with_held_out
 from permtriton.util.option import documented, option
 
-if TYPE_CHECKING:
-    from permtriton.driver.run import Run
-
+HALF = 2  # bytes
+MOST_FURTHER = 63
+ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
 WITHOUT_STEPS = {"distill_steps": (0,)}
 
 
 @documented
 @dataclass(frozen=True)
-class Distill(Training):
+class Distill(TrainingStep):
     """Options of distillation."""
 
     name: ClassVar[str] = "distill"
     prefix: ClassVar[str] = "distill"
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
 
-    epochs: int = option(20, EPOCHS, minimum=1, needs=WITHOUT_STEPS)
-    further: int = option(0, FURTHER, maximum=MOST_FURTHER, needs=WITHOUT_STEPS)
+    epochs: int = option(
+        20,
+        "Passes over all samples that it reads; more where there are fewer further ones than asked for.",
+        minimum=1,
+        needs=WITHOUT_STEPS,
+    )
+    learning_rate: float = option(
+        5e-3,
+        "Peak learning rate, with cosine decay to 0: relative to the root mean square of a linear's kept weights.",
+        positive=True,
+    )
+    batch_size: int = option(8, "Sequences per optimiser step.", minimum=1)
+    optimizer: Literal[OptimizerKind] = option(
+        "adam",
+        "What changes the weights: adam, which keeps two numbers per weight, or adafactor: one per row and column.",
+    )
+    generated: bool = option(True, GENERATED)
+    further: int = option(
+        0,
+        "Further samples of the calibration text to train on, per sample of --samples; where it has fewer, or none may "
+        "be drawn, all samples are read more often.",
+        maximum=MOST_FURTHER,
+        needs=WITHOUT_STEPS,
+    )
     steps: int = option(
         0,
         "Optimiser steps on samples that calibration does not read, where there are, in place of all those epochs; 0 "
@@ -46,8 +70,8 @@ class Distill(Training):
         return self.loss
 
     @property
-    def ends_after(self) -> int:
-        return self.steps
+    def saves_memory(self) -> str:
+        return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
 
     @property
     def draws(self) -> int:
@@ -58,38 +82,66 @@ class Distill(Training):
         """Whether the only state that it keeps is that at the end."""
         return 0 < self.steps <= ROUND
 
-    def over(self, calibration: int, read: int) -> Self:
-        """Returns the options with the epochs that hold the steps asked for; arguments as of `Training.over`."""
-        if not self.steps:
-            return super().over(calibration, read)
-        return replace(self, epochs=ceil(self.steps * self.batch_size / max(read - held_out(read), 1)))
-
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
         collected = facts.ranks > 1 or self.batch_size > facts.micro_batch_size
         copies = 1 if self._in_one_round else 2  # of a state before the end there is another
         return {
             "distill": {
                 **self.memory_of_passes(facts),
-                "moments": self.optimizer_bytes(facts.pruned, facts),
+                "moments": self._optimizer_bytes(facts),
                 "finished weights": copies * int(facts.pruned * facts.kept) * facts.element,
                 "collected gradients": facts.pruned * FLOAT32 * collected,
                 **facts.mask(),
             }
         }
 
+    def passes(self, facts: Facts) -> float:
+        return BACKWARD * self._epochs(facts.calibration, facts.sequences)
+
     def state_bytes(self, facts: Facts) -> int:
         kept = int(facts.pruned * facts.kept) * facts.element
-        return kept if self._in_one_round else 2 * (2 * kept + self.optimizer_bytes(facts.pruned, facts))
+        return kept if self._in_one_round else 2 * (2 * kept + self._optimizer_bytes(facts))
 
-    def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.train.distillation import distill
-        from permtriton.running.state import StateFile
+    def _optimizer_bytes(self, facts: Facts) -> int:
+        """Returns what the optimizer keeps: moments, and remainders in half precision."""
+        moments = 2 * FLOAT32 if self.optimizer == "adam" else 0
+        return facts.pruned * (moments + (HALF if facts.element < FLOAT32 else 0))
 
-        samples, state = run.read_by(self), run.state(StateFile, self.name)
-        options = self.over(len(run.samples), len(samples))
+    def _epochs(self, calibration: int, read: int) -> int:
+        """Returns the number of epochs: more where the text has too few further samples.
+
+        Args:
+            calibration: number of calibration samples.
+            read: number of all samples that it reads: those, further ones, and what the dense model wrote.
+        """
+        if self.steps:
+            return ceil(self.steps * self.batch_size / max(read - held_out(read), 1))
+        return max(self.epochs, round(self.epochs * (1 + self.further) * calibration / read))
+
+    @torch.enable_grad()
+    def run(self, run: Run) -> Outcome:
+        samples = run.read_by(self)
         with run.running() as model:
-            trained = distill(
-                model, run.plan, samples, run.objective(self), options, run.working_config, run.progress, state,
-                store=run.store,
-            )  # fmt: skip
-        return Outcome("round", **trained.report("round"))
+            names = [name for _, name in run.plan.linears()]
+            weights = weights_of(model, names)
+            # A shared weight gets its gradient in parts: then all of it must be there before the weight changes.
+            alone = len(weights) == len(names) and all(site.calls == 1 for site in run.plan.sites)
+            kept = KeptWeights(weights, self.optimizer, run.store, changes_at_once=alone)
+            schedule = self._schedule(samples, self._epochs(len(run.samples), len(samples)), run.config.seed)
+            trainer = Trainer(run, self, kept, schedule)
+            with trainer.context():
+                return trainer.run()
+
+    def _schedule(self, samples: Samples, epochs: int, seed: int) -> Schedule:
+        """Returns epochs over all samples but those held out; the seed and an epoch's number decide its order."""
+        rows, others = split(len(samples), seed)
+        batches = []
+        for number in range(1, epochs + 1):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+            batches.append(rows[torch.randperm(rows.numel(), generator=generator)].split(self.batch_size))
+        if self.steps:
+            batches = [tuple(chain.from_iterable(batches))[: self.steps]]
+        # Rounds are longer where the held-out sequences are many, so that measuring these stays a small part.
+        steps = max(ROUND, 3 * others.numel() // self.batch_size)
+        rounds = [epoch[start : start + steps] for epoch in batches for start in range(0, len(epoch), steps)]
+        return Schedule(rounds, others, samples.tokens, self.learning_rate)

@@ -1,76 +1,79 @@
-"""Training parameters of a pruned model: the schedule, the round that is kept, and what an interrupted run continues.
+"""What the steps that train have in common: the schedule, the round that is kept, and how they continue.
 
 What is trained, and how a step changes it, is a `Trainable`: the weights that pruning kept
-(`permtriton.methods.train.kept_weights`), or the vectors of a model (`permtriton.methods.train.tuning`).
+(`permtriton.methods.train.kept_weights`), or the vectors of a model (`permtriton.methods.train.tune`).
 """
 
 import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from permtriton.config import CommonConfig
+from permtriton.driver.run import Run
+from permtriton.driver.step import Facts, Outcome, Stage, Step
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
-from permtriton.methods.train.training_step import Training, held_out
+from permtriton.passes.plan import layer_modules
 from permtriton.running import ranks
-from permtriton.running.backward import frozen, loss_scale, with_gradients
+from permtriton.running.backward import checkpointed, frozen, loss_scale, with_gradients
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.state import StateFile
-from permtriton.util.progress import Advance, Progress
+from permtriton.util.progress import Advance
 
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
+HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which round is kept, and their number
 
-Loss = Callable[[Tensor], Tensor]  # numbers of sequences, int64 [...], to the mean loss over their tokens, float32 []
+
+class TrainingStep(Step):
+    """A step that trains.
+
+    Attributes:
+        batch_size: sequences per optimiser step.
+        generated: whether it reads what the dense model wrote.
+    """
+
+    stage: ClassVar[Stage] = Stage.TRAIN
+    shards: ClassVar[bool] = False
+
+    batch_size: int
+    generated: bool
+
+    @property
+    def at_once(self) -> int:
+        return self.batch_size
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    def uses_importance(self) -> bool:
+        return False
+
+    @staticmethod
+    def memory_of_passes(facts: Facts) -> dict[str, int]:
+        """Returns the bytes that passes through the whole model keep, and those of its targets.
+
+        Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
+        """
+        facts = replace(facts, one_layer=False, checkpointing=facts.checkpointing or facts.one_layer)
+        return {**facts.gradients(), **facts.targets()}
 
 
 @dataclass(frozen=True)
-class UpdateEpoch:
-    """The outcome of one round, which is an epoch or a part of one.
-
-    Attributes:
-        epoch: number of the round, from 1; 0 is before training.
-        loss: mean loss of the round's steps, each before its update; None for round 0.
-        held_out: mean loss over the held-out sequences, after the round.
-        seconds: time of training and evaluation.
-    """
-
-    epoch: int
-    loss: float | None
-    held_out: float
-    seconds: float
-
-
-@dataclass
-class Trained:
-    """The result of training.
-
-    Attributes:
-        history: all rounds so far.
-        kept: number of the round with the lowest held-out loss, whose weights are kept.
-    """
-
-    history: list[UpdateEpoch] = field(default_factory=list)
-    kept: int = 0
-
-    def report(self, unit: str = "epoch") -> dict[str, Any]:
-        """Returns all rounds, each with its number under ``unit``, and the one that is kept."""
-        rows = [asdict(epoch) for epoch in self.history]
-        return {"history": [{unit: row.pop("epoch"), **row} for row in rows], "kept": self.kept}
-
-
-@dataclass(frozen=True)
-class Course:
+class Schedule:
     """What is trained on, in which order.
 
     Attributes:
@@ -85,16 +88,6 @@ class Course:
     tokens: int
     learning_rate: float
 
-    @classmethod
-    def of(cls, sequences: int, tokens: int, options: Training, seed: int) -> "Course":
-        """Returns epochs over all sequences but those held out; the seed and the epoch's number decide its order."""
-        rows, others = split(sequences, seed)
-        epochs = []
-        for number in range(1, options.epochs + 1):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-            epochs.append(rows[torch.randperm(rows.numel(), generator=generator)].split(options.batch_size))
-        return cls(epochs, others, tokens, options.learning_rate)
-
     @property
     def steps(self) -> int:
         """Number of all steps."""
@@ -103,19 +96,6 @@ class Course:
     def steps_until(self, rounds: int) -> int:
         """Returns the number of steps of the first so many rounds."""
         return sum(map(len, self.rounds[:rounds]))
-
-    def first(self, steps: int) -> "Course":
-        """Returns the first so many steps, as one round."""
-        return replace(self, rounds=[list(chain.from_iterable(self.rounds))[:steps]])
-
-    def in_rounds(self, steps: int, batch_size: int) -> "Course":
-        """Returns the same steps, with every round of more than ``steps`` cut into several.
-
-        They are longer where the held-out sequences are many, so that measuring these stays a small part.
-        """
-        steps = max(steps, 3 * self.held_out.numel() // batch_size)
-        starts = [(each, start) for each in self.rounds for start in range(0, len(each), steps)]
-        return replace(self, rounds=[each[start : start + steps] for each, start in starts])
 
 
 class Trainable(ABC):
@@ -228,75 +208,75 @@ class Trainable(ABC):
 
 
 class Trainer:
-    """Steps, their schedule, and the held-out loss. Use it inside `Trainable.trainable`.
+    """Steps, their schedule, and the held-out loss; `run` and `held_out_loss` are for use inside `context`."""
 
-    Args:
-        model: whose linears multiply, where the config says so, in mixed precision during steps.
-        what: name of what is trained, for errors.
-    """
-
-    def __init__(
-        self, trained: Trainable, model: nn.Module, loss_of: Loss, course: Course, config: CommonConfig, what: str
-    ) -> None:
-        self._trained, self._model, self._loss_of, self._course, self._what = trained, model, loss_of, course, what
-        self._precision = partial(mixed_precision, model, config.mixed_precision)
-        self._micro_batch = MicroBatch(config.micro_batch_size)
+    def __init__(self, run: Run, step: TrainingStep, trained: Trainable, schedule: Schedule) -> None:
+        samples, objective = run.read_by(step).to(run.model.device, run.model.dtype), run.objective(step)
+        self._loss_of = partial(objective.of, run.model, samples)  # numbers of sequences -> their mean loss
+        self._run, self._trained, self._schedule, self._what = run, trained, schedule, step.name
+        self._micro_batch = MicroBatch(run.config.micro_batch_size)
         self.best = trained.snapshot()
 
-    def run(self, state: StateFile | None, progress: Progress) -> Trained:
-        """Trains all rounds, or those that an interrupted run has left; returns what it made.
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Inside the context, backward passes give the gradients of what is trained."""
+        model, config = self._run.model, self._run.working_config
+        # A layer that comes to the GPU only while it runs is run again in the backward pass.
+        again = config.activation_checkpointing or self._run.store.onloads
+        with self._trained.trainable(model), checkpointed(layer_modules(model, self._run.plan) if again else []):
+            yield
 
-        Args:
-            state: file that keeps the state between rounds; None keeps no state.
+    def run(self) -> Outcome:
+        """Trains all rounds, or those that an interrupted run has left.
 
         Raises:
             CalibrationError: a loss or a gradient is not finite.
             OutputError: the state belongs to another run, is damaged, or cannot be written.
             VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
         """
-        result = self.load(state)
-        done = max(len(result.history) - 1, 0)
-        if result.history:
+        state, progress = self._run.state(StateFile, self._what), self._run.progress
+        outcome = self._load(state)
+        done = max(len(outcome.history) - 1, 0)
+        if outcome.history:
             progress.say(f"{self._what}: continuing after round {done} of an interrupted run")
-        with progress.stage(self._what, self._course.steps) as advance:
-            advance(self._course.steps_until(done))
-            self._fit(result, advance, state)
-        return result
+        with progress.stage(self._what, self._schedule.steps) as advance:
+            advance(self._schedule.steps_until(done))
+            self._fit(outcome, advance, state)
+        return outcome
 
-    def _fit(self, result: Trained, advance: Advance, state: StateFile | None) -> None:
+    def _fit(self, outcome: Outcome, advance: Advance, state: StateFile | None) -> None:
         """Trains the rounds that are left, and writes the weights of the best one into the model."""
-        if not result.history:
-            result.history.append(UpdateEpoch(0, None, self.held_out_loss(), 0.0))
-        note = f", held-out {result.history[-1].held_out:.4f} before"
-        if len(result.history) <= len(self._course.rounds):
-            self._find_size(self._course.rounds[0][0])
-        for number in range(len(result.history), len(self._course.rounds) + 1):
-            started, done = time.perf_counter(), self._course.steps_until(number - 1)
+        history, rounds = outcome.history, self._schedule.rounds
+        if not history:
+            history.append({"round": 0, "loss": None, "held_out": self.held_out_loss(), "seconds": 0.0})
+        note = f", held-out {history[-1]['held_out']:.4f} before"
+        if len(history) <= len(rounds):
+            self._find_size(rounds[0][0])
+        for number in range(len(history), len(rounds) + 1):
+            started, done = time.perf_counter(), self._schedule.steps_until(number - 1)
             losses: list[float] = []
-            for step, rows in enumerate(self._course.rounds[number - 1], start=done):
+            for step, rows in enumerate(rounds[number - 1], start=done):
                 if losses:  # the last step is reported with what is held out
                     advance(1, f"loss {losses[-1]:.4f}{note}")
                 losses.append(self._step(rows, step))
-            held_out = self.held_out_loss()
+            held_out, mean = self.held_out_loss(), sum(losses) / len(losses)
             seconds = time.perf_counter() - started
-            result.history.append(UpdateEpoch(number, sum(losses) / len(losses), held_out, seconds))
-            if held_out < result.history[result.kept].held_out:
+            history.append({"round": number, "loss": mean, "held_out": held_out, "seconds": seconds})
+            if held_out < history[outcome.kept or 0]["held_out"]:
                 self.best = {}  # not to have two in memory
-                result.kept, self.best = number, self._trained.snapshot()
-            note = f", held-out {held_out:.4f} (was {result.history[0].held_out:.4f})"
+                outcome.kept, self.best = number, self._trained.snapshot()
+            note = f", held-out {held_out:.4f} (was {history[0]['held_out']:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
-            self.save(state, result)
+            self._save(state, outcome)
         self._trained.check()
         self._trained.write(self.best)
         self._trained.check()
-        best = result.history[result.kept].held_out
-        check_loss(
-            best, self.held_out_loss(), self._trained.dtype, f"{self._what}, held out, when its weights were kept"
-        )
+        when = f"{self._what}, held out, when its weights were kept"
+        check_loss(history[outcome.kept or 0]["held_out"], self.held_out_loss(), self._trained.dtype, when)
 
     def _step(self, rows: Tensor, step: int) -> float:
-        rate = self._course.learning_rate * schedule(step, self._course.steps)
-        self._trained.begin(rate, loss_scale(rows.numel() * self._course.tokens))
+        rate = self._schedule.learning_rate * rate_at(step, self._schedule.steps)
+        self._trained.begin(rate, loss_scale(rows.numel() * self._schedule.tokens))
         try:
             total = self._check(ranks.total(self._run_backward(rows)))
             self._trained.finish()
@@ -305,7 +285,7 @@ class Trainer:
         return total
 
     def _run_backward(self, rows: Tensor) -> float:
-        with self._precision():
+        with mixed_precision(self._run.model, self._run.config.mixed_precision):
             return self._micro_batch.run(partial(self._backward, rows))
 
     def _backward(self, rows: Tensor, size: int) -> float:
@@ -315,7 +295,7 @@ class Trainer:
         self._trained.forget(at_once)
         total = 0.0
         for part in parts:
-            loss = with_gradients(self._loss_of(part), self._model) * (part.numel() / rows.numel())
+            loss = with_gradients(self._loss_of(part), self._run.model) * (part.numel() / rows.numel())
             total += float(loss.detach())
             if at_once:
                 self._check(total)
@@ -338,7 +318,7 @@ class Trainer:
         Raises:
             CalibrationError: it is not finite.
         """
-        held_out = self._course.held_out
+        held_out = self._schedule.held_out
 
         def total(size: int) -> float:
             losses = [self._loss_of(part) * part.numel() for part in ranks.parts(held_out, size)]
@@ -346,29 +326,23 @@ class Trainer:
 
         return self._check(ranks.total(self._micro_batch.run(total)) / held_out.numel())
 
-    def save(self, state: StateFile | None, result: Trained) -> None:
-        """Writes what training continues from."""
+    def _save(self, state: StateFile | None, outcome: Outcome) -> None:
         if state is not None:
             tensors = {f"best.{name}": values for name, values in self.best.items()}
-            if len(result.history) <= len(self._course.rounds):  # after the last round, the best weights are enough
+            if len(outcome.history) <= len(self._schedule.rounds):  # after the last one, the best weights are enough
                 tensors |= self._trained.state()
-            state.write(tensors, {"result": json.dumps(result.report())})
+            state.write(tensors, {"history": json.dumps(outcome.history), "kept": json.dumps(outcome.kept)})
 
-    def load(self, state: StateFile | None) -> Trained:
-        """Restores what `save` wrote and returns the result so far, an empty one where there is no state.
-
-        Raises:
-            OutputError: the state belongs to another run, or is damaged.
-        """
+    def _load(self, state: StateFile | None) -> Outcome:
+        """Restores what `_save` wrote, and returns the outcome so far."""
         if state is None or (stored := state.read()) is None:
-            return Trained()
+            return Outcome("round", kept=0)
         tensors, texts = stored
-        values = json.loads(texts["result"])
-        result = Trained([UpdateEpoch(**row) for row in values["history"]], values["kept"])
-        if len(result.history) <= len(self._course.rounds):
-            self._trained.restore(tensors, self._course.steps_until(len(result.history) - 1))
+        outcome = Outcome("round", json.loads(texts["history"]), json.loads(texts["kept"]))
+        if len(outcome.history) <= len(self._schedule.rounds):
+            self._trained.restore(tensors, self._schedule.steps_until(len(outcome.history) - 1))
         self.best = {name: tensors[f"best.{name}"] for name in self.best}
-        return result
+        return outcome
 
     def _check(self, loss: float) -> float:
         if not math.isfinite(loss):
@@ -378,11 +352,11 @@ class Trainer:
     def _not_finite(self, what: str) -> CalibrationError:
         return CalibrationError(
             f"{self._what}: the {what} is not finite: activations overflow (try `dtype=float32`), "
-            f"its learning rate, {self._course.learning_rate:g} is too high, or the weights are damaged"
+            f"its learning rate, {self._schedule.learning_rate:g} is too high, or the weights are damaged"
         )
 
 
-def schedule(step: int, total: int) -> float:
+def rate_at(step: int, total: int) -> float:
     """Returns the share of the peak learning rate at a step: a linear warm-up, then a cosine down to 0."""
     warm_up = max(round(WARM_UP * total), 1)
     if step < warm_up:
@@ -400,3 +374,13 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
     count = held_out(sequences)
     return order[count:].sort().values, order[:count].sort().values
+
+
+def held_out(sequences: int) -> int:
+    """Returns how many of several sequences decide which round is kept."""
+    return min(max(int(HELD_OUT * sequences), 1), MOST_HELD_OUT)
+
+
+def with_held_out(trained: int) -> int:
+    """Returns the number to draw so that ``trained`` remain after the held-out split."""
+    return trained + min(max(int(trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)
