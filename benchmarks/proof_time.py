@@ -26,7 +26,7 @@ import permtriton
 from permtriton.checkpoint import save
 from permtriton.driver import pipeline as compiler
 from permtriton.driver import run
-from permtriton.methods.order import heuristic_order
+from permtriton.methods.order.heuristic import Heuristic
 from permtriton.model.reference import Reference
 from permtriton.util.machine import device_name, versions
 
@@ -68,7 +68,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
     for name, (owner, attribute) in CHECKS.items():
         setattr(owner, attribute, timed(name, getattr(owner, attribute)))
-    heuristic_order.heuristic_indices = _random_order
+    Heuristic.indices = _random_order  # type: ignore[method-assign]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.randint(model.config.vocab_size, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(0))
     config = permtriton.config_from(OPTIONS, "heuristic,mask")
@@ -89,9 +89,9 @@ def measure(folder: Path) -> dict[str, Any]:
     }
 
 
-def _random_order(model: Any, plan: Any, spaces: Any, *more: Any, **options: Any) -> dict[str, torch.Tensor]:
+def _random_order(_step: Heuristic, run: Any) -> dict[str, torch.Tensor]:
     generator, found = torch.Generator().manual_seed(0), {}
-    for space in spaces:
+    for space in (each for each in run.plan.spaces if not each.frozen):
         starts = torch.tensor([0, *space.segments]).cumsum(0).tolist()
         parts = zip(starts, space.segments, strict=False)
         found[space.name] = torch.cat([start + torch.randperm(size, generator=generator) for start, size in parts])

@@ -19,7 +19,8 @@ from permtriton.driver import run as running
 from permtriton.kernels import sparsegpt_block
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure import fisher, statistics
-from permtriton.methods.order import heuristic_order, learning, swap_search
+from permtriton.methods.order import heuristic, learning, swap_search
+from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.swap_search import Searcher
 from permtriton.methods.prune import mask, refit, sparsegpt, sparsegpt_math
 from permtriton.methods.prune.mask import Mask
@@ -359,11 +360,11 @@ FAULTS: dict[str, Fault] = {
         replaced(running, "reorder_statistics", lambda f, found, moves: rotated(f(found, moves))), RETAIN
     ),
     "order is no permutation": Fault(
-        replaced(heuristic_order, "heuristic_indices", lambda f, *args: {k: v + 1 for k, v in f(*args).items()}),
+        replaced(Heuristic, "indices", lambda f, *args: {k: v + 1 for k, v in f(*args).items()}),
         "stream: the order found for its 64 units is no permutation",
     ),
     "order leaves its head": Fault(
-        replaced(heuristic_order, "heuristic_indices", lambda f, *args: {k: v.roll(1) for k, v in f(*args).items()}),
+        replaced(Heuristic, "indices", lambda f, *args: {k: v.roll(1) for k, v in f(*args).items()}),
         r"from one segment \(a head\) to another",
     ),
     "blocks off by one": Fault(
@@ -479,7 +480,7 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_fisher.py::test_rows_and_columns_are_those_of_plain_autograd",
     ),
     "heuristic order inverted": Fault(
-        replaced(heuristic_order, "_two_stages", lambda f, *args: inverse(f(*args))),
+        replaced(heuristic, "_two_stages", lambda f, *args: inverse(f(*args))),
         caught_by="tests/test_heuristic.py::test_finds_a_planted_order",
     ),
     "gains of swaps with the wrong sign": Fault(

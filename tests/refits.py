@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from benchmarks.known_run import Known
 from permtriton import CompileConfig, find_plan
 from permtriton.data.samples import Inputs
 from permtriton.data.text import check_samples
@@ -12,7 +13,6 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import linear_module
 
 from . import zoo
-from .runs import Known
 from .updating import PATTERN
 
 CONFIG = CompileConfig(sparsity=PATTERN)

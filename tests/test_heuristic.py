@@ -5,8 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.order import heuristic_order as heuristic
-from permtriton.methods.order.heuristic_order import heuristic_index, retained, space_scores
+from permtriton.methods.measure.importance import retained
+from permtriton.methods.order import heuristic
+from permtriton.methods.order.heuristic import heuristic_index, space_scores
 from permtriton.passes.plan import ChannelSpace, Site
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern

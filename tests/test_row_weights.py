@@ -6,19 +6,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from permtriton import config_from
+from benchmarks.known_run import Known
+from permtriton import CompileConfig, config_from
+from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.order.heuristic_order import heuristic_indices, retained, space_scores
+from permtriton.methods.measure.importance import retained
+from permtriton.methods.order.heuristic import Heuristic, space_scores
 from permtriton.passes.plan import ChannelSpace, Plan, Site
-from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR, rng
 from .learning import Counting
 
-CHANNELS = 16
+CHANNELS, IDS = 16, Samples.of(zoo.token_ids(1, 4))
 
 
 class Linears(nn.Module):
@@ -48,9 +50,9 @@ def plain(name: str, power: int) -> Tensor:
     return importances(power)[name].scores(Linears().get_parameter(f"{name}.weight").detach().t())
 
 
-def order(row_weights: dict[str, Tensor] | None) -> Tensor:
-    found = heuristic_indices(Linears(), PLAN, [SPACE], importances(), row_weights, NoProgress())
-    return found["space"]
+def order(row_weights: dict[str, Tensor] | None, plan: Plan = PLAN) -> Tensor:
+    run = Known(Linears(), plan, IDS, CompileConfig(), importances=importances(), row_weights=row_weights)
+    return Heuristic("none" if row_weights is None else "fisher").indices(run)["space"]
 
 
 @pytest.mark.parametrize(("power", "factor"), [(1, lambda f: f.sqrt()), (2, lambda f: f)])
@@ -98,7 +100,7 @@ def test_rows_that_the_loss_does_not_feel_are_no_error():
     assert torch.equal(order(nothing), torch.arange(CHANNELS))
     with_large = order(weights(small=torch.zeros(6)))
     plan = Plan([replace(SITE, linears=("large",))], [SPACE], {"large": TWO_FOUR})
-    alone = heuristic_indices(Linears(), plan, [SPACE], importances(), weights(), NoProgress())["space"]
+    alone = order(weights(), plan)
     assert torch.equal(with_large, alone)
     assert not torch.equal(alone, torch.arange(CHANNELS))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from benchmarks.known_run import Known
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.importance import importances_of
@@ -21,7 +22,7 @@ from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util.progress import NoProgress
 
 from . import zoo
-from .runs import Known, Told
+from .runs import Told
 
 PATTERN = NMPattern(2, 4)
 RATE = 0.03

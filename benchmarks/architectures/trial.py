@@ -24,8 +24,9 @@ from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver import planning
 from permtriton.driver.pipeline import compile_model
+from permtriton.driver.run import Run
 from permtriton.errors import PermTritonError
-from permtriton.methods.order import heuristic_order
+from permtriton.methods.order.heuristic import Heuristic
 from permtriton.model.core import ENCODER_STATE, has_head
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.apply import apply_edits
@@ -103,7 +104,7 @@ def _compiled(dense: PreTrainedModel, layout: str, inputs: dict[str, Tensor]) ->
     model, step = copy.deepcopy(dense), "compile"
     config = config_from({**OPTIONS, "layout": layout})
     try:
-        with mock.patch.object(heuristic_order, "heuristic_indices", _random_orders):
+        with mock.patch.object(Heuristic, "indices", _random_orders):
             compiled = compile_model(model, None, config, ids=inputs)
         step = "save"
         with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +123,8 @@ def _outputs(model: PreTrainedModel, seed: int = 2) -> list[Tensor]:
     return outputs(model, tiny.inputs(model, samples=2, seed=seed))
 
 
-def _random_orders(_model: nn.Module, _plan: Plan, spaces: list[ChannelSpace], *_: Any) -> dict[str, Tensor]:
+def _random_orders(_step: Heuristic, run: Run) -> dict[str, Tensor]:
+    spaces = [space for space in run.plan.spaces if not space.frozen]
     return {space.name: random_index(space, seed) for seed, space in enumerate(spaces)}
 
 

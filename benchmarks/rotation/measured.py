@@ -7,14 +7,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from benchmarks.known_run import Known
 from benchmarks.rotation.search import PATTERN, Part
 from benchmarks.rotation.turn import per_query_head, turn_heads
-from permtriton import find_plan
+from permtriton import CompileConfig, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.statistics import hessians
-from permtriton.methods.order.heuristic_order import heuristic_indices
+from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.recipe import config_from
 from permtriton.running.layer_inputs import from_model
@@ -42,7 +43,8 @@ class Measured:
             diagonals[site.name] = inverse.diagonal().clone()
             self.inverses[site.linears[0]] = diagonals[site.name] if "down" in site.name else inverse
         importances = importances_of(model, self.plan, "obs", diagonals)
-        found = heuristic_indices(model, self.plan, self.plan.spaces, importances, None, NoProgress())
+        known = Known(model, self.plan, Samples.of(ids), CompileConfig(), importances=importances)
+        found = Heuristic().indices(known)
         self.orders = {site.linears[0]: site.expand(found[site.space.name]) for site in self.plan.sites}
         self._fisher: dict[str, Tensor] = {}
 

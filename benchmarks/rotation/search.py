@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from permtriton import NMPattern
-from permtriton.methods.order.heuristic_order import MAX_ROWS, heuristic_index
+from permtriton.methods.order.heuristic import MAX_ROWS, heuristic_index
 from permtriton.passes.plan import ChannelSpace
 
 PATTERN = NMPattern(2, 4)  # which `lost` has in its code

@@ -30,7 +30,7 @@ from permtriton.driver.traced import graph_outputs, traced_sample, why_not_compa
 from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure
-from permtriton.methods.measure.importance import importances_of, inverts_hessians, of_errors
+from permtriton.methods.measure.importance import error_importance, importances_of, inverts_hessians
 from permtriton.methods.measure.statistics import describe_few, site_statistics, tokens_of_experts
 from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest, statistics_and_shares_left
 from permtriton.model.checks import check_same_outputs, model_outputs
@@ -146,7 +146,7 @@ def prepare(model: PreTrainedModel, given: Given) -> tuple[Run, HeldOutMeasure |
                 held_out = HeldOutMeasure(runs, start.held_out, progress, layers, workspace.store)
         if config.uses_importance:
             with workspace.timed("calibrate"):
-                method = of_errors(config.importance) if config.dense_share else config.importance
+                method = error_importance(config.importance) if config.dense_share else config.importance
                 text = samples, batch, progress, workspace.store
                 if choice is not None and choice.chosen is None and inverts_hessians(method) and config.updates:
                     statistics, left = statistics_and_shares_left(runs, start.plan, *text)
@@ -283,7 +283,7 @@ def without_dense_share(run: Run, choice: DenseShare, left: Mapping[str, float] 
         rows, chosen = None, choice.chosen
         if chosen is None:
             rows = run.row_weights()
-            errors = importances_of(model, run.plan, of_errors(config.importance), run.statistics)
+            errors = importances_of(model, run.plan, error_importance(config.importance), run.statistics)
             chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
             if choice.state is not None:
                 choice.state.write({}, {"dense": json.dumps(chosen)})

@@ -10,7 +10,8 @@ Every score has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a 
 ``||X_j||`` is the root of the sum of squares of input channel j, averaged over sequences.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from permtriton.config import ImportanceMethod
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.util.sparsity import NMPattern
 
 RIA_ACTIVATION_POWER = 0.5
 TINY = 1e-20  # a column or row of zeros scores zero, not NaN
@@ -34,7 +36,7 @@ def inverts_hessians(method: ImportanceMethod) -> bool:
     return method == "obs"
 
 
-def of_errors(method: ImportanceMethod) -> ImportanceMethod:
+def error_importance(method: ImportanceMethod) -> ImportanceMethod:
     """Returns the importance whose scores are in the unit of an output, with the same statistic where both have one."""
     return "obs" if inverts_hessians(method) else "wanda"
 
@@ -82,3 +84,23 @@ def magnitudes(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactor
     """Returns linear name -> importance by magnitude, which needs no statistics; arguments as of `importances_of`."""
     ones = {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
     return importances_of(model, plan, "magnitude", ones)
+
+
+def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
+    """Returns the total importance that N:M keeps in the order of ``index``; scores are ``[channels, rows]``."""
+    places = scores[index].unflatten(0, (-1, pattern.group)).unbind(1)
+    return float(sum(each.sum(dtype=torch.float64) for each in islice(descending(places), pattern.kept)))
+
+
+def descending(values: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yields, element by element, the largest value of equally shaped tensors, then the next one, to the smallest.
+
+    For a few large tensors, bubble sort's maxima and minima are much faster than ``torch.topk`` over short rows.
+    """
+    while values:
+        highest, rest = values[0], []
+        for value in values[1:]:
+            rest.append(torch.minimum(highest, value))
+            highest = torch.maximum(highest, value)
+        yield highest
+        values = rest

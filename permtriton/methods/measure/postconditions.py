@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.order.heuristic_order import retained
+from permtriton.methods.measure.importance import retained
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 
 RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order

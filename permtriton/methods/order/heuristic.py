@@ -1,13 +1,43 @@
-"""Step ``heuristic``: RIA's two-stage channel order, see `permtriton.methods.order.heuristic_order`."""
+"""Step ``heuristic``: RIA's two-stage channel order (Zhang et al., 2024), for any N:M.
 
+1. Channel allocation: channels sorted by total importance are dealt out, so that every group gets one of each rank.
+2. Refinement: one channel is taken out of each group, and all of them are put back by the linear assignment that
+   retains the most importance. A sweep does this for every slot of the group; sweeps end when one gains little.
+   The time of an assignment grows with the cube of its groups. Where there are more than `MOST_GROUPS`, random parts
+   of them exchange channels, all parts in one batched assignment, and every slot of every sweep draws other parts.
+
+The importance that group g retains when channel c joins it is ``sum_o relu(s_oc - t_og)`` plus a constant, where
+``t_og`` is the N-th largest score in row o of the channels that stayed. Since ``relu(a) = (|a| + a) / 2`` and the
+linear parts sum to the same for every assignment, the best assignment maximises the L1 distances between scores and
+thresholds, which one `torch.cdist` computes.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from itertools import islice
+from typing import ClassVar, Literal
 
+import torch
+from torch import Tensor, nn
+
+from permtriton.driver.run import Run
 from permtriton.driver.step import BACKWARD, FLOAT32, Facts, Stage, Step
+from permtriton.kernels.assignment import assignment
+from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.measure.importance import descending, retained
+from permtriton.passes.plan import ChannelSpace, Site, linear_module, weight_in_out
+from permtriton.running import ranks
+from permtriton.running.state import StateFile
 from permtriton.util.option import documented, option
+from permtriton.util.permutation import identity
+from permtriton.util.progress import Advance
+from permtriton.util.sparsity import NMPattern
 
-if TYPE_CHECKING:
-    from permtriton.driver.run import Run
+# In parts a sweep tries fewer exchanges: the first is multiplied by the number of parts, the second divided by it.
+MAX_SWEEPS = 10
+MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
+MOST_GROUPS = 256  # in one assignment; the assignment kernel takes no more
+MAX_ROWS = 4096  # rows of scores that decide the order of one space; more are sampled evenly
 
 
 @documented
@@ -29,8 +59,6 @@ class Heuristic(Step):
         return self.row_weights == "fisher"
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        from permtriton.methods.order.heuristic_order import MAX_ROWS
-
         rows = min(MAX_ROWS, facts.pruned // facts.width)
         scores = 4 * max(facts.spaces, default=0) * rows * FLOAT32
         needs = {"heuristic": {"scores": scores, **facts.mask()}}
@@ -42,19 +70,122 @@ class Heuristic(Step):
     def state_bytes(self, facts: Facts) -> int:
         return sum(facts.spaces) * 8 * self.gradients  # int64
 
-    def run(self, run: "Run") -> None:
-        from permtriton.methods.order.heuristic_order import heuristic_indices
-        from permtriton.running.state import StateFile
+    def run(self, run: Run) -> None:
+        if all(space.frozen for space in run.plan.spaces):
+            return
+        # Gradients of a GPU, which row weights follow from, are not the same in every run.
+        state = run.state(StateFile, self.name) if self.gradients else None
+        if state is not None and (stored := state.read()) is not None:
+            indices = stored[0]
+        else:
+            indices = self.indices(run)
+            if state is not None:
+                state.write(indices, {})
+        run.reorder(indices)
 
-        if spaces := [space for space in run.plan.spaces if not space.frozen]:
-            # Gradients of a GPU, which row weights follow from, are not the same in every run.
-            state = run.state(StateFile, self.name) if self.gradients else None
-            if state is not None and (stored := state.read()) is not None:
-                indices = stored[0]
-            else:
-                rows = run.row_weights() if self.gradients else None
-                importances, device = run.importances(), run.placement.device
-                indices = heuristic_indices(run.model, run.plan, spaces, importances, rows, run.progress, device)
-                if state is not None:
-                    state.write(indices, {})
-            run.reorder(indices)
+    def indices(self, run: Run) -> dict[str, Tensor]:
+        """Returns space name -> unit index, int64 ``[units]``."""
+        rows = run.row_weights() if self.gradients else None
+        importances, plan = run.importances(), run.plan
+        spaces = [space for space in plan.spaces if not space.frozen]
+        with run.progress.stage("heuristic", sum(len(space.segments) for space in ranks.dealt(spaces))) as advance:
+
+            def order(space: ChannelSpace) -> Tensor:
+                scores = space_scores(run.model, plan.sites_of(space), importances, rows).to(run.placement.device)
+                return heuristic_index(space, scores, plan.pattern_of(space), advance)
+
+            return {space.name: index for space, index in zip(spaces, ranks.deal(spaces, order), strict=True)}
+
+
+def space_scores(
+    model: nn.Module,
+    sites: Sequence[Site],
+    importances: Mapping[str, ImportanceFactors],
+    row_weights: Mapping[str, Tensor] | None = None,
+    max_rows: int = MAX_ROWS,
+) -> Tensor:
+    """Returns the scores of a space's units in all linears that read them, float32 ``[units, rows]``.
+
+    With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
+    Without them, each linear's scores are divided by their mean, so that no layer outweighs another; with them, too,
+    where scores have no unit (RIA's): what is lost in one linear cannot be compared with another. Rows are sampled
+    evenly where all linears together have more than ``max_rows``: a linear then counts by its sampled rows. Where
+    several channels of a site share a unit, each of them adds its own rows.
+    """
+    linears = [(site, name) for site in sites for name in site.linears]
+    quota = max(max_rows // sum(site.copies for site, _ in linears), 1)
+    rows = []
+    for site, name in linears:
+        scores = importances[name].scores(weight_in_out(linear_module(model, name)))
+        if row_weights is not None:
+            scores *= row_weights[name].pow(importances[name].power / 2)
+        if (size := scores.shape[1]) > quota:
+            scores = scores[:, torch.linspace(0, size - 1, quota, device=scores.device).long()]
+            scores *= size / quota  # each stands for several; a mean takes this back
+        if row_weights is None or importances[name].row is not None:
+            scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
+        rows += [scores[channels.to(scores.device)] for channels in site.by_unit.unbind(1)]
+    return torch.cat(rows, 1)
+
+
+def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, advance: Advance) -> Tensor:
+    """Returns the unit index ``[units]`` that the two stages find inside each segment of a space.
+
+    A segment keeps its order where the new one retains no more importance.
+
+    Args:
+        scores: ``[units, rows]``, from `space_scores`.
+        advance: Progress of the stage, advanced once per segment.
+    """
+    index = identity(space.units)
+    for start, size in space.spans:
+        segment = slice(start, start + size)
+        index[segment] = start + _two_stages(scores[segment], pattern).cpu()
+        advance()
+    return index
+
+
+def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
+    channels = scores.shape[0]
+    unchanged = torch.arange(channels, device=scores.device)
+    if channels <= pattern.group:
+        return unchanged
+    by_importance = scores.sum(1).argsort(descending=True, stable=True)
+    index = by_importance.view(pattern.group, -1).T.reshape(-1)
+    before, parts = retained(scores, index, pattern), _parts(channels // pattern.group)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(MAX_SWEEPS * parts):
+        for slot in range(pattern.group):
+            index = reassigned(scores, index, slot, pattern, generator)
+        after = retained(scores, index, pattern)
+        if after - before <= MIN_GAIN / parts * before:
+            break
+        before = after
+    return index if after > retained(scores, unchanged, pattern) else unchanged
+
+
+def _parts(groups: int) -> int:
+    return -(-groups // MOST_GROUPS)
+
+
+def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, generator: torch.Generator) -> Tensor:
+    """Returns ``index`` with the channels at one slot of the groups reassigned, inside random parts if there are many.
+
+    Args:
+        scores: ``[channels, rows]``.
+        index: int64 ``[channels]``.
+        slot: Place in the groups, 0 to ``group - 1``.
+        generator: Draws the parts, on the CPU. Groups that fill no part stay as they are this time.
+    """
+    groups = index.view(-1, pattern.group).clone()
+    parts = _parts(len(groups))
+    chosen: Tensor | slice = slice(None)
+    if parts > 1:
+        chosen = torch.randperm(len(groups), generator=generator)[: len(groups) // parts * parts].to(groups.device)
+    members = groups[chosen]
+    others = [scores[members[:, position]] for position in range(pattern.group) if position != slot]
+    threshold = next(islice(descending(others), pattern.kept - 1, None))
+    taken = members[:, slot].view(parts, -1)
+    gain = torch.cdist(scores[taken], threshold.view(*taken.shape, -1), p=1)
+    groups[chosen, slot] = taken.gather(1, assignment(gain).long()).flatten()
+    return groups.flatten()

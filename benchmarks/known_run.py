@@ -1,0 +1,45 @@
+"""A run of one step, of what a script or a test knows, in place of what a compilation measures."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from permtriton import CompileConfig
+from permtriton.data.samples import Samples
+from permtriton.driver.memory import Needs
+from permtriton.driver.run import Run
+from permtriton.driver.workspace import Workspace
+from permtriton.passes.plan import Plan
+from permtriton.running.placement import Placement, Way
+from permtriton.util.progress import NoProgress
+
+
+class Known(Run):
+    """A run whose answers are given.
+
+    Args:
+        known: what `importances`, `fisher`, `objective` and `state` return, and values of attributes.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        samples: Samples,
+        config: CompileConfig,
+        progress: Any = None,
+        low_memory: bool = False,
+        **known: Any,
+    ) -> None:
+        nothing = dict.fromkeys(("generated", "graph", "reference", "evaluation"))
+        super().__init__(
+            model=model, config=config, workspace=Workspace(progress or NoProgress()), samples=samples, batch=4,
+            plan=plan, statistics={}, expert_tokens={}, needs=Needs(0, 0, 0, {}, low_memory=low_memory),
+            placement=Placement(Way.WHOLE, next(model.parameters()).device), **nothing,
+        )  # fmt: skip
+        for name in ("importances", "fisher", "objective", "output_gradients", "read_by", "row_weights", "state"):
+            if name in known:
+                value = known.pop(name)
+                setattr(self, name, lambda *_, value=value: value)
+        for name, value in known.items():
+            setattr(self, name, value)
