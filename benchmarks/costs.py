@@ -37,8 +37,7 @@ from permtriton.evaluation.evaluate import measure_model
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.order.hard_masks import hard_masked
-from permtriton.methods.order.searched import Searched
-from permtriton.methods.order.swap_search import Searcher
+from permtriton.methods.order.searched import Searched, Searcher
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import GatheredLinear, from_norm, replace_module
 from permtriton.model.norms import match_norm

@@ -37,8 +37,7 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
-from permtriton.methods.order.searched import Searched
-from permtriton.methods.order.swap_search import Searcher, Swaps
+from permtriton.methods.order.searched import Searched, Searcher, Swaps
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 from permtriton.passes.plan import ChannelSpace

@@ -19,9 +19,9 @@ from permtriton.driver import run as running
 from permtriton.kernels import sparsegpt_block
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure import fisher, statistics
-from permtriton.methods.order import heuristic, learning, swap_search
+from permtriton.methods.order import heuristic, learning, searched
 from permtriton.methods.order.heuristic import Heuristic
-from permtriton.methods.order.swap_search import Searcher
+from permtriton.methods.order.searched import Searcher
 from permtriton.methods.prune import mask, refit, sparsegpt, sparsegpt_math
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.train import tune
@@ -144,18 +144,17 @@ def untied_copies(original: Callable[..., Tensor], site: Site, index: Tensor) ->
     return found
 
 
-def swapped_after(original: Callable[..., None], searcher: Searcher, result: Any, advance: Any = None) -> None:
+def swapped_after(original: Callable[..., Any], *given: Any) -> Any:
     """A round's order is not the one whose loss it reports."""
-    original(searcher, result, advance)
-    result.indices = {name: index.view(-1, 16).roll(1, 1).flatten() for name, index in result.indices.items()}
+    indices, row = original(*given)
+    return {name: index.view(-1, 16).roll(1, 1).flatten() for name, index in indices.items()}, row
 
 
-def rejected_kept(original: Callable[..., None], searcher: Searcher, result: Any, advance: Any = None) -> None:
+def rejected_kept(original: Callable[..., Any], searcher: Searcher, *given: Any) -> Any:
     """A round takes swaps that it should reject, and reports what it took."""
-    original(searcher, result, advance)
+    _, row = original(searcher, *given)
     spoilt = {space.name: index for space, index in _shuffled(searcher._spaces)}
-    result.history[-1] = dataclasses.replace(result.history[-1], loss=searcher.loss(spoilt))
-    result.indices = spoilt
+    return spoilt, {**row, "loss": searcher.loss(spoilt)}
 
 
 def _shuffled(spaces: list[ChannelSpace]) -> list[tuple[ChannelSpace, Tensor]]:
@@ -484,7 +483,7 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_heuristic.py::test_finds_a_planted_order",
     ),
     "gains of swaps with the wrong sign": Fault(
-        replaced(swap_search, "swap_gains", lambda f, *args: -f(*args)),
+        replaced(searched, "swap_gains", lambda f, *args: -f(*args)),
         caught_by="tests/test_search.py::test_the_loss_falls_to_what_is_reported",
     ),
 }  # fmt: skip

@@ -1,10 +1,9 @@
 """A small search problem, and ways to run it and compare its results."""
 
-from dataclasses import replace
-
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.known_run import Known
 from permtriton import CompileConfig, NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.fisher import fisher_information
@@ -13,12 +12,12 @@ from permtriton.methods.measure.objective import dense_objective, has_head
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.methods.order.searched import Searched as Options
-from permtriton.methods.order.swap_search import SearchedOrder, search
 from permtriton.passes.plan import Plan
 from permtriton.util.progress import NoProgress
 
 from . import zoo
-from .learning import plant, same_indices, tiny
+from .learning import plant, tiny
+from .runs import Order
 
 PATTERN = NMPattern(2, 4)
 OPTIONS = {"recipe": "heuristic,searched,mask", "importance": "wanda", "search_rounds": 4,
@@ -39,9 +38,10 @@ class Problem:
         config = config_from({"sparsity": str(self.pattern), **OPTIONS, **options})
         return config.steps[1], config
 
-    def search(self, progress=None, state=None, **options: object) -> SearchedOrder:
-        arguments = (self.ids, self.objective, *self.settings(**options), progress or NoProgress(), state)
-        return search(self.model, self.plan, self.importances, *arguments)
+    def search(self, progress=None, state=None, **options: object) -> Order:
+        step, config = self.settings(**options)
+        known = {"importances": self.importances, "objective": self.objective, "state": state}
+        return Order(*step.search(Known(self.model, self.plan, self.ids, config, progress, **known)))
 
     def masked(self, **options: object):
         _, config = self.settings(**options)
@@ -62,9 +62,3 @@ def planted(dtype: torch.dtype = torch.float32) -> Problem:
     """A model whose order is bad by construction, see `plant`."""
     model = plant(tiny(dtype))
     return Problem(model, find_plan(model, PATTERN), zoo.tiny_ids(8, 12))
-
-
-def same(one: SearchedOrder, other: SearchedOrder) -> bool:
-    """Whether two results are equal bit for bit, apart from their times."""
-    histories = [[replace(each, seconds=0.0) for each in result.history] for result in (one, other)]
-    return histories[0] == histories[1] and one.finished == other.finished and same_indices(one, other)

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from permtriton import NMPattern, find_plan
 from permtriton.kernels.swap_gains import swap_gains
-from permtriton.methods.order import swap_search as file
-from permtriton.methods.order.searched import Searched
-from permtriton.methods.order.swap_search import Swaps, disjoint
+from permtriton.methods.order.searched import Searched, Searcher, Swaps, disjoint
 from permtriton.passes.plan import ChannelSpace
 
 from . import zoo
@@ -106,7 +104,7 @@ def test_what_a_round_predicts_is_the_sum_over_its_swaps(damping):
         masks.set(indices)
         masks.take_gradients(given.objective, given.ids)
         before = weights_of(masks)
-        searcher = file.Searcher(masks, given.spaces, given.ids, given.objective, Searched())
+        searcher = Searcher(masks, given.spaces, given.ids, given.objective, Searched())
         swaps = searcher.swaps(indices, damping)
         assert swaps.count > 3
         assert (swaps.gain > 0).all()

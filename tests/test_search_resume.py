@@ -6,11 +6,12 @@ import permtriton
 from permtriton import config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
-from permtriton.methods.order.swap_search import SearchedOrder, SearchFile
+from permtriton.running.state import StateFile
 
 from . import zoo
 from .learning import Counting, plant, stop, tiny, unchanged
-from .searching import OPTIONS, Problem, planted, same
+from .runs import Order
+from .searching import OPTIONS, Problem, planted
 
 MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies a run
 SEQUENCES, STEP = 8, 4  # of the problem, and of a micro batch
@@ -23,7 +24,7 @@ def given() -> Problem:
 
 
 @pytest.fixture(scope="module")
-def result(given) -> SearchedOrder:
+def result(given) -> Order:
     return given.search()
 
 
@@ -33,23 +34,23 @@ def test_an_interrupted_search_continues_to_the_same_end(given, result, tmp_path
     path = tmp_path / "state.safetensors"
     progress = Counting(STEPS + 1 + rounds * STEPS + 1, stop(KeyboardInterrupt()))
     with unchanged(given.model), pytest.raises(KeyboardInterrupt):
-        given.search(progress, SearchFile(path, MINE))
+        given.search(progress, StateFile(path, MINE))
     assert path.is_file() == (rounds > 0)
     progress = Counting()
-    continued = given.search(progress, SearchFile(path, MINE))
+    continued = given.search(progress, StateFile(path, MINE))
     left = len(result.history) - 1 - rounds
     assert progress.steps[STEPS:] == [rounds * SEQUENCES, *[STEP] * (left * STEPS)]
-    assert same(continued, result)
+    assert continued.same(result)
     assert len(result.history) > 4
 
 
 def test_a_finished_search_is_not_run_again(given, tmp_path):
-    state = SearchFile(tmp_path / "state.safetensors", MINE)
+    state = StateFile(tmp_path / "state.safetensors", MINE)
     whole = given.search(state=state, search_rounds=2)
     progress = Counting()
     again = given.search(progress, state, search_rounds=2)
     assert progress.steps[STEPS:] == [2 * SEQUENCES]
-    assert same(again, whole)
+    assert again.same(whole)
     assert again.history == whole.history, "to the second"
     state.delete()
     assert list(tmp_path.iterdir()) == []
@@ -61,10 +62,10 @@ def test_a_state_that_does_not_belong_is_refused(given, tmp_path, content):
     if content == "garbage":
         path.write_bytes(b"garbage" * 9)
     else:
-        given.search(state=SearchFile(path, ANOTHER), search_rounds=1)
+        given.search(state=StateFile(path, ANOTHER), search_rounds=1)
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
     with unchanged(given.model), pytest.raises(OutputError, match=f"{words}.*`restart=True`"):
-        given.search(state=SearchFile(path, MINE))
+        given.search(state=StateFile(path, MINE))
 
 
 @pytest.mark.slow

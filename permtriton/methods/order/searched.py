@@ -1,21 +1,52 @@
-"""Step ``searched``: an order found by exact gains of swaps, see `permtriton.methods.order.swap_search`."""
+"""Step ``searched``: an order found by gains of swaps, measured on the model itself.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+The weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that follows
+the present order. A round takes the gradient of the loss over all calibration sequences and with it the gain, exact
+to first order, of every swap of two channels (`permtriton.kernels.swap_gains`), less ``damping`` times the curvature
+of the loss: the second-order rise from every weight that the swap flips. It chooses disjoint swaps with positive
+gains, applies them to all spaces at once, and keeps them only if the loss falls; else it tries again with twice the
+damping, which leaves fewer and safer swaps. The result is therefore never worse than the start. As in a trust region,
+the damping of a round that succeeded at once is lowered for the next one.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
+from permtriton.data.samples import Samples
+from permtriton.driver.run import Run
 from permtriton.driver.step import FLOAT32, Facts, Outcome, Stage, Step
-from permtriton.methods.options import Searching
+from permtriton.errors import ConfigError
+from permtriton.kernels.swap_gains import swap_gains
+from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.postconditions import check_no_worse
+from permtriton.methods.order.hard_masks import HardMasks, hard_masked
+from permtriton.passes.plan import ChannelSpace
+from permtriton.running import ranks
+from permtriton.running.state import StateFile
 from permtriton.util.option import documented, option
+from permtriton.util.permutation import identity, moved
 
-if TYPE_CHECKING:
-    from permtriton.driver.run import Run
+PARTNERS = 8  # best partners of each channel that the matching chooses from
+GAINS_AT_ONCE = 1 << 24  # gains of a panel of channels with all their partners, in memory at once
+RAISE, LOWER = 2.0, 0.6  # factors of the damping after a trial that failed, and after a round that succeeded at once
+TRIALS = 5  # sets of swaps that a round tries at most
+LEAST_DAMPING = 1e-2
+LEAST_GAIN = 1e-3  # of the loss; two rounds in a row that gain less are the last
 
 
 @documented
 @dataclass(frozen=True)
-class Searched(Searching, Step):
+class Searched(Step):
     """Options of the search, from the order that the steps before it left."""
 
     name: ClassVar[str] = "searched"
@@ -24,6 +55,16 @@ class Searched(Searching, Step):
     stage: ClassVar[Stage] = Stage.ORDER
     onloads: ClassVar[bool] = False
 
+    rounds: int = option(
+        12,
+        "Most rounds: a round measures all gains, swaps the best channels and keeps the swaps if the loss falls.",
+        minimum=1,
+    )
+    damping: float = option(
+        4.0,
+        "Weight of the curvature in the gains of the first round; it adapts to how well the gains predict.",
+        positive=True,
+    )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
     @property
@@ -44,8 +85,6 @@ class Searched(Searching, Step):
         return self.loss
 
     def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        from permtriton.methods.order.swap_search import GAINS_AT_ONCE
-
         search = {
             **facts.gradients(),
             **facts.targets(),
@@ -61,18 +100,261 @@ class Searched(Searching, Step):
     def state_bytes(self, facts: Facts) -> int:
         return 2 * sum(facts.spaces) * 8
 
-    def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.measure.postconditions import check_no_worse
-        from permtriton.methods.order.swap_search import SearchFile, search
+    def run(self, run: Run) -> Outcome:
+        indices, outcome = self.search(run)
+        start, end = (row["loss"] for row in (outcome.history[0], outcome.history[-1]))
+        check_no_worse(start, end, "the search")
+        run.reorder(indices)
+        run.promise(self, end)
+        return outcome
 
-        state = run.state(SearchFile, self.name)
-        objective = run.objective(self)
-        with run.running() as dense:
-            searched = search(
-                dense, run.plan, run.importances(), run.samples, objective.on(dense), self, run.working_config,
-                run.progress, state,
-            )  # fmt: skip
-        check_no_worse(searched.history[0].loss, searched.loss, "the search")
-        run.reorder(searched.indices)
-        run.promise(self, searched.loss)
-        return Outcome("round", [asdict(each) for each in searched.history])
+    def search(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
+        """Returns space name -> unit index relative to the base order, int64 ``[units]``, and all rounds.
+
+        A round says how many ``swaps`` were kept and by how much the loss should fall by their gains (``predicted``),
+        the ``damping`` of its last trial, the number of ``trials``, all of which failed but the last, and how many
+        units are ``moved`` from the base order.
+
+        Raises:
+            CalibrationError: the loss or its gradient is not finite.
+            ConfigError: no permutation is left to search.
+        """
+        spaces = [space for space in run.plan.spaces if not space.frozen]
+        if not spaces:
+            raise ConfigError(
+                "no permutation is left to search: none of this model's channels may move (see permtriton inspect); "
+                "leave the step searched out"
+            )
+        objective, state = run.objective(self), run.state(StateFile, self.name)
+        fisher = run.fisher(objective.kind)
+        with (
+            run.running() as model,
+            hard_masked(model, run.plan, run.importances(), fisher, run.working_config) as masks,
+        ):
+            searcher = Searcher(masks, spaces, run.samples, objective.on(model), self)
+            if state is not None and (stored := state.read()) is not None:
+                indices, history = stored[0], json.loads(stored[1]["history"])
+                run.progress.say(f"continuing after round {history[-1]['round']} of an interrupted run")
+            else:
+                indices = {space.name: identity(space.units) for space in spaces}
+                history = [_row(0, searcher.loss(indices), damping=self.damping)]
+            share = ranks.own_rows(len(run.samples)).numel()
+            with run.progress.stage("search", self.rounds * share) as advance:
+                advance((len(history) - 1) * share)
+                while not self._finished(history):
+                    last, base = history[-1], history[0]["loss"]
+                    swaps = f"{last['swaps']} swaps"
+                    note = f"round {last['round'] + 1}, loss {last['loss']:.4f}, base {base:.4f}, {swaps}"
+                    indices, row = searcher.round(indices, last, partial(advance, note=note))
+                    history.append(row)
+                    if state is not None:
+                        state.write(indices, {"history": json.dumps(history)})
+        return indices, Outcome("round", history)
+
+    def _finished(self, history: Sequence[Mapping[str, Any]]) -> bool:
+        losses = [row["loss"] for row in history[-3:]]
+        weak = len(losses) == 3 and all(a - b < LEAST_GAIN * a for a, b in pairwise(losses))
+        return weak or len(history) > self.rounds
+
+
+def _row(number: int, loss: float, **known: Any) -> dict[str, Any]:
+    """Returns the outcome of a round; 0 is the base order."""
+    nothing = {"swaps": 0, "predicted": 0.0, "damping": 0.0, "trials": 0, "moved": 0, "seconds": 0.0}
+    return {"round": number, "loss": loss, **nothing, **known}
+
+
+@dataclass(frozen=True)
+class Swaps:
+    """Swaps of two positions; no two of them touch the same group.
+
+    Attributes:
+        space: Number of the space of each swap, int64 ``[swaps]``.
+        left: First position, int64 ``[swaps]``.
+        right: Second position, int64 ``[swaps]``.
+        gain: Predicted fall of the loss, float32 ``[swaps]``.
+    """
+
+    space: Tensor
+    left: Tensor
+    right: Tensor
+    gain: Tensor
+
+    @property
+    def count(self) -> int:
+        """Number of swaps."""
+        return self.gain.numel()
+
+    def applied(self, spaces: Sequence[ChannelSpace], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the unit indices after the swaps."""
+        new = dict(indices)
+        for number, space in enumerate(spaces):
+            left, right = self.left[self.space == number], self.right[self.space == number]
+            index = indices[space.name].clone()
+            index[left], index[right] = indices[space.name][right], indices[space.name][left]
+            new[space.name] = index
+        return new
+
+
+class Searcher:
+    """The rounds of one search."""
+
+    def __init__(
+        self,
+        masks: HardMasks,
+        spaces: Sequence[ChannelSpace],
+        samples: Samples,
+        objective: Objective,
+        options: Searched,
+    ) -> None:
+        self._masks, self._spaces, self._samples = masks, spaces, samples
+        self._objective, self._options = objective, options
+
+    def loss(self, indices: Mapping[str, Tensor]) -> float:
+        """Returns the mean loss over all sequences in an order.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+            VerificationError: The order is no permutation.
+        """
+        for space in self._spaces:
+            space.check(indices[space.name])
+        self._masks.set(indices)
+        return self._masks.loss(self._objective, self._samples)
+
+    def round(
+        self, indices: dict[str, Tensor], last: Mapping[str, Any], advance: Callable[[int], None] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Returns the unit indices after a round, and what it did.
+
+        Args:
+            last: the round before.
+            advance: called with the number of sequences after each backward pass.
+        """
+        started, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
+        damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), least)
+        self._masks.set(indices)
+        self._masks.take_gradients(self._objective, self._samples, advance)
+        kept, loss, trials = None, last["loss"], 0
+        while trials < TRIALS and damping >= least:
+            proposed = self.swaps(indices, damping)
+            if not proposed.count:
+                damping *= LOWER
+                continue
+            changed = proposed.applied(self._spaces, indices)
+            new_loss, trials = self.loss(changed), trials + 1
+            if new_loss < last["loss"]:
+                indices, kept, loss = changed, proposed, new_loss
+                break
+            damping *= RAISE
+        self._masks.drop_gradients()
+        row = _row(
+            last["round"] + 1,
+            loss,
+            swaps=kept.count if kept else 0,
+            predicted=float(kept.gain.sum()) if kept else 0.0,
+            damping=damping,
+            trials=trials,
+            moved=sum(moved(index) for index in indices.values()),
+            seconds=time.perf_counter() - started,
+        )
+        return indices, row
+
+    def swaps(self, indices: Mapping[str, Tensor], damping: float) -> Swaps:
+        """Returns disjoint swaps of all spaces with positive gains, chosen greedily.
+
+        Args:
+            indices: Space name -> unit index of the present order, in which the gradients were taken.
+            damping: Factor of the curvature in the gains.
+        """
+
+        def of_space(place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            space = self._spaces[place]
+            parts = [self._partners(space, indices, damping, batch) for batch in _panels(space)]
+            left, right, gain = (torch.cat(each) for each in zip(*parts, strict=True))
+            chosen = disjoint(left, right, gain, space.group)
+            return torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]
+
+        places = range(len(self._spaces))
+        # Where each rank holds some rows of the weights, all ranks add up the gains of every space.
+        per_space = [of_space(place) for place in places] if self._masks.spread else ranks.deal(places, of_space)
+        return Swaps(*(torch.cat(parts) for parts in zip(*ranks.on_first(lambda: per_space), strict=True)))
+
+    def _partners(
+        self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: "Sequence[_Panel]"
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (left position, right position, gain) of the best partners of the left positions of some panels."""
+        group = space.group
+        totals: list[Tensor] = []
+        for terms in self._masks.terms(space, indices, damping, self._samples.positions):
+            gains = [swap_gains(terms.of_positions(each.left), terms.of_positions(each.right)) for each in panels]
+            totals = [total.add_(more) for total, more in zip(totals, gains, strict=True)] if totals else gains
+        if self._masks.spread:
+            ranks.add_up(totals)
+        none = torch.empty(0, dtype=torch.int64)
+        partners = [(none, none, torch.empty(0))]
+        for (left, right), total in zip(panels, totals, strict=False):  # no totals for experts that no token visits
+            places = torch.arange(right.numel()), torch.arange(left.numel()).unsqueeze(1)
+            twice = (places[0] <= places[1]) | (left.unsqueeze(1) // group == right // group)
+            best = total.masked_fill_(twice.to(total.device), -math.inf).topk(min(PARTNERS, right.numel()), dim=1)
+            useful = best.values > 0
+            rows = useful.nonzero()[:, 0].cpu()
+            partners.append((left[rows], right[best.indices[useful].cpu()], best.values[useful].cpu()))
+        left, right, gain = (torch.cat(each) for each in zip(*partners, strict=True))
+        return left, right, gain
+
+
+class _Panel(NamedTuple):
+    """Positions whose swaps with later positions are looked at together.
+
+    Attributes:
+        left: int64 ``[positions]``, whole groups.
+        right: int64 ``[positions]``: those of ``left``, and the later ones that they may change places with.
+    """
+
+    left: Tensor
+    right: Tensor
+
+
+def _panels(space: ChannelSpace) -> list[list[_Panel]]:
+    """Returns the panels of a space in batches whose gains fit in memory together."""
+    group, size = space.group, 0
+    batches: list[list[_Panel]] = [[]]
+    for first, segment in space.spans:
+        positions = torch.arange(first, first + segment)
+        height = max(GAINS_AT_ONCE // segment // group, 1) * group
+        for start in range(0, segment, height):
+            panel = _Panel(positions[start : start + height], positions[start:])
+            more = panel.left.numel() * panel.right.numel()
+            if batches[-1] and size + more > GAINS_AT_ONCE:
+                batches.append([])
+                size = 0
+            batches[-1].append(panel)
+            size += more
+    return batches
+
+
+def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
+    """Returns the numbers of the swaps that a greedy choice by falling gain takes, touching every group at most once.
+
+    Swaps that are the best of both their groups are taken together, until none is left.
+
+    Args:
+        left: First position of each swap, int64 ``[swaps]``.
+        right: Second position, int64 ``[swaps]``.
+        gain: Gain, float32 ``[swaps]``.
+    """
+    order = gain.argsort(descending=True, stable=True)
+    ends = torch.stack((left, right))[:, order] // group
+    alive = torch.arange(order.numel())  # ranks of the swaps that may still be taken
+    groups = int(ends.max()) + 1 if order.numel() else 0
+    taken = []
+    while alive.numel():
+        best = torch.full((groups,), order.numel())
+        for end in ends:
+            best.scatter_reduce_(0, end[alive], alive, "amin")
+        wins = (best[ends[0, alive]] == alive) & (best[ends[1, alive]] == alive)
+        taken.append(alive[wins])
+        used = torch.zeros(groups, dtype=torch.bool)
+        used[ends[:, alive[wins]].flatten()] = True
+        alive = alive[~(used[ends[0, alive]] | used[ends[1, alive]])]
+    return order[torch.cat(taken).sort().values] if taken else order
