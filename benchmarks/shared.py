@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.known_run import Known
 from permtriton import NMPattern
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
@@ -17,10 +18,8 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
-from permtriton.methods.order.learned import Learned
-from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.learned import Learned, OrderTrainer
 from permtriton.methods.order.masked_model import masked_model
-from permtriton.methods.order.relaxation import Relaxation
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.running.backward import checkpointed
@@ -98,8 +97,9 @@ def step_seconds(
     learn = Learned(batch_size=ids.shape[0], epochs=1000, gradient=gradient)
     config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch, activation_checkpointing=True)
     curvatures = None if gradient == "published" else random_curvatures(model, plan)
-    relaxation = Relaxation(learned_spaces(plan, learn), learn, 0, model.device)
-    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=learn.learning_rate)
+    relaxation = learn.relaxation(learn.spaces(plan), 0, model.device)
+    known = {"importances": importances, "objective": Objective("cosine", target), "low_memory": not keep}
+    run = Known(model, plan, Samples.of(ids), config, **known)
 
     def dense() -> None:
         model.requires_grad_(False)
@@ -112,9 +112,8 @@ def step_seconds(
         model.requires_grad_(False)
 
     def learning(number: int) -> float:
-        with masked_model(model, plan, importances, relaxation, learn, config, curvatures, keep) as masks:
-            objective = Objective("cosine", target)
-            trainer = OrderTrainer(model, masks, relaxation, optimizer, Samples.of(ids), objective, learn, config)
+        with masked_model(run, model, relaxation, curvatures) as masks:
+            trainer = OrderTrainer(run, learn, model, masks, relaxation)
             trainer.step(rows, number)  # the allocator settles after the weights were transposed
             return timed(lambda: trainer.step(rows, number), model.device)
 

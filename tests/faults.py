@@ -19,8 +19,9 @@ from permtriton.driver import run as running
 from permtriton.kernels import sparsegpt_block
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure import fisher, statistics
-from permtriton.methods.order import heuristic, learning, searched
+from permtriton.methods.order import heuristic, searched
 from permtriton.methods.order.heuristic import Heuristic
+from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searcher
 from permtriton.methods.prune import mask, refit, sparsegpt, sparsegpt_math
 from permtriton.methods.prune.mask import Mask
@@ -162,9 +163,9 @@ def _shuffled(spaces: list[ChannelSpace]) -> list[tuple[ChannelSpace, Tensor]]:
 
 
 def wrong_epoch(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    learned = original(*args, **options)
-    learned.kept -= 1
-    return learned
+    indices, outcome = original(*args, **options)
+    outcome.kept -= 1
+    return indices, outcome
 
 
 def minus_zero(original: Callable[..., None], model: Any, plan: Any, *more: Any) -> None:
@@ -371,7 +372,7 @@ FAULTS: dict[str, Fault] = {
         "hold every unit exactly once", options=LEARNED,
     ),
     "learned order of another epoch": Fault(
-        replaced(learning, "learn", wrong_epoch), r"loss \(calibration", options=LEARNED
+        replaced(Learned, "learn", wrong_epoch), r"loss \(calibration", options=LEARNED
     ),
     "rejected swaps applied": Fault(
         replaced(Searcher, "round", swapped_after), r"loss \(calibration", options=SEARCHED

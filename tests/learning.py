@@ -3,22 +3,21 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
-from permtriton.methods.measure.fisher import Fisher, fisher_information
+from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.learned import Learned as Options
-from permtriton.methods.order.learning import LearnedOrder, learn
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.util.permutation import identity
@@ -26,6 +25,7 @@ from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
+from .runs import Order
 
 PATTERN = NMPattern(2, 4)
 CPU = torch.device("cpu")
@@ -69,14 +69,17 @@ class Problem:
             self.importances[name] = importance_of(method, weight_in_out(linear_module(model, name)), statistic)
         self.target = hidden_states(model, self.ids, 4)
 
-    def learn(self, options: Options = QUICK, seed: int = 0, progress=None, resume=None, **running) -> LearnedOrder:
-        config = CompileConfig(sparsity=self.pattern, seed=seed, **running)
-        arguments = (Objective("cosine", self.target), options, config, progress or NoProgress(), resume)
-        fisher = self.fisher(config) if options.gradient == "placement" else None
-        return learn(self.model, self.plan, self.importances, fisher, self.ids, *arguments)
+    def learn(self, options: Options = QUICK, seed: int = 0, progress=None, resume=None, **running) -> Order:
+        run = self.run(seed=seed, progress=progress, state=resume, **running)
+        if options.gradient == "placement":  # without progress
+            fisher = fisher_information(self.model, self.plan, "cosine", self.ids, run.config, NoProgress())
+            run.fisher = lambda _kind: fisher
+        return Order(*options.learn(run))
 
-    def fisher(self, config: CompileConfig) -> dict[str, Fisher]:
-        return fisher_information(self.model, self.plan, "cosine", self.ids, config, NoProgress())
+    def run(self, seed: int = 0, progress=None, state=None, **running) -> Known:
+        config = CompileConfig(sparsity=self.pattern, seed=seed, **running)
+        known = {"importances": self.importances, "objective": Objective("cosine", self.target), "state": state}
+        return Known(self.model, self.plan, self.ids, config, progress, **known)
 
     def loss(self, weights: dict[str, Tensor]) -> Tensor:
         """The loss with other weights, by module name, in place of the model's own."""
@@ -102,18 +105,6 @@ class Problem:
 @pytest.fixture(scope="module")
 def problem() -> Problem:
     return Problem(plant(tiny()))
-
-
-def same_history(one: LearnedOrder, other: LearnedOrder) -> bool:
-    """Whether two runs are equal bit for bit, apart from their times."""
-    histories = [[replace(epoch, seconds=0.0) for epoch in result.history] for result in (one, other)]
-    return histories[0] == histories[1] and one.kept == other.kept and same_indices(one, other)
-
-
-def same_indices(one: LearnedOrder, other: LearnedOrder) -> bool:
-    return one.indices.keys() == other.indices.keys() and all(
-        torch.equal(one.indices[name], other.indices[name]) for name in one.indices
-    )
 
 
 def state(model: torch.nn.Module) -> dict[str, object]:

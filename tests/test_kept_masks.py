@@ -2,19 +2,21 @@
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import MemoryTooSmallError
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learned import Learned as Options
-from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.learned import OrderTrainer
 from permtriton.methods.order.masked_model import masked_model
 from permtriton.methods.order.relaxation import Relaxation
 from permtriton.model.experts import unstacked_experts
@@ -56,16 +58,19 @@ class Step:
     def run(self, keep: bool, steps: int = 1, wide: bool = False, layers: str = "", **running: object) -> Tensor:
         """Returns the gradient of all logits and scales."""
         config, options = replace(self.config, **running), replace(self.options, layers=layers or self.options.layers)
-        relaxation = Relaxation(learned_spaces(self.plan, options), options, 0, CPU)
+        relaxation = options.relaxation(options.spaces(self.plan), 0, CPU)
         optimizer = Recorder(relaxation.double() if wide else relaxation)
         importances = random_importances(self.plan, self.model)
         if wide:
             importances = {name: replace(f, scale=f.scale.double()) for name, f in importances.items()}
         curvatures = random_curvatures(self.plan, self.model) if options.gradient == "placement" else None
-        arguments = (importances, relaxation, options, config, curvatures, keep)
-        with masked_model(self.model, self.plan, *arguments) as self.masks:
-            arguments = (self.ids, Objective("cosine", self.target), options, config)
-            self.trainer = OrderTrainer(self.model, self.masks, relaxation, optimizer, *arguments)
+        known = {"importances": importances, "objective": Objective("cosine", self.target), "low_memory": not keep}
+        run, scaled = Known(self.model, self.plan, self.ids, config, **known), options.group_scale
+        with (
+            masked_model(run, self.model, relaxation, curvatures, group_scale=scaled) as self.masks,
+            mock.patch.object(torch.optim, "AdamW", return_value=optimizer),
+        ):
+            self.trainer = OrderTrainer(run, options, self.model, self.masks, relaxation)
             for _ in range(steps):
                 self.loss = self.trainer.step(torch.arange(len(self.ids)), 0)
             self.evaluated = self.trainer.hard_loss(self.trainer.indices(0))

@@ -10,13 +10,11 @@ import permtriton
 from permtriton import find_plan
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.methods.order.learning import learned_spaces
-from permtriton.methods.order.relaxation import Relaxation
 from permtriton.util.permutation import identity, is_permutation, moved
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
-from .learning import CPU, PATTERN, QUICK, Problem, plant, same_history, same_indices, tiny
+from .learning import CPU, PATTERN, QUICK, Problem, plant, tiny
 
 # -- what it finds -------------------------------------------------------------------------------------------------
 
@@ -97,7 +95,7 @@ def test_the_published_temperature_is_that_of_the_epoch(problem):
 
 
 def test_what_the_clamp_stops_still_learns(problem):
-    relaxation = Relaxation(learned_spaces(problem.plan, QUICK), replace(QUICK, clamp=0.01), 0, CPU)
+    relaxation = replace(QUICK, clamp=0.01).relaxation(QUICK.spaces(problem.plan), 0, CPU)
     relaxation.soft(0.5)[0][:, 0, 1].sum().backward()
     assert float(relaxation.weights[0].grad.abs().max()) > 0
 
@@ -107,7 +105,7 @@ def test_last_layers_learn_and_the_others_stay(problem, last):
     options = replace(QUICK, layers=f"last:{last}", init="random", keep="last", epochs=1)
     names = {space.name for space in problem.plan.spaces}
     expected = {name for name in names if "layers.1." in name} if last == 1 else names
-    assert {space.name for space in learned_spaces(problem.plan, options)} == expected
+    assert {space.name for space in options.spaces(problem.plan)} == expected
     result = problem.learn(options)
     assert set(result.indices) == expected
     assert result.history[-1].loss == pytest.approx(problem.hard_loss(result.indices), rel=1e-4)
@@ -130,6 +128,6 @@ def test_a_model_whose_channels_may_not_move_is_a_clear_error():
 @pytest.mark.slow
 def test_a_seed_decides_everything(problem):
     runs = [problem.learn(replace(QUICK, init="random", keep="last"), seed) for seed in (3, 3, 4)]
-    assert same_history(runs[0], runs[1])
+    assert runs[0].same(runs[1])
     assert [epoch.loss for epoch in runs[0].history[1:]] != [epoch.loss for epoch in runs[2].history[1:]]
-    assert not same_indices(runs[0], runs[2])
+    assert not runs[0].same_indices(runs[2])

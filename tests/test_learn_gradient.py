@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from permtriton.methods.order.learned import Learned as Options
-from permtriton.methods.order.learning import learned_spaces
-from permtriton.methods.order.relaxation import Relaxation
 from permtriton.passes.plan import linear_module
 from permtriton.util.permutation import moved
 
@@ -133,8 +131,7 @@ def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, cha
     options = replace(QUICK, gradient="published", **changes)
     found = gradients(exact, options, monkeypatch, seed=5, micro_batch_size=8)
 
-    spaces = learned_spaces(exact.plan, options)
-    relaxation = Relaxation(spaces, options, 5, torch.device("cpu"))
+    relaxation = options.relaxation(options.spaces(exact.plan), 5, torch.device("cpu"))
     soft = relaxation.soft(options.tau_start)
     indices = relaxation.harden(soft)
     assert any(moved(index) for index in indices.values()) or options.init == "identity"

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import fx
 
+from benchmarks.known_run import Known
 from permtriton.data.samples import Samples
 from permtriton.driver.options import CompileConfig
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learned import Learned as Options
-from permtriton.methods.order.learning import OrderTrainer, learned_spaces
+from permtriton.methods.order.learned import OrderTrainer
 from permtriton.methods.order.masked_model import masked_model
 from permtriton.methods.order.relaxation import Relaxation
 from permtriton.model.checks import relative_difference
@@ -60,7 +61,7 @@ class Gradients:
 @pytest.mark.parametrize(
     ("name", "layout"), [("phi3", "fused"), pytest.param("gpt2", "portable", marks=pytest.mark.slow)]
 )
-def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
+def test_the_learning_graph_learns_as_the_trainer_does(name, layout, monkeypatch):
     model, plan, graph_module = private(name, layout)
     with torch.no_grad():
         target = last_hidden_state(model, Samples.of(BATCH))
@@ -71,8 +72,8 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
         with torch.no_grad():
             target = last_hidden_state(model, Samples.of(BATCH))
     importances = random_importances(plan, model)
-    spaces = learned_spaces(plan, OPTIONS)
-    relaxation = Relaxation(spaces, OPTIONS, 0, torch.device("cpu"))
+    spaces = OPTIONS.spaces(plan)
+    relaxation = OPTIONS.relaxation(spaces, 0, torch.device("cpu"))
     masked = insert_masks(absorb_folds(graph_module), plan=plan, importances=importances)
     learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=OPTIONS.tau_start)
     learning.graph.eliminate_dead_code()
@@ -95,9 +96,11 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
     model.zero_grad()
     relaxation.zero_grad()
     optimizer = Gradients(relaxation)
-    with masked_model(model, plan, importances, relaxation, OPTIONS, CONFIG) as entries:
-        arguments = (Samples.of(BATCH), Objective("cosine", target), OPTIONS, CONFIG)
-        trainer = OrderTrainer(model, entries, relaxation, optimizer, *arguments)
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *_, **__: optimizer)
+    run_of = {"importances": importances, "objective": Objective("cosine", target)}
+    known = Known(model, plan, Samples.of(BATCH), CONFIG, **run_of)
+    with masked_model(known, model, relaxation) as masks:
+        trainer = OrderTrainer(known, OPTIONS, model, masks, relaxation)
         indices = trainer.indices(0)
         expected = trainer.step(torch.tensor([0]), 0)
     assert any(not torch.equal(index, identity(index.numel())) for index in indices.values()), "something moves"
@@ -110,8 +113,8 @@ def test_the_learning_graph_learns_as_the_trainer_does(name, layout):
 def test_only_the_spaces_that_learn_are_relaxed():
     model, plan, graph_module = planned("llama", "fused")
     options = Options(block_size=16, layers="last:1")
-    spaces = learned_spaces(plan, options)
-    relaxation = Relaxation(spaces, options, 0, torch.device("cpu"))
+    spaces = options.spaces(plan)
+    relaxation = options.relaxation(spaces, 0, torch.device("cpu"))
     masked = insert_masks(copied(graph_module), plan=plan, importances=random_importances(plan, model))
     learning = insert_relaxation(masked, plan=plan, spaces=spaces, relaxation=relaxation, tau=1.0)
     learning.graph.eliminate_dead_code()

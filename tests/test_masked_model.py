@@ -9,9 +9,8 @@ from torch import Tensor
 
 from permtriton.driver.options import CompileConfig
 from permtriton.errors import CalibrationError
-from permtriton.methods.order.learning import learned_spaces
 from permtriton.methods.order.masked_model import Masks, masked_model
-from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
+from permtriton.methods.order.relaxation import SiteBlocks
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
 from permtriton.util.permutation import identity
 
@@ -28,10 +27,10 @@ def test_every_linear_gets_the_order_of_its_site(block_size, layout, layers):
     """Including tied channels, blocks of two sizes, and layers that do not learn."""
     given = Problem(tiny(), layout=layout)
     options = replace(QUICK, block_size=block_size, layers=layers, init="random")
-    relaxation = Relaxation(learned_spaces(given.plan, options), options, 0, CPU)
+    relaxation = options.relaxation(options.spaces(given.plan), 0, CPU)
     soft = relaxation.soft(0.5)
     indices = relaxation.harden(soft)
-    with masked_model(given.model, given.plan, given.importances, relaxation, options, CONFIG) as masks:
+    with masked_model(given.run(), given.model, relaxation) as masks:
         for index in (relaxation.assign(soft), relaxation.join(indices)):
             masks.set(index, None)
             for site, name in given.plan.linears():
@@ -55,7 +54,7 @@ class Weight:
 def two_masks(soft: Tensor) -> tuple[Masks, list[Tensor]]:
     """The masks of two sites that share a block of 4 channels, and the leaves that their weights see."""
     space = ChannelSpace("space", (4,), ())
-    relaxation = Relaxation([space], replace(QUICK, block_size=4), 0, CPU)
+    relaxation = replace(QUICK, block_size=4).relaxation([space], 0, CPU)
     weights = [Weight(), Weight()]
     sites = [Site(name, (), 4, torch.arange(4), space) for name in ("one", "other")]
     masks = Masks([(SiteBlocks(relaxation, site), [weight]) for site, weight in zip(sites, weights, strict=True)])

@@ -11,8 +11,9 @@ from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver import memory
 from permtriton.driver.pipeline import compile_model
+from permtriton.driver.run import Run
 from permtriton.errors import ConfigError
-from permtriton.methods.order import learning
+from permtriton.methods.order.learned import Learned
 from permtriton.model.experts import unstacked_experts
 from permtriton.running import ranks
 from permtriton.running.placement import Way, ways_of
@@ -166,13 +167,13 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
     class Stopped(Exception):
         pass
 
-    def learn(*arguments: object) -> None:
-        assert arguments[-2] == (not low_memory)
+    def learn(_step: Learned, run: Run) -> None:
+        assert run.low_memory == low_memory
         raise Stopped
 
     estimate = memory.estimate
     monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), low_memory=low_memory))
-    monkeypatch.setattr(learning, "learn", learn)
+    monkeypatch.setattr(Learned, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
         compile_model(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def relaxation_of(*spaces: ChannelSpace, seed: int = 0, **options) -> Relaxation:
-    return Relaxation(spaces, Options(**{"block_size": 8, **options}), seed, CPU)
+    return Options(**{"block_size": 8, **options}).relaxation(spaces, seed, CPU)
 
 
 def space_of(*segments: int, name: str = "space") -> ChannelSpace:

@@ -7,10 +7,10 @@ import pytest
 import permtriton
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError, PermTritonError
-from permtriton.methods.order.learning import LearningFile
+from permtriton.running.state import StateFile
 
 from . import zoo
-from .learning import QUICK, STEPS, Counting, plant, same_history, stop, tiny, unchanged
+from .learning import QUICK, STEPS, Counting, plant, stop, tiny, unchanged
 from .updating import Recording
 
 MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies a run
@@ -25,22 +25,22 @@ def test_an_interrupted_run_continues_to_the_same_end(problem, tmp_path, keep, i
     whole = problem.learn(options)
     interrupted = Counting(IN_EPOCH_3, stop(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
-        problem.learn(options, progress=interrupted, resume=LearningFile(path, MINE))
+        problem.learn(options, progress=interrupted, resume=StateFile(path, MINE))
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     progress = Counting()
-    continued = problem.learn(options, progress=progress, resume=LearningFile(path, MINE))
+    continued = problem.learn(options, progress=progress, resume=StateFile(path, MINE))
     assert progress.steps == [2 * STEPS] + [1] * (2 * STEPS), "two epochs were left"
-    assert same_history(continued, whole)
+    assert continued.same(whole)
     assert whole.history[2].moved > 0, "there was something to continue from"
 
 
 def test_a_finished_run_is_not_run_again(problem, tmp_path):
-    resume = LearningFile(tmp_path / "state.safetensors", MINE)
+    resume = StateFile(tmp_path / "state.safetensors", MINE)
     whole = problem.learn(resume=resume)
     progress = Counting()
     again = problem.learn(progress=progress, resume=resume)
     assert progress.steps == [QUICK.epochs * STEPS]
-    assert same_history(again, whole)
+    assert again.same(whole)
     resume.delete()
     assert list(tmp_path.iterdir()) == []
     resume.delete()
@@ -50,13 +50,13 @@ def test_a_finished_run_is_not_run_again(problem, tmp_path):
 def test_a_state_that_does_not_belong_is_refused(problem, tmp_path, content):
     path = tmp_path / "state.safetensors"
     if content == "another run":
-        problem.learn(replace(QUICK, epochs=1), seed=9, resume=LearningFile(path, ANOTHER))
+        problem.learn(replace(QUICK, epochs=1), seed=9, resume=StateFile(path, ANOTHER))
     else:
         path.write_bytes(b"" if content == "empty" else b"garbage" * 9)
     before = path.read_bytes()
     words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
     with unchanged(problem.model), pytest.raises(PermTritonError, match=f"{words}.*`restart=True`"):
-        problem.learn(resume=LearningFile(path, MINE))
+        problem.learn(resume=StateFile(path, MINE))
     assert path.read_bytes() == before
 
 
@@ -66,7 +66,7 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
 
     monkeypatch.setattr("permtriton.running.state.save_file", full)
     with unchanged(problem.model), pytest.raises(PermTritonError, match="No space left"):
-        problem.learn(resume=LearningFile(tmp_path / "state.safetensors", MINE))
+        problem.learn(resume=StateFile(tmp_path / "state.safetensors", MINE))
     assert list(tmp_path.iterdir()) == []
 
 

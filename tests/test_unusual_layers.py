@@ -13,8 +13,7 @@ from permtriton.checkpoint.export import export
 from permtriton.driver import prepare as preparing
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure.statistics import site_statistics
-from permtriton.methods.options import Learning
-from permtriton.methods.order.learning import learned_spaces
+from permtriton.methods.order.learned import Learned
 
 from . import folders, zoo
 
@@ -64,7 +63,7 @@ def test_layers_in_lists_of_lists_have_the_numbers_of_the_outermost():
     inside = [sites for sites in plan.layers() if sites[0].layer_paths]
     assert all(len(sites[0].layer_paths) == 1 for sites in inside)
     assert [sites[0].layer for sites in inside] == [0] * 4 + [1] * 4 + [2] * 4 + [0, 1]  # the decoder's last
-    last = learned_spaces(plan, Learning(layers="last:1"))
+    last = Learned(layers="last:1").spaces(plan)
     assert {site.layer for space in last for site in plan.sites_of(space)} == {2}
 
 

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import permtriton
+from benchmarks.known_run import Known
 from permtriton import NMPattern, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
@@ -19,7 +20,6 @@ from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.learned import Learned
-from permtriton.methods.order.learning import learn
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear
 from permtriton.passes.plan import linear_module, weight_in_out
@@ -156,6 +156,7 @@ def test_learning_lowers_the_loss(dtype, device):
     }
     options = Learned(epochs=4, batch_size=4, learning_rate=0.05)
     objective = Objective("cosine", hidden_states(model, ids, 4))
-    result = learn(model, plan, importances, ids, objective, options, CompileConfig(pattern), NoProgress())
-    assert result.history[result.kept].loss < result.history[0].loss
-    assert sum(epoch.moved for epoch in result.history) > 0
+    run = Known(model, plan, ids, CompileConfig(sparsity=pattern), importances=importances, objective=objective)
+    _, outcome = options.learn(run)
+    assert outcome.history[outcome.kept]["loss"] < outcome.history[0]["loss"]
+    assert sum(epoch["moved"] for epoch in outcome.history) > 0

@@ -1,21 +1,44 @@
-"""Step ``learned``: PermLLM's learnable channel permutation, see `permtriton.methods.order.learning`."""
+"""Step ``learned``: PermLLM's learnable channel permutation on the model itself (eq. 2-10).
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+The model's weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that
+follows the permutations (`permtriton.methods.order.masked_model`). Only the logits of the permutations learn
+(`permtriton.methods.order.relaxation`), from the distance between the outputs of the masked and the dense model.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
+from permtriton.driver.run import Run
 from permtriton.driver.step import BACKWARD, FLOAT32, Facts, Outcome, Stage, Step
-from permtriton.methods.options import Learning
+from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
+from permtriton.kernels.swap_gains import RankOneCurvature
+from permtriton.methods.measure.objective import finite
+from permtriton.methods.measure.postconditions import check_no_worse
+from permtriton.methods.order.masked_model import Masks, masked_model
+from permtriton.methods.order.relaxation import Relaxation
+from permtriton.passes.plan import ChannelSpace, Plan
+from permtriton.running import ranks
+from permtriton.running.backward import loss_scale
+from permtriton.running.micro_batch import MicroBatch, Result
+from permtriton.running.state import StateFile
 from permtriton.util.option import documented, option
+from permtriton.util.permutation import identity, moved
 
-if TYPE_CHECKING:
-    from permtriton.driver.run import Run
+OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
 
 @documented
 @dataclass(frozen=True)
-class Learned(Learning, Step):
+class Learned(Step):
     """Options of learning, from the order that the steps before it left; the recipe ``permllm`` has the paper's."""
 
     name: ClassVar[str] = "learned"
@@ -28,6 +51,51 @@ class Learned(Learning, Step):
         "memory"
     )
 
+    block_size: int = option(
+        64,
+        "Channels per block of the block permutation, a multiple of M; "
+        "a value of at least the number of channels makes one block: the full permutation.",
+        minimum=1,
+    )
+    sinkhorn_rounds: int = option(5, "Rounds of row and column normalisation (eq. 3-5); 0 means a row softmax.")
+    tau_start: float = option(1.0, "Temperature at the first step.", positive=True)
+    tau_end: float = option(0.5, "Temperature at the last step, reached linearly.", positive=True)
+    tau_falls: Literal["step", "epoch"] = option(
+        "step", "When the temperature falls: at every step, or at the start of every epoch but the first."
+    )
+    epochs: int = option(50, "Passes over the calibration sequences.", minimum=1)
+    batch_size: int = option(16, "Sequences per optimiser step.", minimum=1)
+    learning_rate: float = option(
+        5e-3,
+        "Peak AdamW learning rate, with cosine decay; the recipe permllm takes 0.005 with the importance ria.",
+        positive=True,
+    )
+    weight_decay: float = option(0.1, "AdamW weight decay.")
+    layers: str = option(
+        "all",
+        "Layers whose permutations are learned; the others keep their order.",
+        pattern=r"all|last:[1-9]\d*",
+        values="all, or last:K with K at least 1",
+    )
+    init: Literal["identity", "random"] = option(
+        "identity", "Start of learning: near the order of the steps before (identity) or random."
+    )
+    init_noise: float = option(0.1, "Size of the random part when learning starts near the identity.")
+    clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
+    gradient: Literal["placement", "published"] = option(
+        "placement",
+        "Gradient of the permutations: placement (what the loss does as each channel takes each position, with its "
+        "curvature) or published (by way of a softmax over each group).",
+    )
+    group_scale: bool = option(
+        True,
+        "Divide scores by the mean of their group before the softmax of the published gradient.",
+        needs={"learn_gradient": ("published",)},
+    )
+    keep: Literal["best", "last"] = option(
+        "best",
+        "Epoch to keep: best (the one with the lowest loss under the hard permutation, or the start) or last.",
+    )
     loss: Literal["cosine", ObjectiveKind, "before_norm", "auto"] = option(
         "cosine",
         minimises(
@@ -35,6 +103,11 @@ class Learned(Learning, Step):
             before_norm="the same before the final norm, as in its code",
         ),
     )
+
+    @property
+    def last_layers(self) -> int | None:
+        """K of ``last:K``, or None for all layers."""
+        return None if self.layers == "all" else int(self.layers.removeprefix("last:"))
 
     @property
     def gradients(self) -> bool:
@@ -79,20 +152,227 @@ class Learned(Learning, Step):
         batch = min(self.batch_size, sequences)
         return batch, sequences % batch or batch
 
-    def run(self, run: "Run") -> Outcome:
-        from permtriton.methods.measure.postconditions import check_no_worse
-        from permtriton.methods.order.learning import LearningFile, learn
-
-        objective = run.objective(self)
-        fisher = run.fisher(objective.kind) if self.gradient == "placement" else None
-        masked = run.spread_twin()  # `learn` spreads the masked twin
-        learned = learn(
-            masked, run.plan, run.importances(), fisher, run.samples, objective.on(masked), self, run.working_config,
-            run.progress, run.state(LearningFile, self.name), not run.low_memory, run.placement.spread_on,
-        )  # fmt: skip
-        start, kept = learned.history[0].loss, learned.history[learned.kept].loss
+    def run(self, run: Run) -> Outcome:
+        indices, outcome = self.learn(run)
+        start, kept = (outcome.history[number]["loss"] for number in (0, outcome.kept or 0))
         if self.keep == "best":
             check_no_worse(start, kept, "learning")
-        run.reorder(learned.indices)
+        run.reorder(indices)
         run.promise(self, kept)
-        return Outcome("epoch", [asdict(epoch) for epoch in learned.history], learned.kept)
+        return outcome
+
+    @torch.enable_grad()
+    def learn(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
+        """Returns space name -> unit index relative to the base order, int64 ``[units]``, and all epochs.
+
+        Epoch 0 is the base order. An epoch says the loss under the hard permutations after it, and how many units are
+        ``moved`` from the base order.
+
+        Raises:
+            CalibrationError: the loss is not finite, or the gradients are zero or not finite.
+            ConfigError: no permutation is left to learn.
+        """
+        spaces = self.spaces(run.plan)
+        if not spaces:
+            raise ConfigError(self._nothing_learns())
+        objective = run.objective(self)  # of the dense model: before it is masked
+        curvatures = None
+        if self.gradient == "placement":
+            fisher, tokens = run.fisher(objective.kind), run.samples.positions
+            curvatures = {name: RankOneCurvature(*each.curvature(tokens)) for name, each in fisher.items()}
+        model = run.spread_twin()
+        relaxation = self.relaxation(spaces, run.config.seed, run.placement.spread_on or model.device)
+        with masked_model(run, model, relaxation, curvatures, group_scale=self.group_scale) as masks:
+            trainer = OrderTrainer(run, self, model, masks, relaxation)
+            with run.progress.stage("learn", self.epochs * trainer.steps_per_epoch) as advance:
+                return trainer.run(run.state(StateFile, self.name), advance)
+
+    def spaces(self, plan: Plan) -> list[ChannelSpace]:
+        """Returns the spaces that learn: those that may move and are read only in layers that ``layers`` selects.
+
+        Spaces that are read outside the layers of the model do not learn.
+        """
+        first = 0
+        if self.last_layers is not None:
+            first = max(site.layer for site in plan.sites) + 1 - self.last_layers
+        free = (space for space in plan.spaces if not space.frozen)
+        return [space for space in free if all(site.layer >= first for site in plan.sites_of(space))]
+
+    def relaxation(self, spaces: Sequence[ChannelSpace], seed: int, device: torch.device) -> Relaxation:
+        """Returns the logits that learning starts from."""
+        return Relaxation(
+            spaces,
+            seed,
+            device,
+            block_size=self.block_size,
+            rounds=self.sinkhorn_rounds,
+            clamp=self.clamp,
+            noise=self.init_noise if self.init == "identity" else None,
+        )
+
+    def _nothing_learns(self) -> str:
+        why = (
+            "none of this model's channels may move (see permtriton inspect)"
+            if self.last_layers is None
+            else f"with learn_layers {self.layers}, all channels that may move are read in earlier layers, too"
+        )
+        return f"no permutation is left to learn: {why}; leave the step learned out"
+
+
+class OrderTrainer:
+    """Steps, losses and schedules of one learning run; for use inside `masked_model`, whose masks it sets.
+
+    Args:
+        model: masked model.
+    """
+
+    def __init__(
+        self, run: Run, options: Learned, model: PreTrainedModel, masks: Masks, relaxation: Relaxation
+    ) -> None:
+        self._run, self._options, self._model, self._masks, self._relaxation = run, options, model, masks, relaxation
+        self._samples, self._objective = run.samples.to(model.device, model.dtype), run.objective(options).on(model)
+        self._optimizer = torch.optim.AdamW(
+            relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
+        )
+        self._micro_batch = MicroBatch(run.config.micro_batch_size)
+        self.steps_per_epoch = math.ceil(len(run.samples) / options.batch_size)
+
+    def run(self, state: StateFile | None, advance: Callable[..., None]) -> tuple[dict[str, Tensor], Outcome]:
+        """Trains all epochs, or those that an interrupted run has left; returns as `Learned.learn`."""
+        indices, outcome = self._load(state)
+        history = outcome.history
+        advance((len(history) - 1) * self.steps_per_epoch)
+        for number in range(len(history), self._options.epochs + 1):
+            started, done = time.perf_counter(), number * self.steps_per_epoch
+            for loss in self.epoch(number):
+                advance(1, f"loss {loss:.4f}, base {history[0]['loss']:.4f}")
+            found = self.indices(done)
+            loss, tau = self.hard_loss(found), self.tau(done)
+            history.append(_row(number, loss, found, tau, time.perf_counter() - started))
+            if self._options.keep == "last" or loss < history[outcome.kept or 0]["loss"]:
+                indices, outcome.kept = found, number
+            if state is not None:
+                self._save(state, indices, outcome)
+        return indices, outcome
+
+    def _load(self, state: StateFile | None) -> tuple[dict[str, Tensor], Outcome]:
+        """Restores what `_save` wrote, and returns the best order so far; the base order where there is no state."""
+        if state is None or (stored := state.read()) is None:
+            base = {name: identity(units) for name, units in self._relaxation.units.items()}
+            row = _row(0, self.hard_loss(base), base, self._options.tau_start, 0.0)
+            return base, Outcome("epoch", [row], kept=0)
+        tensors, texts = stored
+        restored = {"state": {}, "param_groups": self._optimizer.state_dict()["param_groups"]}
+        for number, parameter in enumerate(self._relaxation.parameters()):
+            parameter.data.copy_(tensors[f"parameter.{number}"])
+            restored["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
+        self._optimizer.load_state_dict(restored)
+        outcome = Outcome("epoch", json.loads(texts["history"]), int(texts["kept"]))
+        self._run.progress.say(f"continuing after epoch {len(outcome.history) - 1} of an interrupted run")
+        return {name: tensors[f"index.{name}"] for name in self._relaxation.units}, outcome
+
+    def _save(self, state: StateFile, indices: Mapping[str, Tensor], outcome: Outcome) -> None:
+        tensors = {f"index.{name}": index for name, index in indices.items()}
+        for number, parameter in enumerate(self._relaxation.parameters()):
+            tensors[f"parameter.{number}"] = parameter.detach()
+            for key, value in self._optimizer.state[parameter].items():
+                tensors[f"optimizer.{number}.{key}"] = value
+        state.write(tensors, {"history": json.dumps(outcome.history), "kept": str(outcome.kept)})
+
+    def tau(self, step: int) -> float:
+        """Returns the temperature at a step, from ``tau_start`` to ``tau_end``.
+
+        It falls with every step and reaches the end at the last one, or with every epoch, and would reach it after the
+        last one.
+        """
+        epochs, steps = self._options.epochs, self.steps_per_epoch
+        if self._options.tau_falls == "epoch":
+            fraction = min(step // steps, epochs - 1) / epochs
+        else:
+            fraction = min(step / max(epochs * steps - 1, 1), 1.0)
+        return self._options.tau_start + (self._options.tau_end - self._options.tau_start) * fraction
+
+    def indices(self, step: int) -> dict[str, Tensor]:
+        """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
+        with torch.no_grad():
+            return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
+
+    def epoch(self, number: int) -> Iterator[float]:
+        """Trains one epoch and yields each step's loss.
+
+        The order of sequences depends on the seed and the epoch's number alone, so that a resumed run repeats it.
+        """
+        generator = torch.Generator().manual_seed(self._run.config.seed * 1_000_003 + number)
+        order = torch.randperm(len(self._samples), generator=generator)
+        for offset, rows in enumerate(order.split(self._options.batch_size)):
+            yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
+
+    def step(self, rows: Tensor, step: int) -> float:
+        """Takes one optimizer step on the sequences ``rows`` and returns their loss.
+
+        Raises:
+            CalibrationError: The loss is not finite, or the gradients are zero or not finite.
+        """
+        total = self._options.epochs * self.steps_per_epoch
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
+        soft = self._relaxation.soft(self.tau(step))
+        index = self._relaxation.assign(soft)
+        ranks.send_from_first([index])
+        scale = loss_scale(rows.numel() * self._samples.tokens)
+
+        def backward(size: int) -> list[Tensor]:
+            # As much curvature as there is gradient: that of the whole batch, once over all passes and ranks.
+            passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
+            self._masks.set(
+                index, soft, scale / passes
+            )  # drops the gradients of an attempt for which memory was too small
+            return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
+
+        losses = self._with_memory(backward)
+        losses.append(self._masks.backward(scale))
+        *parts, largest = torch.stack(losses).tolist()  # the host waits only here, where all work is queued
+        loss_sum = self._check(ranks.total(sum(parts)))
+        if not 0 < largest < math.inf:
+            raise CalibrationError(
+                f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
+                "`dtype=float32` or bfloat16"
+            )
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss_sum
+
+    @torch.no_grad()
+    def hard_loss(self, indices: Mapping[str, Tensor]) -> float:
+        """Returns the mean loss over all sequences under hard permutations.
+
+        Raises:
+            CalibrationError: The loss is not finite.
+        """
+        index = self._relaxation.join(indices)
+
+        def mean(size: int) -> float:
+            self._masks.set(index, None)
+            return self._objective.mean(self._model, self._samples, size)
+
+        return self._check(self._with_memory(mean))
+
+    def _with_memory(self, work: Callable[[int], Result]) -> Result:
+        """Returns ``work(size)`` for a size that fits in memory, in the last resort without keeping masked weights."""
+        try:
+            return self._micro_batch.run(work)
+        except MemoryTooSmallError:
+            if not self._masks.keep:
+                raise
+        self._masks.stop_keeping()
+        self._micro_batch = MicroBatch(self._run.config.micro_batch_size)
+        return self._micro_batch.run(work)
+
+    def _check(self, loss: float) -> float:
+        return finite(loss, "learning loss", self._model.dtype)
+
+
+def _row(number: int, loss: float, indices: Mapping[str, Tensor], tau: float, seconds: float) -> dict[str, Any]:
+    """Returns the outcome of an epoch."""
+    count = sum(moved(index) for index in indices.values())
+    return {"epoch": number, "loss": loss, "moved": count, "tau": tau, "seconds": seconds}

@@ -21,14 +21,13 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.config import CommonConfig
+from permtriton.driver.run import Run
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
 from permtriton.kernels.placement import placement
 from permtriton.kernels.swap_gains import RankOneCurvature
-from permtriton.methods.options import Learning
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
-from permtriton.passes.plan import Plan, layer_modules, linear_module
+from permtriton.passes.plan import layer_modules, linear_module
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.sharding import spread
@@ -45,6 +44,7 @@ class _MaskedWeight(nn.Module):
         sizes: Sizes of the site's blocks, in channel order.
         in_out: Whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
         curvature: Curvature of the loss; None for the published gradient.
+        group_scale: Whether that one divides scores by the mean of their group.
 
     Attributes:
         channels: Number of input channels.
@@ -56,16 +56,16 @@ class _MaskedWeight(nn.Module):
         weight: Tensor,
         importance: ImportanceFactors,
         sizes: Sequence[int],
-        options: Learning,
         pattern: NMPattern,
         in_out: bool,
         curvature: RankOneCurvature | None,
+        group_scale: bool,
     ) -> None:
         super().__init__()
         self._weight = (weight,)  # in a tuple, so that it does not become a parameter
         self._importance, self._sizes, self._in_out = importance, list(sizes), in_out
         self._curvature = curvature
-        self._pattern, self._group_scale, self.channels = pattern, options.group_scale, sum(sizes)
+        self._pattern, self._group_scale, self.channels = pattern, group_scale, sum(sizes)
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Tensor, keep: bool, curved: float = 0.0) -> None:
@@ -214,37 +214,33 @@ class Masks:
 
 
 @contextmanager
-def masked_model(  # noqa: PLR0913
+def masked_model(
+    run: Run,
     model: PreTrainedModel,
-    plan: Plan,
-    importances: Mapping[str, ImportanceFactors],
     relaxation: Relaxation,
-    options: Learning,
-    config: CommonConfig,
     curvatures: Mapping[str, RankOneCurvature] | None = None,
-    keep: bool = True,
-    spread_on: torch.device | None = None,
+    *,
+    group_scale: bool = True,
 ) -> Iterator[Masks]:
     """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
 
-    Weights of ``nn.Linear`` are stored input-major meanwhile, so that the masks gather contiguous rows.
+    Weights of ``nn.Linear`` are stored input-major meanwhile, so that the masks gather contiguous rows. Masked weights
+    are kept as long as their order, unless memory is short, because they and their gradients take twice the memory of
+    the pruned weights, or the weights are spread over the ranks.
 
     Args:
-        model: Dense model, its channels in base order; unchanged afterwards.
+        model: Model of the run, or the twin of it that is spread; unchanged afterwards.
         relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
         curvatures: Linear name -> curvature of the loss; None for the published gradient.
-        keep: Whether masked weights are kept as long as their order: they and their gradients take twice the memory of
-            the pruned weights.
-        spread_on: Device on which the weights of a `twin_of` the model are spread over the ranks; None where they are
-            not. Nothing is kept then, and weights keep their layout.
 
     Yields:
         The masks; `Masks.set` comes before the first run of the model.
     """
+    plan, importances, spread_on = run.plan, run.importances(), run.placement.spread_on
     entries, fixed = [], []
     with ExitStack() as stack:
         stack.enter_context(frozen(model))
-        if config.activation_checkpointing:
+        if run.working_config.activation_checkpointing:
             stack.enter_context(checkpointed(layer_modules(model, plan)))
         for site in plan.sites:
             blocks = SiteBlocks(relaxation, site) if site.space.name in relaxation.first else None
@@ -258,7 +254,7 @@ def masked_model(  # noqa: PLR0913
                 device = spread_on or weight.device
                 importance = importances[name].of_rows(slice(None), device)
                 curvature = curvatures[name].to(device) if curvatures else None
-                weights.append(_MaskedWeight(weight, importance, sizes, options, pattern, in_out, curvature))
+                weights.append(_MaskedWeight(weight, importance, sizes, pattern, in_out, curvature, group_scale))
                 stack.enter_context(_parametrized(module, weights[-1], in_out or spread_on is not None))
             if blocks:
                 entries.append((blocks, weights))
@@ -266,7 +262,7 @@ def masked_model(  # noqa: PLR0913
                 fixed += weights
         if spread_on is not None:  # FSDP2 must see the parametrizations
             stack.enter_context(spread(model, plan, spread_on))
-        yield Masks(entries, fixed, keep and spread_on is None)
+        yield Masks(entries, fixed, not run.low_memory and spread_on is None)
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from permtriton.errors import CalibrationError, ModelError, VerificationError
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.sinkhorn import sinkhorn
-from permtriton.methods.options import Learning
 from permtriton.passes.plan import ChannelSpace, Site
 from permtriton.util.permutation import inverse, is_permutation
 
@@ -29,19 +28,32 @@ class Relaxation(nn.Module):
         owners: For each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
         scale: float32 ``[spaces]``.
         first: Name of each space that learns -> its first unit; units are numbered through all spaces.
-        block_size, rounds, clamp: Those options.
+        block_size, rounds, clamp: Those options of the step ``learned``.
+
+    Args:
+        noise: share of the random part near the base order; None starts at random.
     """
 
-    def __init__(self, spaces: Sequence[ChannelSpace], options: Learning, seed: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        spaces: Sequence[ChannelSpace],
+        seed: int,
+        device: torch.device,
+        *,
+        block_size: int,
+        rounds: int,
+        clamp: float,
+        noise: float | None,
+    ) -> None:
         super().__init__()
-        self.block_size, self.rounds, self.clamp = options.block_size, options.sinkhorn_rounds, options.clamp
+        self.block_size, self.rounds, self.clamp = block_size, rounds, clamp
         self._spaces = list(spaces)
         self.first: dict[str, int] = {}
         blocks: dict[int, list[tuple[int, int]]] = {}  # block size -> (number of the space, first unit)
         units = 0
         for number, space in enumerate(spaces):
             self.first[space.name] = units
-            for start, size in space.blocks(options.block_size):
+            for start, size in space.blocks(block_size):
                 blocks.setdefault(size, []).append((number, units + start))
             units += space.units
         self.sizes = sorted(blocks)
@@ -56,11 +68,12 @@ class Relaxation(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         weights = []
         for size in self.sizes:
-            noise = torch.rand(len(blocks[size]), size, size, generator=generator) * 2 - 1
-            near = torch.eye(size) + options.init_noise * noise if options.init == "identity" else noise
-            weights.append(nn.Parameter((near / size**0.5).to(device)))
+            values = torch.rand(len(blocks[size]), size, size, generator=generator) * 2 - 1
+            if noise is not None:
+                values = torch.eye(size) + noise * values
+            weights.append(nn.Parameter((values / size**0.5).to(device)))
         self.weights = nn.ParameterList(weights)
-        largest = [max(size for _, size in space.blocks(options.block_size)) for space in spaces]
+        largest = [max(size for _, size in space.blocks(block_size)) for space in spaces]
         self.scale = nn.Parameter(torch.tensor(largest, dtype=torch.float32).sqrt().to(device))
 
     @property
