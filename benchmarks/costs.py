@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, timed
 from permtriton import find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
 from permtriton.evaluation.evaluate import measure_model
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.objective import dense_objective
 from permtriton.methods.order.hard_masks import hard_masked

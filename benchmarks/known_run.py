@@ -6,11 +6,11 @@ from transformers import PreTrainedModel
 
 from permtriton import CompileConfig
 from permtriton.data.samples import Samples
-from permtriton.driver.memory import Needs
-from permtriton.driver.run import Run
-from permtriton.driver.workspace import Workspace
+from permtriton.methods.needs import Needs
+from permtriton.methods.run import Run
 from permtriton.passes.plan import Plan
 from permtriton.running.placement import Placement, Way
+from permtriton.running.workspace import Workspace
 from permtriton.util.progress import NoProgress
 
 

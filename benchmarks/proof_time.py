@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 import permtriton
 from permtriton.checkpoint import save
 from permtriton.driver import pipeline as compiler
-from permtriton.driver import run
+from permtriton.methods import run
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.model.reference import Reference
 from permtriton.util.machine import device_name, versions

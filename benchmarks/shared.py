@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from benchmarks.known_run import Known
 from permtriton import NMPattern
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import RankOneCurvature
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learned import Learned, OrderTrainer

@@ -12,13 +12,13 @@ import torch
 
 from permtriton.cli.console import out, print_json, show
 from permtriton.driver import planning
-from permtriton.driver.options import CompileConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools import timing, tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.source import Source
 from permtriton.passes.plan import linear_module, weight_in_out

@@ -13,10 +13,10 @@ from permtriton.cli import torchrun
 from permtriton.cli.console import change, print_json, say, show
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
-from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import Outcome
 from permtriton.errors import reasons_of
 from permtriton.methods import steps
+from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.step import Outcome
 from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.source import Source
 from permtriton.util.bars import reporter

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from permtriton.checkpoint.masks import Masks as Masks
     from permtriton.checkpoint.masks import read_masks as read_masks
     from permtriton.driver.job import DryRun as DryRun
-    from permtriton.driver.options import CompileConfig as CompileConfig
     from permtriton.driver.result import CompiledModel as CompiledModel
     from permtriton.errors import PermTritonError as PermTritonError
     from permtriton.evaluation.evaluate import Evaluated as Evaluated
     from permtriton.evaluation.evaluate import evaluate as evaluate
+    from permtriton.methods.compile_config import CompileConfig as CompileConfig
     from permtriton.methods.train.keep_pattern import KeepPattern as KeepPattern
     from permtriton.methods.train.keep_pattern import KeptPattern as KeptPattern
     from permtriton.methods.train.keep_pattern import MergedAdapter as MergedAdapter
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
-    "CompileConfig": "driver.options",
+    "CompileConfig": "methods.compile_config",
     "CompiledModel": "driver.result",
     "DryRun": "driver.job",
     "Evaluated": "evaluation.evaluate",

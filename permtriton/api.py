@@ -17,10 +17,10 @@ from permtriton.driver import planning
 from permtriton.driver.asked import Asked
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
-from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
 from permtriton.evaluation.compare import Comparison
 from permtriton.evaluation.report import report as write_report
+from permtriton.methods.step import Step
 from permtriton.model import load
 from permtriton.model.name import checked_token, location_of
 from permtriton.model.source import Source, source_of

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from permtriton.config import CalibrationConfig, ImportanceMethod
-from permtriton.driver.options import CompileConfig, has_effect, why_no_effect
-from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError, near, reading, shown
 from permtriton.evaluation.protocol import protocol_of
 from permtriton.methods import steps
+from permtriton.methods.compile_config import CompileConfig, has_effect, why_no_effect
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
+from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.tune import Tune
 from permtriton.model.name import DEMO, shown_name

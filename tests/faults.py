@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 import permtriton
 from permtriton.checkpoint import storing
 from permtriton.driver import pipeline as compiler
-from permtriton.driver import run as running
 from permtriton.kernels import sparsegpt_block
 from permtriton.kernels.nm_mask import top_n_mask
+from permtriton.methods import run as running
 from permtriton.methods.measure import fisher, statistics
 from permtriton.methods.order import heuristic, searched
 from permtriton.methods.order.heuristic import Heuristic

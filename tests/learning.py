@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from permtriton.driver.step import Outcome
+from permtriton.methods.step import Outcome
 
 
 class Told:

@@ -10,8 +10,8 @@ import pytest
 from permtriton import NMPattern, config_from
 from permtriton.cli.main import compile
 from permtriton.config import CalibrationConfig
-from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.errors import ConfigError
+from permtriton.methods.compile_config import CompileConfig, has_effect
 from permtriton.methods.steps import STEPS
 from permtriton.methods.train.distill import Distill
 from permtriton.recipe import (

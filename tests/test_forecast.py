@@ -24,6 +24,7 @@ from permtriton.driver.forecast import (
 )
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
+from permtriton.methods.needs import Needs
 from permtriton.model.experts import unstacked_experts
 from permtriton.util.sparsity import NMPattern
 
@@ -236,7 +237,7 @@ def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
 @pytest.mark.slow
 def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
     """Two of five, unless calibration has it run all of them; Gemma 4 and HunYuan call their number otherwise."""
-    model, gpu, needs = zoo.build("qwen3_moe"), memory.Devices("cuda", 1, 1), memory.Needs(0, 0, 0, {})
+    model, gpu, needs = zoo.build("qwen3_moe"), memory.Devices("cuda", 1, 1), Needs(0, 0, 0, {})
     model.config.num_experts_per_tok = 0
     setattr(model.config, name, number)
     experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
 from permtriton.errors import MemoryTooSmallError
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learned import Learned as Options
 from permtriton.methods.order.learned import OrderTrainer

@@ -6,7 +6,7 @@ from torch import fx
 
 from benchmarks.known_run import Known
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.order.learned import Learned as Options
 from permtriton.methods.order.learned import OrderTrainer

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.driver.options import CompileConfig
 from permtriton.errors import CalibrationError
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.order.masked_model import Masks, masked_model
 from permtriton.methods.order.relaxation import SiteBlocks
 from permtriton.passes.plan import ChannelSpace, Site, linear_module

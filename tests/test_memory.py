@@ -11,9 +11,10 @@ from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver import memory
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.run import Run
 from permtriton.errors import ConfigError
+from permtriton.methods.needs import Needs
 from permtriton.methods.order.learned import Learned
+from permtriton.methods.run import Run
 from permtriton.model.experts import unstacked_experts
 from permtriton.running import ranks
 from permtriton.running.placement import Way, ways_of
@@ -37,7 +38,7 @@ def plan(model):
     return find_plan(model, NMPattern(2, 4))
 
 
-def needs(model, plan, **options) -> memory.Needs:
+def needs(model, plan, **options) -> Needs:
     config = config_from(options)
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
@@ -132,19 +133,19 @@ def test_a_second_model_need_not_fit(monkeypatch):
     """Saving then compares tensor by tensor only."""
     free_memory(monkeypatch, 1000)
     stages = {"masks": {"activations": 1000}, memory.RELOADING: {"a second model": 10**15}}
-    assert memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU)) == ""
+    assert memory.refusal(Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU)) == ""
 
 
 def test_a_model_that_is_mapped_from_its_files_becomes_memory_when_it_changes(monkeypatch):
     free_memory(monkeypatch, 1999)
-    needs = memory.Needs(500, 1900, 500, {"masks": {"activations": 100}})
+    needs = Needs(500, 1900, 500, {"masks": {"activations": 100}})
     assert "needs about 2 KiB more" in memory.refusal(needs, memory.Devices.of(CPU))
 
 
 def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     free_memory(monkeypatch, 999)
     stages = {"masks": {"statistics": 400, "activations": 600}, "calibration": {"statistics": 700}}
-    message = memory.refusal(memory.Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU))
+    message = memory.refusal(Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU))
     assert "\n" not in message
     options = ("`sequence_length=`", "`samples=`", "`micro_batch_size=`")
     assert [
@@ -180,7 +181,7 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
     assert low_memory == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
 
 
-def spared(found: PreTrainedModel, free: int, **options: object) -> memory.Needs:
+def spared(found: PreTrainedModel, free: int, **options: object) -> Needs:
     config = config_from({"recipe": "mask,tune", **options})
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
@@ -226,7 +227,7 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     config = config_from({"recipe": "heuristic,searched,mask"})
     samples = Samples.of(torch.zeros((8, 16), dtype=torch.int64))
 
-    def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> memory.Needs:
+    def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> Needs:
         start = zoo.start(model, config, samples, plan)
         return memory.estimate(start, memory.Devices("cuda", count, free, ways_of(shard, onload)))
 

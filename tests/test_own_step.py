@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from permtriton.driver.step import Outcome, Stage, Step
 from permtriton.methods import steps
+from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import linear_module
 from permtriton.running.state import StateFile
 from permtriton.util.option import documented, option

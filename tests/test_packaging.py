@@ -33,13 +33,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton.model", "permtriton.data", "permtriton.passes.plan"),
     ("permtriton.passes",),
     ("permtriton.running",),
-    (
-        "permtriton.methods",
-        *(
-            f"permtriton.driver.{name}"
-            for name in ("step", "options", "workspace", "planning", "memory", "traced", "run")
-        ),
-    ),
+    ("permtriton.methods",),
     ("permtriton.checkpoint",),
     ("permtriton.serving", "permtriton.methods.train.keep_pattern"),
     ("permtriton",),

@@ -18,11 +18,11 @@ from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver import identity
 from permtriton.driver.prepare import check_spread
-from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, ModelError
 from permtriton.running import ranks
 from permtriton.running.sharding import _around, _check
 from permtriton.running.state import StateFile
+from permtriton.running.workspace import Workspace
 from permtriton.util.progress import NoProgress
 
 from . import zoo

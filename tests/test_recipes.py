@@ -10,9 +10,9 @@ from permtriton.cli import compile as compile_command  # the module
 from permtriton.cli import console
 from permtriton.cli.main import app
 from permtriton.driver.identity import states_beside
-from permtriton.driver.options import CompileConfig, has_effect
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
+from permtriton.methods.compile_config import CompileConfig, has_effect
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.steps import STEPS
 from permtriton.model.name import is_hub_name, shown_name

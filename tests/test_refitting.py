@@ -7,11 +7,11 @@ from torch import Tensor
 from benchmarks.architectures import tiny as tiny_architectures
 from permtriton import config_from, find_plan
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.step import Outcome
 from permtriton.methods.measure import statistics as module_statistics
 from permtriton.methods.measure.statistics import Moments
 from permtriton.methods.prune import refit as module
 from permtriton.methods.prune.refit import Refit
+from permtriton.methods.step import Outcome
 from permtriton.model.checks import check_pruned
 from permtriton.passes.plan import Site, sequential_groups
 from permtriton.running.layer_inputs import from_model

@@ -18,10 +18,10 @@ from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import special_tokens_of
 from permtriton.data.text import all_windows, calibration_samples, held_out_windows, line_of_ids_without
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.run import Run
 from permtriton.errors import ConfigError
 from permtriton.methods.measure.objective import LOSSES, dense_objective
 from permtriton.methods.measure.statistics import channel_norms
+from permtriton.methods.run import Run
 from permtriton.model.seq2seq import divided
 from permtriton.passes.plan import linear_module
 from permtriton.util.progress import NoProgress

@@ -24,9 +24,9 @@ from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver import planning
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.run import Run
 from permtriton.errors import PermTritonError
 from permtriton.methods.order.heuristic import Heuristic
+from permtriton.methods.run import Run
 from permtriton.model.core import ENCODER_STATE, has_head
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.apply import apply_edits

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from permtriton.checkpoint.format import HELP as FORMATS
 from permtriton.config import METHOD, RUNNING
-from permtriton.driver.step import Step
 from permtriton.evaluation.asked import HUB, Loads, Measures
+from permtriton.methods.step import Step
 from permtriton.recipe import RECIPES
 from permtriton.util.asking import flag, same_as
 

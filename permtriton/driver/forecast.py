@@ -1,8 +1,8 @@
 """How long a compilation will take and how much memory and disk it needs, before the work starts.
 
 Memory and disk follow from the sizes of model and text. The time is that of one forward pass over the samples, of which
-a short one is measured, times the number of passes that each step amounts to (`permtriton.driver.step.Step.passes`): it
-tells minutes from hours.
+a short one is measured, times the number of passes that each step amounts to (see `passes` of
+`permtriton.methods.step.Step`): it tells minutes from hours.
 """
 
 import shutil
@@ -17,14 +17,15 @@ import torch
 from permtriton.checkpoint.format import Format
 from permtriton.data.generated import written
 from permtriton.driver.identity import states_beside
-from permtriton.driver.memory import Devices, Needs, describe_weights, refusal
-from permtriton.driver.options import CompileConfig
+from permtriton.driver.memory import Devices, describe_weights, refusal
 from permtriton.driver.planning import Planned
-from permtriton.driver.step import Facts
 from permtriton.errors import OutputError
 from permtriton.kernels.packing import position_bits
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import reads_activations
+from permtriton.methods.needs import Needs
 from permtriton.methods.prune.dense_share import DENSE_SHARE
+from permtriton.methods.step import Facts
 from permtriton.model.expert_linears import UnstackedExperts
 from permtriton.model.experts import share_sent
 from permtriton.model.forward import last_hidden_state

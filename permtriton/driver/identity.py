@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from permtriton.config import ROUNDING_ONLY
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import Step
-from permtriton.driver.workspace import Workspace, state_path
 from permtriton.methods import steps
+from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
 from permtriton.running import ranks
 from permtriton.running.state import StateFile, layers_beside
+from permtriton.running.workspace import Workspace, state_path
 from permtriton.util.machine import device_name, versions
 
 WRITING = "generated"  # the state of the text that the dense model writes

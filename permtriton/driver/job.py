@@ -25,11 +25,11 @@ from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
-from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_given, forecast_model
 from permtriton.driver.prepare import Given
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load, outline
 from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled

@@ -12,7 +12,7 @@ from permtriton.checkpoint.plan_entries import (
 )
 from permtriton.checkpoint.record import Record
 from permtriton.data.samples import Samples
-from permtriton.driver.run import Run
+from permtriton.methods.run import Run
 from permtriton.model.name import asked_name, is_hub_name
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command

@@ -6,17 +6,18 @@ memory, though the kernel can give them up: weights are read that way, and becom
 they change. On a GPU the estimate is of the tensors there.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from permtriton.data.generated import kept_of_text, texts_at_once, written
-from permtriton.driver.options import CompileConfig
 from permtriton.driver.planning import Planned
-from permtriton.driver.step import FLOAT32, Facts, Stage, Step
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import inverts_hessians
+from permtriton.methods.needs import RELOADING, Needs
 from permtriton.methods.prune.dense_share import DENSE_SHARE
+from permtriton.methods.step import FLOAT32, Facts, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.model.forward import windows_at_once
 from permtriton.running import ranks
@@ -28,7 +29,6 @@ RUNS_THE_MODEL = "activations"  # a use of every stage that runs the model
 ON_DEVICE = {RUNS_THE_MODEL, "scores"}  # a stage without such a use works on the host
 SPREAD = ("dense weights", "gradients")  # uses that each device holds its share of, where weights are spread
 GENERATION = "generation"  # the stage in which the dense model writes text, for which all of it is on the device
-RELOADING = "reloading"  # the stage that is left out where a second model does not fit
 IN_PLACE = "the model"
 # What stands in host memory, where layers come to a GPU one by one.
 ON_HOST = (
@@ -65,67 +65,6 @@ class Devices:
         """Returns the devices of this process and of the others like it."""
         free, host = available_memory(device), available_memory(torch.device("cpu")) // ranks.count_here()
         return cls(device.type, count, host if device.type == "cpu" else free, ways, host)
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The memory of one compilation, in bytes.
-
-    Attributes:
-        program: what the process holds beside the model before the work begins; 0 on a GPU.
-        model: parameters.
-        held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
-        stages: stage -> use -> bytes beside program and model.
-        low_memory: whether steps save memory, because what they could keep does not fit.
-        recomputes: whether backward passes recompute activations, because keeping them would take too much.
-        way: how the model is placed.
-        on_host: what stands in host memory, where layers come to the GPU one by one -> bytes; else empty.
-    """
-
-    program: int
-    model: int
-    held: int
-    stages: Mapping[str, Mapping[str, int]]
-    low_memory: bool = False
-    recomputes: bool = False
-    way: Way = Way.WHOLE
-    on_host: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def largest(self) -> str:
-        """The stage that needs the most."""
-        return max(self.stages, key=self.extra)
-
-    def extra(self, stage: str) -> int:
-        """Returns what a stage needs beside program and model."""
-        return sum(self.stages[stage].values())
-
-    def added(self, stage: str) -> int:
-        """Returns what a stage needs beyond what is held."""
-        return self.program + self.model + self.extra(stage) - self.held
-
-    @property
-    def largest_needed(self) -> str:
-        """The stage that needs the most of those that no compilation leaves out."""
-        return max((stage for stage in self.stages if stage != RELOADING), key=self.extra)
-
-    @property
-    def peak(self) -> int:
-        """The most that is in use at once."""
-        return self.program + self.model + self.extra(self.largest)
-
-    def report(self) -> dict[str, object]:
-        """Returns everything, for the report."""
-        return {
-            "peak": self.peak,
-            "program": self.program,
-            "model": self.model,
-            "stages": {stage: dict(uses) for stage, uses in self.stages.items()},
-            "low_memory": self.low_memory,
-            "recomputes": self.recomputes,
-            "spread": self.way is Way.SPREAD,
-            "onload": self.way is Way.ONLOADED,
-        }
 
 
 def estimate(start: Planned, devices: Devices) -> Needs:

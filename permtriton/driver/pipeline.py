@@ -12,11 +12,11 @@ from permtriton.driver.memory import Devices
 from permtriton.driver.planning import Planned
 from permtriton.driver.prepare import Given, check_way, placed, planned, prepare, with_needs
 from permtriton.driver.result import CompiledModel
-from permtriton.driver.run import Run
-from permtriton.driver.step import Outcome, Stage
 from permtriton.driver.traced import check_graph, traced_sample, why_not_compared
 from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.importance import magnitudes
+from permtriton.methods.run import Run
+from permtriton.methods.step import Outcome, Stage
 from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import FLOAT32, Facts, without_gradients
 from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
+from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.step import FLOAT32, Facts, without_gradients
 from permtriton.model.core import has_head
 from permtriton.model.experts import share_sent, stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS

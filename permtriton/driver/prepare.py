@@ -21,18 +21,18 @@ from permtriton.data.text import calibration_samples, check_samples, line_of_ids
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import CHOOSING, WRITING, identify
 from permtriton.driver.make_record import Origin
-from permtriton.driver.memory import GENERATION, Devices, Needs, describe_low_memory, estimate, fits, spared
-from permtriton.driver.options import CompileConfig
+from permtriton.driver.memory import GENERATION, Devices, describe_low_memory, estimate, fits, spared
 from permtriton.driver.planning import Planned, plan_model
-from permtriton.driver.run import Run
-from permtriton.driver.step import Stage
 from permtriton.driver.traced import graph_outputs, traced_sample, why_not_compared
-from permtriton.driver.workspace import Workspace
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import error_importance, importances_of, inverts_hessians
 from permtriton.methods.measure.statistics import describe_few, site_statistics, tokens_of_experts
+from permtriton.methods.needs import Needs
 from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest, statistics_and_shares_left
+from permtriton.methods.run import Run
+from permtriton.methods.step import Stage
 from permtriton.model.checks import check_same_outputs, model_outputs
 from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
@@ -46,6 +46,7 @@ from permtriton.running.onload import why_not_onloaded
 from permtriton.running.placement import Placement, Way
 from permtriton.running.state import StateFile
 from permtriton.running.store import HostMemory
+from permtriton.running.workspace import Workspace
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.progress import NoProgress, Progress
 

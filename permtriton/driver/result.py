@@ -19,8 +19,8 @@ from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.record import read_record
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
-from permtriton.driver.options import CompileConfig
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.model.name import checked_token
 from permtriton.running.state import State
 from permtriton.util.output_files import real_path

@@ -23,13 +23,13 @@ from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_samples, fitted
 from permtriton.driver.identity import run_identity, text_hash
-from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, OutputError
 from permtriton.evaluation.compare_methods import Method, Variant, check_effect, variants
 from permtriton.evaluation.compare_results import Measured, Options, ResultFile, Row
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.measures import DISTANCES
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.source import Source
 from permtriton.recipe import config_from, given_by, resolved

@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from permtriton.config import ROUNDING_ONLY
-from permtriton.driver.options import CompileConfig, has_effect
-from permtriton.driver.step import Step
 from permtriton.errors import ConfigError, near
+from permtriton.methods.compile_config import CompileConfig, has_effect
+from permtriton.methods.step import Step
 from permtriton.methods.steps import STEPS
 from permtriton.recipe import ALIASES, DEFAULT, PERMLLM, RECIPES, all_options, config_from
 from permtriton.util.option import Option

@@ -4,8 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from permtriton.driver.run import Run
-    from permtriton.driver.step import Outcome, Stage, Step
     from permtriton.kernels.nm_mask import top_n_mask
     from permtriton.methods.order.heuristic import Heuristic
     from permtriton.methods.order.learned import Learned
@@ -13,16 +11,18 @@ if TYPE_CHECKING:
     from permtriton.methods.prune.mask import Mask
     from permtriton.methods.prune.refit import Refit
     from permtriton.methods.prune.sparsegpt import SparseGPT
+    from permtriton.methods.run import Run
+    from permtriton.methods.step import Outcome, Stage, Step
     from permtriton.methods.train.distill import Distill
     from permtriton.methods.train.tune import Tune
     from permtriton.passes.plan import linear_module, weight_in_out
     from permtriton.util.option import documented, option
 
 _MODULES = {
-    "Outcome": "driver.step",
-    "Run": "driver.run",
-    "Stage": "driver.step",
-    "Step": "driver.step",
+    "Outcome": "methods.step",
+    "Run": "methods.run",
+    "Stage": "methods.step",
+    "Step": "methods.step",
     "documented": "util.option",
     "linear_module": "passes.plan",
     "option": "util.option",

@@ -14,7 +14,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError, first_line, shown
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
@@ -22,6 +21,7 @@ from permtriton.methods.order.searched import Searched
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
+from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.tune import Tune
 

@@ -11,11 +11,11 @@ from benchmarks.known_run import Known
 from permtriton import NMPattern, find_plan
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
-from permtriton.driver.options import CompileConfig
 from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms

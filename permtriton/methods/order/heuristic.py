@@ -20,11 +20,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from permtriton.driver.run import Run
-from permtriton.driver.step import BACKWARD, FLOAT32, Facts, Stage, Step
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import descending, retained
+from permtriton.methods.run import Run
+from permtriton.methods.step import BACKWARD, FLOAT32, Facts, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Site, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.state import StateFile

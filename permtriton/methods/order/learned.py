@@ -17,14 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
-from permtriton.driver.run import Run
-from permtriton.driver.step import BACKWARD, FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.objective import finite
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.masked_model import Masks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
+from permtriton.methods.run import Run
+from permtriton.methods.step import BACKWARD, FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running import ranks
 from permtriton.running.backward import loss_scale

@@ -21,12 +21,12 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.driver.run import Run
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward
 from permtriton.kernels.placement import placement
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
+from permtriton.methods.run import Run
 from permtriton.passes.plan import layer_modules, linear_module
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
 from permtriton.data.samples import Samples
-from permtriton.driver.run import Run
-from permtriton.driver.step import FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.errors import ConfigError
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
+from permtriton.methods.run import Run
+from permtriton.methods.step import FLOAT32, Facts, Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace
 from permtriton.running import ranks
 from permtriton.running.state import StateFile

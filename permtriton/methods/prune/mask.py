@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from permtriton.driver.run import Run
-from permtriton.driver.step import Stage, Step
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.postconditions import check_retained, total_importance
+from permtriton.methods.run import Run
+from permtriton.methods.step import Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running import ranks

@@ -28,8 +28,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from permtriton.driver.run import Run
-from permtriton.driver.step import FLOAT32, GENERATED, Facts, Outcome, Stage, Step
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inputs, moments
 from permtriton.methods.prune.least_squares import (
@@ -42,6 +40,8 @@ from permtriton.methods.prune.least_squares import (
 )
 from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, weights_of_sites
 from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
+from permtriton.methods.run import Run
+from permtriton.methods.step import FLOAT32, GENERATED, Facts, Outcome, Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks

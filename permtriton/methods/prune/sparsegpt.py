@@ -10,12 +10,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from permtriton.driver.run import Run
-from permtriton.driver.step import Facts, Stage, Step
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
+from permtriton.methods.run import Run
+from permtriton.methods.step import Facts, Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Site, linear_module, weight_in_out
 from permtriton.running import ranks

@@ -13,8 +13,8 @@ import torch
 
 from permtriton.config import ObjectiveKind, OptimizerKind, minimises
 from permtriton.data.samples import Samples
-from permtriton.driver.run import Run
-from permtriton.driver.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
+from permtriton.methods.run import Run
+from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, held_out, split, with_held_out
 from permtriton.util.option import documented, option

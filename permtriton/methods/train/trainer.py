@@ -17,10 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from permtriton.driver.run import Run
-from permtriton.driver.step import Facts, Outcome, Stage, Step
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
+from permtriton.methods.run import Run
+from permtriton.methods.step import Facts, Outcome, Stage, Step
 from permtriton.passes.plan import layer_modules
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, loss_scale, with_gradients

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from permtriton.config import ObjectiveKind, minimises
 from permtriton.data.samples import Samples
-from permtriton.driver.run import Run
-from permtriton.driver.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
 from permtriton.methods.measure.postconditions import check_loss
+from permtriton.methods.run import Run
+from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
 from permtriton.methods.train.kept_weights import weights_of
 from permtriton.methods.train.trainer import Schedule, Trainable, Trainer, TrainingStep
 from permtriton.model.core import body_of

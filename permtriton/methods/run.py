@@ -11,16 +11,15 @@ from transformers import PreTrainedModel
 
 from permtriton.config import LossKind
 from permtriton.data.samples import Samples
-from permtriton.driver.memory import Needs
-from permtriton.driver.options import CompileConfig
-from permtriton.driver.step import Outcome, Stage, Step
-from permtriton.driver.workspace import Kind, Workspace
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, default_objective, dense_objective, objective_kind
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics
+from permtriton.methods.needs import Needs
+from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.reference import Reference
 from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
@@ -32,6 +31,7 @@ from permtriton.running.mixed_precision import mixed_precision, rounded_products
 from permtriton.running.placement import Placement
 from permtriton.running.sharding import twin_of
 from permtriton.running.store import Store
+from permtriton.running.workspace import Kind, Workspace
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
 
@@ -119,8 +119,8 @@ class Run:
         """Returns the samples that a step reads.
 
         They are the calibration samples and, for a step that asks for them, spare ones of the same text
-        (`permtriton.driver.step.Step.further`) and what the dense model wrote. A step that draws new ones
-        (`permtriton.driver.step.Step.draws`) gets, in random order, spare samples and what the dense model wrote; the
+        (`permtriton.methods.step.Step.further`) and what the dense model wrote. A step that draws new ones
+        (`permtriton.methods.step.Step.draws`) gets, in random order, spare samples and what the dense model wrote; the
         calibration samples, too, where these are too few.
         """
         written = [] if self.generated is None or not step.reads_generated else [self.samples.of_text(self.generated)]

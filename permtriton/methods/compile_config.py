@@ -5,8 +5,8 @@ from math import ceil
 from typing import Any
 
 from permtriton.config import SURPLUS, CommonConfig
-from permtriton.driver.step import Stage, Step
 from permtriton.errors import ConfigError
+from permtriton.methods.step import Stage, Step
 from permtriton.util.option import Option, documented, options_of
 
 

@@ -265,7 +265,7 @@ class Step(Protocol):
         return ()
 
     def run(self, run: Any) -> Outcome | None:
-        """Changes the model of a run, which is a `permtriton.driver.run.Run`; returns what to report.
+        """Changes the model of a run, which is a `permtriton.methods.run.Run`; returns what to report.
 
         Raises:
             PermTritonError: it fails, or a check of its result does.
