@@ -270,12 +270,12 @@ def of_the_first_layer(change: Callable[[Any, Any], Any]) -> Plant:
 
 def exchanged(patch: pytest.MonkeyPatch) -> None:
     """What runs with the dense weights and what runs with the pruned ones change places."""
-    values, run, dense = refit._values_within, refit.layer_by_layer, []
+    values, run, dense = refit._with_values, refit.layer_by_layer, []
 
-    def layers(*arguments: Any, within: Any = None, **more: Any) -> Any:
-        return run(*arguments, **more, **({} if within else {"within": dense[-1]}))
+    def layers(*arguments: Any, layer_context: Any = None, **more: Any) -> Any:
+        return run(*arguments, **more, **({} if layer_context else {"layer_context": dense[-1]}))
 
-    patch.setattr(refit, "_values_within", lambda *arguments: dense.append(values(*arguments)) or dense[-1])
+    patch.setattr(refit, "_with_values", lambda *arguments: dense.append(values(*arguments)) or dense[-1])
     patch.setattr(refit, "layer_by_layer", layers)
 
 

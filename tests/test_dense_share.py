@@ -10,7 +10,7 @@ from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.statistics import site_statistics
-from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, costliest, statistics_and_shares_left
+from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, most_sensitive, statistics_and_shares_left
 from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.store import MEMORY
@@ -41,7 +41,7 @@ def test_the_share_is_not_exceeded(share):
     model = zoo.build("llama")
     plan, importances, rows = alike(model)
     every = [name for _, name in plan.linears()]
-    found = costliest(model, plan, importances, importances, rows, share)
+    found = most_sensitive(model, plan, importances, importances, rows, share)
     assert sizes(model, found) <= share * sizes(model, every)
     left = share * sizes(model, every) - sizes(model, found)
     passed_over = [name for name in every if name not in found]
@@ -71,7 +71,7 @@ def test_the_costliest_per_weight_come_first(power):
                 dropped = group.sort().values[:2]
                 cost += float(rows[name][row] * (dropped ** (2 / power)).sum())
         costs[name] = cost / weight.numel()
-    found = costliest(model, plan, importances, importances, rows, 0.9)
+    found = most_sensitive(model, plan, importances, importances, rows, 0.9)
     assert found[:3] == sorted(costs, key=costs.__getitem__, reverse=True)[:3]
     assert found[:3] != sorted(costs)[:3]
 

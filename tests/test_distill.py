@@ -230,7 +230,7 @@ def test_a_model_without_a_head_takes_cosine():
 def test_steps_read_new_samples_alone_and_those_of_the_calibration_where_they_are_few(trained_on, spare):
     """Six steps on one sample each, and one sample that is held out."""
     ids = zoo.tiny_ids(4 + spare, 12)
-    samples = Samples({"input_ids": ids[:4]}, spare=Samples.of(ids[4:]) if spare else None)
+    samples = Samples({"input_ids": ids[:4]}, surplus=Samples.of(ids[4:]) if spare else None)
     options = {"distill_steps": 6, "distill_epochs": 9, "distill_batch_size": 1, "activation_checkpointing": False}
     config = config_from(options, "mask,distill")
     report = compile_model(tiny_model(), None, config, ids=samples).report
@@ -242,12 +242,12 @@ def test_steps_read_new_samples_alone_and_those_of_the_calibration_where_they_ar
     new = sum(bool((ids[4:] == row).all(1).any()) for row in rows.unique(dim=0))
     assert new in ((6,) if spare >= 7 else (spare, spare - 1))
     start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
-    assert start.facts.read_by(config.steps[-1]).sequences == read
+    assert start.sizes.samples_for(config.steps[-1]).sequences == read
 
 
 @pytest.mark.slow
 def test_a_step_before_it_reads_fewer_samples_by_the_same_loss():
-    samples = Samples({"input_ids": zoo.tiny_ids(4, 12)}, spare=Samples.of(zoo.tiny_ids(8, 12)[4:]))
+    samples = Samples({"input_ids": zoo.tiny_ids(4, 12)}, surplus=Samples.of(zoo.tiny_ids(8, 12)[4:]))
     options = {"search_rounds": 1, "distill_further": 1, "distill_epochs": 1, "activation_checkpointing": False}
     report = compile_model(tiny_model(), None, config_from(options, "searched,mask,distill"), ids=samples).report
     assert [step["samples"] for step in report["steps"]] == [4, 4, 8]

@@ -64,7 +64,7 @@ def test_measuring_leaves_the_model_as_it_was(model, plan):
 )
 def test_passes_grow_with_what_a_step_reads(model, plan, options, expected):
     config = config_from(options)
-    found = stage_passes(config, zoo.start(model, config, SAMPLES, plan).facts, 32)
+    found = stage_passes(config, zoo.start(model, config, SAMPLES, plan).sizes, 32)
     assert found["evaluate"] == 2 * 32 / SAMPLES.positions
     assert {name: found[name] for name in expected} == expected
 
@@ -74,7 +74,7 @@ def test_disk_is_what_a_run_writes(tmp_path):
     """A state is there twice for a moment: the new one is written beside the old."""
     config = config_from({"recipe": "mask,distill", "distill_epochs": 6})
     model, path = zoo.tiny_llama(hidden_size=64, intermediate_size=128), tmp_path / "state.safetensors"
-    needs = disk_needs(config, zoo.start(model, config, SAMPLES).facts)
+    needs = disk_needs(config, zoo.start(model, config, SAMPLES).sizes)
     interrupting = Interrupting("distill", 5)
     with pytest.raises(KeyboardInterrupt):
         compile_model(copy.deepcopy(model), None, config, ids=SAMPLES.inputs, resume_path=path, progress=interrupting)
@@ -92,7 +92,7 @@ def test_disk_is_what_a_run_writes(tmp_path):
 def test_the_state_of_one_round_is_written_once(tmp_path):
     config = config_from({"recipe": "mask,distill", "distill_steps": 6})
     model, path = zoo.tiny_llama(hidden_size=64, intermediate_size=128), tmp_path / "state.safetensors"
-    needs = disk_needs(config, zoo.start(model, config, SAMPLES).facts)
+    needs = disk_needs(config, zoo.start(model, config, SAMPLES).sizes)
     compile_model(model, None, config, ids=SAMPLES.inputs, resume_path=path)
     states = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert needs["states of interrupted runs"] == pytest.approx(states, rel=0.1)
@@ -104,7 +104,7 @@ def test_the_state_of_one_round_is_written_once(tmp_path):
 def test_a_format_with_fewer_bytes_is_written_beside_a_dense_folder(options, save_format, tmp_path):
     config = config_from({"recipe": "mask", **options})
     model = zoo.tiny_llama(hidden_size=256, intermediate_size=512).bfloat16()
-    needs = disk_needs(config, zoo.start(model, config, SAMPLES).facts, save_format=save_format)
+    needs = disk_needs(config, zoo.start(model, config, SAMPLES).sizes, save_format=save_format)
     compiled, weights = compile_model(model, None, config, ids=SAMPLES.inputs), {}
     for each in ("dense", save_format):
         folder = compiled.save_pretrained(tmp_path / each, format=each)
@@ -128,7 +128,7 @@ def test_a_dry_run_knows_in_which_format_is_saved(desk):
 def test_a_state_that_is_on_the_disk_already_needs_no_more_space(model, plan, tmp_path):
     config = config_from({"recipe": "mask,distill"})
     path, name = tmp_path / "state.safetensors", "states of interrupted runs"
-    facts = zoo.start(model, config, SAMPLES, plan).facts
+    facts = zoo.start(model, config, SAMPLES, plan).sizes
     fresh = disk_needs(config, facts, path)[name]
     (tmp_path / "state.distill.safetensors").write_bytes(bytes(1000))
     assert disk_needs(config, facts, path)[name] == fresh - 1000
@@ -278,4 +278,4 @@ def test_what_waits_between_turns(intermediate, expected):
     """At the start all that the dense model's sites read; at the end what the pruned linears gave, but the last one."""
     model = zoo.tiny_llama(intermediate_size=intermediate)
     start = zoo.start(model, config_from({"recipe": "refit"}), SAMPLES, find_plan(model, NMPattern(2, 4)))
-    assert start.facts.between_turns == expected
+    assert start.sizes.between_turns == expected

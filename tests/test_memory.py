@@ -186,7 +186,7 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> Needs:
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
         start, needs = memory.spared(start, memory.Devices("cuda", 1, free))
-        assert start.facts.checkpointing == (needs.recomputes or config.activation_checkpointing)
+        assert start.sizes.checkpointing == (needs.recomputes or config.activation_checkpointing)
     assert bool(memory.describe_low_memory(needs, config)) == needs.recomputes == needs.report()["recomputes"]
     return needs
 

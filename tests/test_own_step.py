@@ -45,13 +45,13 @@ class Own(Step):
     def conflicts(self, config, steps):
         return "step own is refused with 4:8: choose `sparsity=2:4`" if config.sparsity.group == 8 else ""
 
-    def needs(self, facts):
+    def needs(self, sizes):
         return {"scaling": {"factors": FACTORS}}
 
-    def passes(self, facts):
+    def passes(self, sizes):
         return PASSES
 
-    def state_bytes(self, facts):
+    def state_bytes(self, sizes):
         return 2 * STATE  # the new one is written beside the old
 
     def run(self, run):

@@ -75,7 +75,7 @@ def test_what_a_tokenizer_puts_around_a_text_stands_around_each_sequence(kind):
     found = special_tokens_of(tokenizer)
     assert ([*found.before], [*found.after]) == (before, after)
     end = after or [tokenizer.eos_token_id]
-    for ids in (samples.ids, samples.spare.ids, held_out.ids):
+    for ids in (samples.ids, samples.surplus.ids, held_out.ids):
         assert ids.shape[1] == 16
         for row in ids.tolist():
             assert (row[: len(before)], row[16 - len(after) :]) == (before, after)
@@ -248,8 +248,8 @@ def test_written_text_begins_and_ends_as_the_samples_do(monkeypatch):
     starts = beginnings(drawn("both"), 5, 4)
     assert starts.shape == (6, 5)
     assert (starts[:, 0] == before[0]).all()
-    read, samples_for = [], Run.read_by
-    monkeypatch.setattr(Run, "read_by", lambda *given: read.append(samples_for(*given)) or read[-1])
+    read, samples_for = [], Run.samples_for
+    monkeypatch.setattr(Run, "samples_for", lambda *given: read.append(samples_for(*given)) or read[-1])
     samples = drawn("both")
     config = config_from({"recipe": "mask,distill", "generated": 3, "distill_epochs": 1})
     compile_model(copy.deepcopy(model()), tokenizer_of("both"), config, ids=samples)

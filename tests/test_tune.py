@@ -301,8 +301,8 @@ def test_it_reads_windows_that_no_other_step_reads(trained_on, tmp_path, windows
     assert rows.unique().numel() == min(16, windows - 1)
     samples = calibration_samples(config_from({**SMALL, **config}, "mask"), None, tiny_model())
     used = samples.ids[:, 0]
-    assert len(samples.spare) == spare
-    assert not torch.isin(samples.spare.ids[:, 0], used).any()
+    assert len(samples.surplus) == spare
+    assert not torch.isin(samples.surplus.ids[:, 0], used).any()
     if spare > 18:
         assert not torch.isin(rows, used).any()
 

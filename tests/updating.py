@@ -63,7 +63,7 @@ class Pruned:
     def trained(self, step: type, values: dict[str, object], progress: NoProgress | None, state: object) -> Told:
         """What a step of these options, and those of the compilation, makes of the model."""
         own = {field.name: values.pop(field.name) for field in fields(step) if field.name in values}
-        known = {"objective": self.objective, "read_by": self.ids, "state": state}
+        known = {"objective": self.objective, "samples_for": self.ids, "state": state}
         return Told(step(**own).run(Known(self.model, self.plan, self.ids, CompileConfig(**values), progress, **known)))
 
     @torch.no_grad()

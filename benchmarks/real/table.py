@@ -128,7 +128,7 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
 def _drawn(report: Mapping[str, Any]) -> int:
     """Returns how many sequences the training at the end of the default reads."""
     samples, length = report["inputs"]["calibration"]
-    return config_from({"samples": samples, "sequence_length": length}).steps[-1].draws
+    return config_from({"samples": samples, "sequence_length": length}).steps[-1].fresh_samples
 
 
 def _library(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -50,7 +50,7 @@ def stored_samples(
         stored = Samples(read_by(model, load_file(source)))
     order = _drawn(len(stored), count, generator, source)
     left = order[len(stored) if count is None else count :]
-    return replace(stored[order[:count]], spare=stored[left] if left.numel() and stored.is_text else None)
+    return replace(stored[order[:count]], surplus=stored[left] if left.numel() and stored.is_text else None)
 
 
 def read_by(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ class Samples:
             decides it (`permtriton.model.forward.with_tokens`), and 0 means that it was not asked yet.
         longest: positions per sample of what is longer, the encoder's states or the last hidden state; known as
             ``tokens`` is.
-        spare: further samples of the same text, none of which is among these; None where there are none.
+        surplus: further samples of the same text, none of which is among these; None where there are none.
         special: the special tokens that were put around each sequence; None where the ids are a user's own.
 
     Raises:
@@ -32,7 +32,7 @@ class Samples:
     inputs: Mapping[str, Tensor]
     tokens: int = 0
     longest: int = 0
-    spare: "Samples | None" = None
+    surplus: "Samples | None" = None
     special: SpecialTokens | None = None
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Samples:
         def taken(tensor: Tensor) -> Tensor:
             return tensor[rows.to(tensor.device, non_blocking=True) if isinstance(rows, Tensor) else rows]
 
-        return replace(self, inputs={name: taken(tensor) for name, tensor in self.inputs.items()}, spare=None)
+        return replace(self, inputs={name: taken(tensor) for name, tensor in self.inputs.items()}, surplus=None)
 
     def split(self, size: int) -> Iterator["Samples"]:
         """Yields consecutive samples, ``size`` at a time."""
@@ -100,13 +100,13 @@ class Samples:
 
     def of_text(self, ids: Tensor) -> "Samples":
         """Returns samples of other token ids, in which the same positions hold special tokens."""
-        return replace(self, inputs={"input_ids": ids}, spare=None)
+        return replace(self, inputs={"input_ids": ids}, surplus=None)
 
     def joined(self, *others: "Samples") -> "Samples":
         """Returns these samples and then others with the same arguments."""
         parts = [each.inputs for each in (self, *others)]
         return replace(
-            self, inputs={name: torch.cat([part[name] for part in parts]) for name in self.inputs}, spare=None
+            self, inputs={name: torch.cat([part[name] for part in parts]) for name in self.inputs}, surplus=None
         )
 
     def start(self, samples: int, tokens: int) -> "Samples":

@@ -233,8 +233,8 @@ def calibration_samples(
         config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus,
         halves=takes_decoder_ids(model),
     )  # fmt: skip
-    spare = samples_of(model, windows[count:]) if len(windows) > count else None
-    return replace(samples_of(model, windows[:count]), spare=spare)
+    surplus = samples_of(model, windows[count:]) if len(windows) > count else None
+    return replace(samples_of(model, windows[:count]), surplus=surplus)
 
 
 def fitted(
@@ -263,8 +263,8 @@ def fitted(
 def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
     """Returns what `check_inputs` does, as the model reads it."""
     samples = check_inputs(model, inputs)
-    spare = None if samples.spare is None else check_samples(model, samples.spare)
-    return replace(samples, inputs=arguments_of(model, samples.inputs), spare=spare)
+    surplus = None if samples.surplus is None else check_samples(model, samples.surplus)
+    return replace(samples, inputs=arguments_of(model, samples.inputs), surplus=surplus)
 
 
 def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:

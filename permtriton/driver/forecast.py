@@ -25,7 +25,7 @@ from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import reads_activations
 from permtriton.methods.needs import Needs
 from permtriton.methods.prune.dense_share import DENSE_SHARE
-from permtriton.methods.step import Facts
+from permtriton.methods.step import ModelSizes
 from permtriton.model.expert_linears import UnstackedExperts
 from permtriton.model.experts import share_sent
 from permtriton.model.forward import last_hidden_state
@@ -112,8 +112,8 @@ def make_forecast(
             model is whole on such a device.
         save_format: format of the output; None for dense.
     """
-    facts, seconds, assumed = start.facts, {}, ""
-    refused = refusal(needs, devices, start.config.steps, facts.element)
+    sizes, seconds, assumed = start.sizes, {}, ""
+    refused = refusal(needs, devices, start.config.steps, sizes.element)
     if timed and not refused:
         forward = None
         if needs.way is Way.WHOLE and start.model.device.type == devices.kind:
@@ -122,8 +122,8 @@ def make_forecast(
             forward, assumed = assumed_pass(start, needs, devices), ASSUMED
         if forward is not None:
             held_out = 0 if start.held_out is None else start.held_out.positions
-            seconds = {stage: passes * forward for stage, passes in stage_passes(start.config, facts, held_out).items()}
-    disk = disk_needs(start.config, facts, resume_path, save_format)
+            seconds = {stage: passes * forward for stage, passes in stage_passes(start.config, sizes, held_out).items()}
+    disk = disk_needs(start.config, sizes, resume_path, save_format)
     return Forecast(needs, disk, seconds, refused, devices, assumed)
 
 
@@ -146,7 +146,7 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
 
 
 def disk_needs(
-    config: CompileConfig, facts: Facts, resume_path: Path | None = None, save_format: str | None = None
+    config: CompileConfig, sizes: ModelSizes, resume_path: Path | None = None, save_format: str | None = None
 ) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
@@ -155,25 +155,25 @@ def disk_needs(
     Args:
         resume_path, save_format: as `make_forecast` takes them.
     """
-    states = sum(step.state_bytes(facts) for step in config.steps)
-    dense = facts.model + SMALL_FILES
-    sizes = {"the output": dense}
-    if (stored := _bytes_per_weight(config, facts, save_format)) != facts.element:
-        rewritten = dense - int(facts.pruned * (facts.element - stored))
-        sizes = {"the output": rewritten, "the dense folder that it is made from": dense}
+    states = sum(step.state_bytes(sizes) for step in config.steps)
+    dense = sizes.model + SMALL_FILES
+    files = {"the output": dense}
+    if (stored := _bytes_per_weight(config, sizes, save_format)) != sizes.element:
+        rewritten = dense - int(sizes.pruned * (sizes.element - stored))
+        files = {"the output": rewritten, "the dense folder that it is made from": dense}
     there = sum(path.stat().st_size for path in states_beside(resume_path, config.steps)) if resume_path else 0
-    return sizes | ({"states of interrupted runs": max(states - there, 0)} if states else {})
+    return files | ({"states of interrupted runs": max(states - there, 0)} if states else {})
 
 
-def _bytes_per_weight(config: CompileConfig, facts: Facts, save_format: str | None) -> float:
+def _bytes_per_weight(config: CompileConfig, sizes: ModelSizes, save_format: str | None) -> float:
     """Returns what a format stores of a weight that may be pruned; a scale per row of 8 bits counts nothing."""
     if save_format == Format.PACKED:
-        packed = facts.kept * (facts.element + position_bits(config.sparsity.group) / 8)
-        return packed + config.dense_share * (facts.element - packed)
-    return 1 if save_format == Format.FP8 else facts.element
+        packed = sizes.kept * (sizes.element + position_bits(config.sparsity.group) / 8)
+        return packed + config.dense_share * (sizes.element - packed)
+    return 1 if save_format == Format.FP8 else sizes.element
 
 
-def stage_passes(config: CompileConfig, facts: Facts, held_out: int) -> dict[str, float]:
+def stage_passes(config: CompileConfig, sizes: ModelSizes, held_out: int) -> dict[str, float]:
     """Returns step or stage -> the forward passes over the calibration samples that it amounts to.
 
     Args:
@@ -183,14 +183,14 @@ def stage_passes(config: CompileConfig, facts: Facts, held_out: int) -> dict[str
     if config.dense_share or (config.uses_importance and reads_activations(config.importance)):
         passes["calibrate"] = CALIBRATING
     if held_out:
-        passes["evaluate"] = 2 * held_out / facts.positions
+        passes["evaluate"] = 2 * held_out / sizes.positions
     if config.generated:
-        passes["generate"] = WRITING * written(config.generated) / facts.sequences
+        passes["generate"] = WRITING * written(config.generated) / sizes.sequences
     if config.dense_share:
         passes[DENSE_SHARE] = SHARING
     for step in config.steps:
-        read = facts.read_by(step)
-        passes[step.name] = step.passes(read) * read.sequences / facts.sequences
+        read = sizes.samples_for(step)
+        passes[step.name] = step.passes(read) * read.sequences / sizes.sequences
     return passes
 
 
@@ -211,13 +211,13 @@ def measured_pass(start: Planned) -> float:
 
 def assumed_pass(start: Planned, needs: Needs, devices: Devices) -> float:
     """Returns the seconds of such a pass on GPUs that are not here."""
-    facts = start.facts
-    weights = facts.model / facts.element
+    sizes = start.sizes
+    weights = sizes.model / sizes.element
     if not start.config.calibration.calibrate_all_experts:
         experts = (module for module in start.model.modules() if isinstance(module, UnstackedExperts))
         weights -= sum(sum(p.numel() for p in e.parameters()) * (1 - share_sent(start.model, e)) for e in experts)
-    copy = facts.model / LINK if needs.way is Way.ONLOADED else 0.0
-    return 2 * weights * facts.positions / devices.count / PRODUCTS + copy
+    copy = sizes.model / LINK if needs.way is Way.ONLOADED else 0.0
+    return 2 * weights * sizes.positions / devices.count / PRODUCTS + copy
 
 
 def duration(seconds: float) -> str:

@@ -46,8 +46,8 @@ def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]
 
 def text_hash(config: CompileConfig, samples: Samples) -> str:
     """Returns the hash of what a compilation reads: the samples and, where a step reads more, the spare ones."""
-    more = any(step.draws or step.further for step in config.steps)
-    return (samples.joined(samples.spare) if more and samples.spare is not None else samples).sha256
+    more = any(step.fresh_samples or step.extra_per_sample for step in config.steps)
+    return (samples.joined(samples.surplus) if more and samples.surplus is not None else samples).sha256
 
 
 def identify(

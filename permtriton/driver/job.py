@@ -247,7 +247,7 @@ class Job:
             given = replace(given, resume_path=None)
         start, forecast = forecast_model(model, given, devices)
         total = sum(each.numel() for each in model.parameters())
-        return DryRun(start.plan, forecast, given.config, start.facts.pruned, total, fetched)
+        return DryRun(start.plan, forecast, given.config, start.sizes.pruned, total, fetched)
 
     def _check_apart(self) -> None:
         """Refuses an output that is mixed with what is read; a GGUF file is a model by itself, not its folder."""

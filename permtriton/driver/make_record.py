@@ -71,7 +71,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         "barriers": plan.barriers,
         "hidden_states": hidden_states_report(plan.hidden_order(indices), run.reference.unproved),
         "steps": [
-            {"name": step.name, "samples": len(run.read_by(step)), **asdict(run.outcomes[step.name])}
+            {"name": step.name, "samples": len(run.samples_for(step)), **asdict(run.outcomes[step.name])}
             for step in config.steps
         ],
         "retained_importance": run.importance_shares,

@@ -17,7 +17,7 @@ from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.needs import RELOADING, Needs
 from permtriton.methods.prune.dense_share import DENSE_SHARE
-from permtriton.methods.step import FLOAT32, Facts, Stage, Step
+from permtriton.methods.step import FLOAT32, ModelSizes, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.model.forward import windows_at_once
 from permtriton.running import ranks
@@ -72,15 +72,15 @@ def estimate(start: Planned, devices: Devices) -> Needs:
 
     It also decides how the model is placed on the devices, and whether steps save memory.
     """
-    size, facts = start.facts.model, start.facts
-    stages = _stages(start, facts)
+    size, sizes = start.sizes.model, start.sizes
+    stages = _stages(start, sizes)
     program, held = 0, size if start.model.device.type == devices.kind else 0
     if devices.kind == "cpu":
         resident, mapped = resident_memory()
         program, held = max(resident - size, 0), resident - min(mapped, size)
     needs = Needs(program, size, held, stages, recomputes=start.recomputes)
     if not fits(needs, devices):
-        stages = _stages(start, replace(facts, low_memory=True))
+        stages = _stages(start, replace(sizes, low_memory=True))
         if stages != needs.stages:
             needs = replace(needs, stages=stages, low_memory=True)
     return _placed(needs, start, devices)
@@ -157,48 +157,48 @@ def _onloaded(whole: Needs, start: Planned) -> Needs:
     """Returns the needs where each device holds one layer at a time, with the values of two models where there are."""
     resident = whole.model - sum(start.layers) + 2 * max(start.layers)
     beside, stages = 0, {}
-    for stage, uses in _stages(start, replace(start.facts, one_layer=True)).items():
+    for stage, uses in _stages(start, replace(start.sizes, one_layer=True)).items():
         if stage != RELOADING:  # which is left out where a second model does not fit
             beside = max(beside, sum(size for use, size in uses.items() if use in ON_HOST))
         if not ON_DEVICE.isdisjoint(uses):
             stages[stage] = {use: size for use, size in uses.items() if use not in ON_HOST}
         if stage == GENERATION:
             stages[stage]["the other layers"] = whole.model - resident
-    host = {IN_PLACE: start.facts.model, "copies of weights and inputs of layers": beside}
+    host = {IN_PLACE: start.sizes.model, "copies of weights and inputs of layers": beside}
     onloaded = replace(whole, model=resident, held=0, stages=stages, low_memory=False)
     return replace(onloaded, way=Way.ONLOADED, on_host=host)
 
 
-def _stages(start: Planned, facts: Facts) -> dict[str, dict[str, int]]:
+def _stages(start: Planned, sizes: ModelSizes) -> dict[str, dict[str, int]]:
     """Returns what a compilation is doing -> use -> bytes."""
     model, config = start.model, start.config
     largest = max(p.numel() for p in model.parameters())
-    proof = 2 * largest * (facts.element + FLOAT32)  # of a permuted weight, widened
-    activations = {RUNS_THE_MODEL: facts.forward}
-    stages = {"calibration": activations, "masks": {"one layer": sum(facts.mask().values()) + proof}}
+    proof = 2 * largest * (sizes.element + FLOAT32)  # of a permuted weight, widened
+    activations = {RUNS_THE_MODEL: sizes.forward}
+    stages = {"calibration": activations, "masks": {"one layer": sum(sizes.mask().values()) + proof}}
     if config.uses_importance and inverts_hessians(config.importance):
-        stages["hessians"] = facts.layer_by_layer()
+        stages["hessians"] = sizes.layer_by_layer()
     if (held_out := start.held_out) is not None:
         at_once = min(windows_at_once(held_out.longest), len(held_out)) * held_out.tokens
-        logits = at_once * facts.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
+        logits = at_once * sizes.vocabulary * 3 * FLOAT32  # logits, their float32 copy, the softmax
         stages["evaluation"] = {"logits": logits, **activations}
     if config.generated:
-        texts = texts_at_once(model, facts.longest, written(config.generated))
-        kept = {name: texts * size for name, size in kept_of_text(model, facts.longest).items()}
-        if config.mixed_precision and facts.element == FLOAT32 and not facts.one_layer:
-            kept["rounded weights"] = facts.model // 2
+        texts = texts_at_once(model, sizes.longest, written(config.generated))
+        kept = {name: texts * size for name, size in kept_of_text(model, sizes.longest).items()}
+        if config.mixed_precision and sizes.element == FLOAT32 and not sizes.one_layer:
+            kept["rounded weights"] = sizes.model // 2
         stages[GENERATION] = {**activations, **kept}
     if config.dense_share:
-        stages[DENSE_SHARE] = facts.gradients()
+        stages[DENSE_SHARE] = sizes.gradients()
     for number, step in enumerate(config.steps):
         # From pruning on, the dense weights are kept as long as a step needs them.
         keeps = step.stage is not Stage.ORDER and any(later.dense_weights for later in config.steps[number:])
-        held = {"dense weights": facts.pruned * facts.element} if keeps else {}
+        held = {"dense weights": sizes.pruned * sizes.element} if keeps else {}
         minimising = [later for later in config.steps[number + 1 :] if later.objective]
         if minimising and step.stage is not Stage.ORDER:
-            held["targets of later steps"] = sum(facts.read_by(each).targets()["targets"] for each in minimising)
-        stages |= {stage: {**held, **uses} for stage, uses in step.needs(facts.read_by(step)).items()}
-    return stages | {RELOADING: {"a second model": facts.model}}
+            held["targets of later steps"] = sum(sizes.samples_for(each).targets()["targets"] for each in minimising)
+        stages |= {stage: {**held, **uses} for stage, uses in step.needs(sizes.samples_for(step)).items()}
+    return stages | {RELOADING: {"a second model": sizes.model}}
 
 
 def refusal(needs: Needs, devices: Devices, steps: Sequence[Step] = (), element: int = FLOAT32) -> str:

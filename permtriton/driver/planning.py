@@ -13,7 +13,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
 from permtriton.methods.compile_config import CompileConfig
-from permtriton.methods.step import FLOAT32, Facts, without_gradients
+from permtriton.methods.step import FLOAT32, ModelSizes, without_gradients
 from permtriton.model.core import has_head
 from permtriton.model.experts import share_sent, stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
@@ -50,10 +50,10 @@ class Planned:
     def layers(self) -> list[int]:
         """The bytes of each layer."""
         layers = layer_modules(self.model, self.plan)
-        return [sum(p.numel() for p in layer.parameters()) * self.facts.element for layer in layers]
+        return [sum(p.numel() for p in layer.parameters()) * self.sizes.element for layer in layers]
 
     @cached_property
-    def facts(self) -> Facts:
+    def sizes(self) -> ModelSizes:
         """The sizes that the needs of all steps follow from."""
         model, plan, config, samples = self.model, self.plan, self.config, self.samples
         text = model.config.get_text_config()
@@ -90,7 +90,7 @@ class Planned:
         vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
         width, all_positions = max(widest, hidden), len(samples) * samples.longest
         tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
-        return Facts(
+        return ModelSizes(
             model=sum(p.numel() * p.element_size() for p in model.parameters()),
             element=next(model.parameters()).element_size(),
             pruned=pruned,
@@ -117,7 +117,7 @@ class Planned:
             checkpointing=config.activation_checkpointing or self.recomputes,
             ranks=ranks.count(),
             generated=config.generated,
-            spare=0 if samples.spare is None else len(samples.spare),
+            surplus=0 if samples.surplus is None else len(samples.surplus),
             vectors=vectors + sum(each for each, _ in rows),
             rows=int(sum(each * reached for each, reached in rows)),
         )

@@ -28,9 +28,9 @@ from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import error_importance, importances_of, inverts_hessians
-from permtriton.methods.measure.statistics import describe_few, site_statistics, tokens_of_experts
+from permtriton.methods.measure.statistics import site_statistics, tokens_of_experts, undersampled_warning
 from permtriton.methods.needs import Needs
-from permtriton.methods.prune.dense_share import DENSE_SHARE, costliest, statistics_and_shares_left
+from permtriton.methods.prune.dense_share import DENSE_SHARE, most_sensitive, statistics_and_shares_left
 from permtriton.methods.run import Run
 from permtriton.methods.step import Stage
 from permtriton.model.checks import check_same_outputs, model_outputs
@@ -154,7 +154,7 @@ def prepare(model: PreTrainedModel, given: Given) -> tuple[Run, HeldOutMeasure |
                 else:
                     statistics = site_statistics(runs, start.plan, method, *text)
             expert_tokens = tokens_of_experts(runs, len(samples) * samples.longest)
-            few = describe_few(runs, expert_tokens)
+            few = undersampled_warning(runs, expert_tokens)
             if few and not config.calibration.calibrate_all_experts:
                 progress.say(few)
     run = Run(
@@ -212,7 +212,7 @@ def with_needs(start: Planned, devices: Devices, progress: Progress) -> tuple[Pl
     cannot = needs.way is Way.ONLOADED and bool(start.config.generated) and not fits(needs, devices, GENERATION)
     if not any(ranks.gather(cannot)):
         return start, needs
-    reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.facts.model)}"
+    reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.sizes.model)}"
     start = replace(start, config=_without_text(start.config, reason, progress))
     return spared(start, devices)
 
@@ -285,7 +285,7 @@ def without_dense_share(run: Run, choice: DenseShare, left: Mapping[str, float] 
         if chosen is None:
             rows = run.row_weights()
             errors = importances_of(model, run.plan, error_importance(config.importance), run.statistics)
-            chosen = costliest(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
+            chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
             if choice.state is not None:
                 choice.state.write({}, {"dense": json.dumps(chosen)})
         run.workspace.note(dense=chosen)

@@ -61,7 +61,7 @@ class CompileConfig(CommonConfig):
 
     @property
     def surplus(self) -> int:
-        wanted = (step.further + ceil(step.draws / self.calibration.samples) for step in self.steps)
+        wanted = (step.extra_per_sample + ceil(step.fresh_samples / self.calibration.samples) for step in self.steps)
         return max([SURPLUS, *(1 + each for each in wanted)])
 
     @property

@@ -115,25 +115,25 @@ class Run:
         """Returns the file that keeps the state of a step; None where no state is kept."""
         return self.workspace.state(kind, step, self.model)
 
-    def read_by(self, step: Step) -> Samples:
+    def samples_for(self, step: Step) -> Samples:
         """Returns the samples that a step reads.
 
-        They are the calibration samples and, for a step that asks for them, spare ones of the same text
-        (`permtriton.methods.step.Step.further`) and what the dense model wrote. A step that draws new ones
-        (`permtriton.methods.step.Step.draws`) gets, in random order, spare samples and what the dense model wrote; the
-        calibration samples, too, where these are too few.
+        They are the calibration samples and, for a step that asks for them, surplus ones of the same text
+        (``extra_per_sample``) and what the dense model wrote. A step with ``fresh_samples`` gets surplus ones and what
+        the dense model wrote, in random order; the calibration samples, too, where these are too few.
         """
         written = [] if self.generated is None or not step.reads_generated else [self.samples.of_text(self.generated)]
-        spare = [] if self.samples.spare is None else [self.samples.spare]
-        if not step.draws:
-            more = [*(each[: step.further * len(self.samples)] for each in spare if step.further), *written]
+        surplus = [] if self.samples.surplus is None else [self.samples.surplus]
+        if not step.fresh_samples:
+            extra = step.extra_per_sample * len(self.samples)
+            more = [*(samples[:extra] for samples in surplus if extra), *written]
             return self.samples.joined(*more) if more else self.samples
-        new = [*spare, *written]
-        if sum(map(len, new)) < step.draws:
-            new = [*new, self.samples[: step.draws - sum(map(len, new))]]
+        new = [*surplus, *written]
+        if sum(map(len, new)) < step.fresh_samples:
+            new = [*new, self.samples[: step.fresh_samples - sum(map(len, new))]]
         pool = new[0].joined(*new[1:])
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(self.config.seed))
-        return pool[order[: step.draws]]
+        return pool[order[: step.fresh_samples]]
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -255,14 +255,14 @@ class Run:
             rounds = self.config.mixed_precision and step.stage is Stage.TRAIN  # as its steps do
             with self.running() as model, mixed_precision(model, rounds):
                 objective = dense_objective(
-                    model, objective_kind(step.objective, self.model), self.read_by(step), self.batch, self.store
+                    model, objective_kind(step.objective, self.model), self.samples_for(step), self.batch, self.store
                 )
             self._objectives[key] = objective.on(self.model)
         return self._objectives[key]
 
     def _objective_key(self, step: Step) -> tuple[str, int, int, bool]:
         written = step.reads_generated and self.generated is not None
-        return objective_kind(step.objective, self.model), step.draws, step.further, written
+        return objective_kind(step.objective, self.model), step.fresh_samples, step.extra_per_sample, written
 
     def promise(self, step: Step, loss: float) -> None:
         """Notes the loss that masks alone must have in the present order, by what a step minimised."""

@@ -18,7 +18,7 @@ GENERATED = "Read what --generated adds to the samples, too."  # help of an opti
 
 
 def without_gradients(tokens: int, hidden: int, width: int) -> int:
-    """Returns the bytes of the activations of a pass without gradients and logits; sizes as of `Facts`."""
+    """Returns the bytes of the activations of a pass without gradients and logits; sizes as of `ModelSizes`."""
     return tokens * (hidden + 8 * width) * FLOAT32
 
 
@@ -31,7 +31,7 @@ class Stage(IntEnum):
 
 
 @dataclass(frozen=True)
-class Facts:
+class ModelSizes:
     """The sizes of a model and its calibration samples that memory, time and disk follow from.
 
     Attributes:
@@ -56,14 +56,14 @@ class Facts:
         sequences: number of samples that a step reads.
         calibration: number of calibration samples.
         generated: number of sequences that the dense model writes beside them, for the steps that read such text.
-        spare: number of further samples of the same text, for the steps that read such.
+        surplus: number of further samples of the same text, for the steps that read such.
         vectors: values of all parameters that are vectors, and rows of the pruned linears.
         rows: rows of the pruned linears that a token runs through: of each expert, the share of tokens that it is sent.
         tokens: tokens of a sample that have logits.
         longest: positions of a sample, in the longer half of an encoder-decoder.
         positions: positions of all samples that the last hidden state has.
         micro_batch_size: as the option.
-        at_once: most sequences of a step's backward pass, if they are fewer than ``micro_batch_size``; 0 if not.
+        backward_batch: most sequences of a step's backward pass, if they are fewer than ``micro_batch_size``; 0 if not.
         checkpointing: whether activations are recomputed.
         one_layer: whether gradients are of one layer at a time, because layers come to a GPU one by one.
         low_memory: whether steps shall save memory, because what they could keep does not fit.
@@ -97,19 +97,20 @@ class Facts:
     low_memory: bool = False
     ranks: int = 1
     generated: int = 0
-    spare: int = 0
+    surplus: int = 0
     vectors: int = 0
     rows: int = 0
-    at_once: int = 0
+    backward_batch: int = 0
 
-    def read_by(self, step: "Step") -> "Facts":
-        """Returns the facts of all samples that a step reads, which may be others than the calibration samples."""
-        spare = 0 if step.draws else min(step.further * self.sequences, self.spare)
-        sequences = self.sequences + spare + (self.generated if step.reads_generated else 0)
-        if step.draws:
-            sequences = min(step.draws, sequences + self.spare)
+    def samples_for(self, step: "Step") -> "ModelSizes":
+        """Returns the sizes of all samples that a step reads, which may be others than the calibration samples."""
+        surplus = 0 if step.fresh_samples else min(step.extra_per_sample * self.sequences, self.surplus)
+        sequences = self.sequences + surplus + (self.generated if step.reads_generated else 0)
+        if step.fresh_samples:
+            sequences = min(step.fresh_samples, sequences + self.surplus)
         positions = self.positions // self.sequences * sequences
-        return replace(self, sequences=sequences, positions=positions, at_once=step.at_once, generated=0, spare=0)
+        batch = step.backward_batch
+        return replace(self, sequences=sequences, positions=positions, backward_batch=batch, generated=0, surplus=0)
 
     @property
     def all_positions(self) -> int:
@@ -120,7 +121,7 @@ class Facts:
         """Returns the bytes that forward and backward passes keep."""
         layers = 1 if self.one_layer else self.layers
         kept = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
-        together = min(self.micro_batch_size, self.at_once or self.micro_batch_size)
+        together = min(self.micro_batch_size, self.backward_batch or self.micro_batch_size)
         backward = together * (layers * kept + 16 * self.width)
         measuring = without_gradients(self.micro_batch_size * self.longest, self.hidden, self.width)
         return {
@@ -210,7 +211,7 @@ class Step(Protocol):
         return False
 
     @property
-    def at_once(self) -> int:
+    def backward_batch(self) -> int:
         """Most sequences that it has gradients of before it changes anything; 0 where that is all of them."""
         return 0
 
@@ -220,12 +221,12 @@ class Step(Protocol):
         return ""
 
     @property
-    def draws(self) -> int:
+    def fresh_samples(self) -> int:
         """Number of new samples that it reads in place of the calibration samples; 0 where it reads these."""
         return 0
 
     @property
-    def further(self) -> int:
+    def extra_per_sample(self) -> int:
         """Number of spare samples of the same text that it reads, per calibration sample, beside these."""
         return 0
 
@@ -245,15 +246,15 @@ class Step(Protocol):
         """The distance from the dense model's outputs that it minimises: kl, cosine or auto; empty if it has none."""
         return ""
 
-    def needs(self, facts: Facts) -> Mapping[str, Mapping[str, int]]:
+    def needs(self, sizes: ModelSizes) -> Mapping[str, Mapping[str, int]]:
         """Returns what it is doing -> use -> bytes, beside the program and the model."""
         return {}
 
-    def passes(self, facts: Facts) -> float:
+    def passes(self, sizes: ModelSizes) -> float:
         """Returns how many forward passes over the samples that it reads take as long as it, as measured on SmolLM2."""
         return 0.0
 
-    def state_bytes(self, facts: Facts) -> int:
+    def state_bytes(self, sizes: ModelSizes) -> int:
         """Returns the bytes of the states from which it continues after an interruption; 0 if it has none.
 
         A state that a new one replaces counts twice, because both are on the disk for a moment.

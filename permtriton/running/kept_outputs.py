@@ -41,7 +41,7 @@ class KeptOutputs:
         self._outputs: dict[tuple[nn.Module, tuple[int, ...]], tuple[Any, list[int]]] = {}
         self._final = True  # whether all that has run in this run of the layer has its final weights
 
-    def settle(self, sites: Iterable[Site]) -> None:
+    def finish(self, sites: Iterable[Site]) -> None:
         """Says that the weights of the sites' linears are final."""
         self._changing -= {linear_module(self._model, linear) for site in sites for linear in site.linears}
 

@@ -21,7 +21,7 @@ from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
 
-During = Callable[[Tensor], AbstractContextManager[None]]  # what a layer runs in on the sequences of such numbers
+CallContext = Callable[[Tensor], AbstractContextManager[None]]  # what a layer runs in on the sequences of such numbers
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -90,20 +90,20 @@ class LayerCalls:
         self._structure = call.structure
         self._leaves.append([one if same(one, other) else other for one, other in zip(first, call.leaves, strict=True)])
 
-    def __call__(self, hidden: Tensor, rows: Tensor, during: During = as_it_is) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Tensor, call_context: CallContext = as_it_is) -> Tensor:
         """Returns the layer's output ``[len(rows), tokens, hidden]``.
 
         Args:
             hidden: the hidden states of some sequences, ``[len(rows), tokens, hidden]``, on any device.
             rows: numbers of the sequences, int64 ``[...]``.
-            during: the context that the layer runs in, on as many sequences as run in one call.
+            call_context: the context that the layer runs in, on as many sequences as run in one call.
         """
         assert self._structure is not None
         hidden, parts = hidden.to(self._device), [rows] if self.together else rows.split(1)
         outputs = []
         for states, part in zip(hidden.split(len(parts[0])), parts, strict=True):
             leaves = [self._leaves[row] for row in part.tolist()]
-            with during(part):
+            with call_context(part):
                 joined = [_joined(values) for values in zip(*leaves, strict=True)]
                 outputs.append(run_layer(self._layer, states, joined, self._structure))
         return outputs[0] if self.together else torch.cat(outputs)
@@ -115,7 +115,7 @@ class LayerCalls:
         batch: int,
         rows: Tensor | None = None,
         store: Store = MEMORY,
-        during: During = as_it_is,
+        call_context: CallContext = as_it_is,
     ) -> Tensor:
         """Returns the output for some sequences.
 
@@ -124,7 +124,7 @@ class LayerCalls:
             batch: sequences per call.
             rows: numbers of the sequences to run, int64 ``[at least one]``; all by default.
             store: where the output is.
-            during: as for a call.
+            call_context: as for a call.
         """
         numbers = torch.arange(hidden.shape[0]) if rows is None else rows
 
@@ -132,7 +132,7 @@ class LayerCalls:
             result = torch.empty(0)
             for start in range(0, numbers.numel(), size):
                 part = numbers[start : start + size]
-                output = self(hidden[part], part, during)
+                output = self(hidden[part], part, call_context)
                 if not start:
                     result = store.empty((numbers.numel(), *output.shape[1:]), dtype=output.dtype)
                 result[start : start + size] = output

@@ -19,7 +19,7 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, layer_names, linear_module
 from permtriton.running import ranks
 from permtriton.running.kept_outputs import Keep, KeptOutputs
-from permtriton.running.layer_calls import During, LayerCalls, as_it_is, find_chains, record_chain
+from permtriton.running.layer_calls import CallContext, LayerCalls, as_it_is, find_chains, record_chain
 from permtriton.running.sharding import is_spread
 from permtriton.running.store import MEMORY, Store
 
@@ -33,26 +33,26 @@ class LayerInputs:
         parts: numbers of the sequences that run together, int64 ``[at most batch]`` each.
         run: runs as much of the model, on the sequences with such numbers, as gives each site its inputs.
         may_end: whether a run may be ended when every site's input has been seen.
-        settle: says that the weights of some sites' linears are final, so that what they return may be kept.
+        finish: says that the weights of some sites' linears are final, so that what they return may be kept.
     """
 
     sites: list[Site]
     parts: Sequence[Tensor]
     run: Callable[[Tensor], object]
     may_end: bool = True
-    settle: Callable[[Iterable[Site]], None] = lambda _sites: None
+    finish: Callable[[Iterable[Site]], None] = lambda _sites: None
 
 
-Within = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
+LayerContext = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
 
 
 def from_model(
-    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, within: Within = as_it_is
+    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, layer_context: LayerContext = as_it_is
 ) -> LayerInputs:
-    """Returns the inputs of sites as the model gives them, run from its start in the context ``within("")``."""
+    """Returns the inputs of sites as the model gives them, run from its start in the context ``layer_context("")``."""
 
     def run(rows: Tensor) -> None:
-        with within(""):
+        with layer_context(""):
             last_hidden_state(model, samples[rows])
 
     parts = ranks.parts(torch.arange(len(samples)), batch)
@@ -70,7 +70,7 @@ def layer_by_layer(
     *,
     changing: bool,
     store: Store = MEMORY,
-    within: Within = as_it_is,
+    layer_context: LayerContext = as_it_is,
     keep: Keep | None = None,
 ) -> Iterator[LayerInputs]:
     """Yields the inputs of each layer's sites, in order. All its parts must be run before the next one is asked for.
@@ -78,7 +78,7 @@ def layer_by_layer(
     Args:
         changing: whether the weights of a layer change before the next one is asked for: its inputs then follow from
             the new weights, which takes a second run of each layer.
-        within: the contexts that the layers, and the model, run in: there, the plan's weights may have other values.
+        layer_context: what the layers, and the model, run in: there, the plan's weights may have other values.
         keep: keeps what linears return once their weights are final, so that each of their products is computed once
             however often the layer runs; None to keep nothing. What the model gives is never kept.
     """
@@ -93,28 +93,28 @@ def layer_by_layer(
     store = store.on(model.device)
     for name, sites in zip(names, groups, strict=True):
         if name not in chain_of:
-            yield from_model(model, sites, samples, batch, within)
+            yield from_model(model, sites, samples, batch, layer_context)
             continue
         if name not in calls:
-            with within(""):
+            with layer_context(""):
                 calls, hidden = record_chain(model, {each: layers[each] for each in chain_of[name]}, own, store)
         layer = calls[name]
-        with within(name):
+        with layer_context(name):
             layer.try_together(hidden)
         layer.together = all(ranks.gather(layer.together))  # each rank has tried samples of its own
         # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
         parts = torch.arange(len(own)).split(batch if layer.together else 1)
         if changing:
             kept = KeptOutputs(model, name, sites, keep)
-            run = partial(_run, layer, hidden, None, store, partial(within, name), kept.running)
-            yield LayerInputs(sites, parts, run, settle=kept.settle)
+            run = partial(_run, layer, hidden, None, store, partial(layer_context, name), kept.running)
+            yield LayerInputs(sites, parts, run, finish=kept.finish)
             if name != chain_of[name][-1]:  # what follows runs in the model
-                with within(name):
-                    hidden = layer.run(hidden, batch, store=store, during=partial(kept.running, last=True))
+                with layer_context(name):
+                    hidden = layer.run(hidden, batch, store=store, call_context=partial(kept.running, last=True))
             kept.clear()
         else:
             outputs: list[Tensor] = []
-            run = partial(_run, layer, hidden, outputs, store, partial(within, name), as_it_is)
+            run = partial(_run, layer, hidden, outputs, store, partial(layer_context, name), as_it_is)
             yield LayerInputs(sites, parts, run, may_end=False)
             (hidden,) = outputs
 
@@ -138,13 +138,13 @@ def _run(
     hidden: Tensor,
     outputs: list[Tensor] | None,
     store: Store,
-    within: Callable[[], AbstractContextManager[None]],
-    during: During,
+    layer_context: Callable[[], AbstractContextManager[None]],
+    call_context: CallContext,
     rows: Tensor,
 ) -> None:
     """Runs a layer on some sequences; the first run adds to ``outputs`` a tensor for all, which every run fills."""
-    with within():
-        output = layer(hidden[rows], rows, during)
+    with layer_context():
+        output = layer(hidden[rows], rows, call_context)
     if outputs is not None:
         if not outputs:
             outputs.append(store.empty((len(hidden), *output.shape[1:]), dtype=output.dtype))

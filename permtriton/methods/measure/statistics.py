@@ -168,7 +168,7 @@ def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
     return {name: (count[:-1] * positions // count[-1]).tolist() for name, count in sent.items()}
 
 
-def describe_few(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
+def undersampled_warning(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
     """Returns in a sentence which experts were sent fewer tokens than they have channels; empty if none were.
 
     Args:

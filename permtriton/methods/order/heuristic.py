@@ -24,7 +24,7 @@ from permtriton.kernels.assignment import assignment
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import descending, retained
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, Facts, Stage, Step
+from permtriton.methods.step import BACKWARD, FLOAT32, ModelSizes, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Site, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.state import StateFile
@@ -58,17 +58,17 @@ class Heuristic(Step):
     def gradients(self) -> bool:
         return self.row_weights == "fisher"
 
-    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        rows = min(MAX_ROWS, facts.pruned // facts.width)
-        scores = 4 * max(facts.spaces, default=0) * rows * FLOAT32
-        needs = {"heuristic": {"scores": scores, **facts.mask()}}
-        return needs | ({"row weights": facts.gradients()} if self.gradients else {})
+    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+        rows = min(MAX_ROWS, sizes.pruned // sizes.width)
+        scores = 4 * max(sizes.spaces, default=0) * rows * FLOAT32
+        needs = {"heuristic": {"scores": scores, **sizes.mask()}}
+        return needs | ({"row weights": sizes.gradients()} if self.gradients else {})
 
-    def passes(self, facts: Facts) -> float:
+    def passes(self, sizes: ModelSizes) -> float:
         return 1 + BACKWARD * self.gradients
 
-    def state_bytes(self, facts: Facts) -> int:
-        return sum(facts.spaces) * 8 * self.gradients  # int64
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        return sum(sizes.spaces) * 8 * self.gradients  # int64
 
     def run(self, run: Run) -> None:
         if all(space.frozen for space in run.plan.spaces):

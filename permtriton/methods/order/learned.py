@@ -24,7 +24,7 @@ from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.masked_model import Masks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, Facts, Outcome, Stage, Step
+from permtriton.methods.step import BACKWARD, FLOAT32, ModelSizes, Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running import ranks
 from permtriton.running.backward import loss_scale
@@ -123,30 +123,30 @@ class Learned(Step):
         return ""
 
     @property
-    def at_once(self) -> int:
+    def backward_batch(self) -> int:
         return self.batch_size
 
     @property
     def objective(self) -> str:
         return self.loss
 
-    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        one_layer = facts.checkpointing and facts.low_memory
-        alive = facts.layer if one_layer else facts.pruned
-        permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in facts.spaces)
-        masked = alive * 2 * facts.element  # and their gradients
+    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+        one_layer = sizes.checkpointing and sizes.low_memory
+        alive = sizes.layer if one_layer else sizes.pruned
+        permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in sizes.spaces)
+        masked = alive * 2 * sizes.element  # and their gradients
         return {
             "learning": {
-                **facts.gradients(), **facts.targets(), "masked weights": masked, "permutations": permutations,
-                **facts.mask(),
+                **sizes.gradients(), **sizes.targets(), "masked weights": masked, "permutations": permutations,
+                **sizes.mask(),
             }
         }  # fmt: skip
 
-    def passes(self, facts: Facts) -> float:
+    def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD + 7 * self.epochs if self.gradient == "placement" else 6.5 * self.epochs
 
-    def state_bytes(self, facts: Facts) -> int:
-        return 2 * sum(units * min(self.block_size, units) for units in facts.spaces) * 3 * FLOAT32
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        return 2 * sum(units * min(self.block_size, units) for units in sizes.spaces) * 3 * FLOAT32
 
     def batches(self, sequences: int) -> tuple[int, ...]:
         batch = min(self.batch_size, sequences)

@@ -29,7 +29,7 @@ from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.run import Run
-from permtriton.methods.step import FLOAT32, Facts, Outcome, Stage, Step
+from permtriton.methods.step import FLOAT32, ModelSizes, Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace
 from permtriton.running import ranks
 from permtriton.running.state import StateFile
@@ -84,21 +84,21 @@ class Searched(Step):
     def objective(self) -> str:
         return self.loss
 
-    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
+    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
         search = {
-            **facts.gradients(),
-            **facts.targets(),
-            "dense weights": facts.pruned * facts.element,
-            "gradients": facts.pruned * max(FLOAT32, facts.element),
-            "gains": (4 * facts.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32,
+            **sizes.gradients(),
+            **sizes.targets(),
+            "dense weights": sizes.pruned * sizes.element,
+            "gradients": sizes.pruned * max(FLOAT32, sizes.element),
+            "gains": (4 * sizes.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32,
         }
-        return {"row weights": facts.gradients(), "search": search}
+        return {"row weights": sizes.gradients(), "search": search}
 
-    def passes(self, facts: Facts) -> float:
+    def passes(self, sizes: ModelSizes) -> float:
         return 6 * (self.rounds + 1)
 
-    def state_bytes(self, facts: Facts) -> int:
-        return 2 * sum(facts.spaces) * 8
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        return 2 * sum(sizes.spaces) * 8
 
     def run(self, run: Run) -> Outcome:
         indices, outcome = self.search(run)

@@ -67,7 +67,7 @@ def _share_left(weight_CO: Tensor, hessian: Tensor, curvature: Curvature, patter
     return float(error / dropped) if dropped else 1.0
 
 
-def costliest(
+def most_sensitive(
     model: nn.Module,
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
@@ -78,8 +78,8 @@ def costliest(
 ) -> list[str]:
     """Returns the linears that stay dense, by name: together at most a share of the prunable weights.
 
-    They are taken one after another, the costliest first; one that would exceed the share is passed over, and so is the
-    last one that would be pruned. Experts that one parameter holds go together.
+    They are taken one after another, the most sensitive first; one that would exceed the share is passed over, and so
+    is the last one that would be pruned. Experts that one parameter holds go together.
 
     Args:
         importances: of every linear of the plan, by name, which decide its mask.

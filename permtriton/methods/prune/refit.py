@@ -41,11 +41,11 @@ from permtriton.methods.prune.least_squares import (
 from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, weights_of_sites
 from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
 from permtriton.methods.run import Run
-from permtriton.methods.step import FLOAT32, GENERATED, Facts, Outcome, Stage, Step
+from permtriton.methods.step import FLOAT32, GENERATED, ModelSizes, Outcome, Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.layer_inputs import Within, layer_by_layer
+from permtriton.running.layer_inputs import LayerContext, layer_by_layer
 from permtriton.running.mixed_precision import exact_products
 from permtriton.running.state import FinishedLayers
 from permtriton.util.option import documented, option
@@ -106,29 +106,29 @@ class Refit(Step):
     def uses_importance(self) -> bool:
         return False
 
-    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        layer = facts.layer_by_layer()
-        channels = facts.widest + facts.hidden if facts.low_memory else facts.between_turns
-        kept = {"output gradients": self.metric_tokens * facts.rows * 2} if self.gradients else {}
-        backward = {**replace(facts, micro_batch_size=1).gradients(), **kept}
+    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+        layer = sizes.layer_by_layer()
+        channels = sizes.widest + sizes.hidden if sizes.low_memory else sizes.between_turns
+        kept = {"output gradients": self.metric_tokens * sizes.rows * 2} if self.gradients else {}
+        backward = {**replace(sizes, micro_batch_size=1).gradients(), **kept}
         return {
             **({"output gradients": backward} if self.gradients else {}),
             "refit": {
                 **kept,
                 "activations": 2 * layer["activations"],
                 "inputs of layers": 2 * layer["inputs of layers"],
-                "inputs of sites": facts.all_positions * channels * facts.element,
+                "inputs of sites": sizes.all_positions * channels * sizes.element,
                 # The sums are in float64; shift, inverse and factor are those of the site at hand.
                 "hessians": layer["hessians"] * 5 // 2,
-                "one layer": facts.largest_weight * 18 * FLOAT32,
+                "one layer": sizes.largest_weight * 18 * FLOAT32,
             },
         }
 
-    def passes(self, facts: Facts) -> float:
+    def passes(self, sizes: ModelSizes) -> float:
         return 5.5 if self.gradients else 3.5
 
-    def state_bytes(self, facts: Facts) -> int:
-        return facts.finished_layers()
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        return sizes.finished_layers()
 
     @torch.no_grad()
     def run(self, run: Run) -> Outcome:
@@ -137,7 +137,7 @@ class Refit(Step):
         These, ``start`` and ``end``, are the squared distances from the best unpruned weight's outputs in their metric,
         relative to the square of those.
         """
-        plan, samples, state = run.plan, run.read_by(self), run.state(FinishedLayers, self.name)
+        plan, samples, state = run.plan, run.samples_for(self), run.state(FinishedLayers, self.name)
         gradients = run.output_gradients(self.metric_tokens) if self.gradients else {}
         if self.residual_targets and not any(site.residual_reader for site in plan.sites):
             run.progress.say(
@@ -153,7 +153,7 @@ class Refit(Step):
         with run.fitting() as model, run.progress.stage("refit", steps) as advance:
             layers = partial(layer_by_layer, model, plan, samples, run.batch, store=run.store)
             pruned_layers = layers(changing=True, keep=keep)
-            dense_layers = layers(changing=False, within=_values_within(model, plan, run.dense_weights))
+            dense_layers = layers(changing=False, layer_context=_with_values(model, plan, run.dense_weights))
             for number, (turns, layer, dense) in enumerate(zip(turns_of, pruned_layers, dense_layers, strict=True)):
                 rows = max(layer.parts, dense.parts, key=len)
                 weights = weights_of_sites(model, dense.sites)
@@ -171,7 +171,7 @@ class Refit(Step):
                         targets = dense_inputs(model, watched, advance, run.store)
                     measured = moments(model, replace(layer, sites=sites, parts=rows), targets, advance)
                     parts += self._refit(model, plan, sites, measured, gradients)
-                    layer.settle(sites)
+                    layer.finish(sites)
                     del measured  # before the next turn takes as much
                     advance()
                 if state is not None:
@@ -254,7 +254,7 @@ class Refit(Step):
         return [("refit: error", f"{start:.4f} to {end:.4f} (mean of {len(outcome.parts)} linears)")]
 
 
-def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> Within:
+def _with_values(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> LayerContext:
     """Returns a context for `layer_by_layer`: inside, a layer's weights (the model's, for "") have other values.
 
     A layer runs in the context many times: its values are brought to its device once, until another layer runs.
@@ -263,7 +263,7 @@ def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -
     here: dict[int, Tensor] = {}  # those of the layer that ran last, on its device
 
     @contextmanager
-    def within(layer: str) -> Iterator[None]:
+    def layer_context(layer: str) -> Iterator[None]:
         own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
         before = [each.data for each in own]
         try:
@@ -277,4 +277,4 @@ def _values_within(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -
             for each, value in zip(own, before, strict=True):
                 each.data = value
 
-    return within
+    return layer_context

@@ -15,7 +15,7 @@ from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
 from permtriton.methods.run import Run
-from permtriton.methods.step import Facts, Stage, Step
+from permtriton.methods.step import ModelSizes, Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Site, linear_module, weight_in_out
 from permtriton.running import ranks
@@ -46,14 +46,14 @@ class SparseGPT(Step):
     def uses_importance(self) -> bool:
         return self.mask == "keep"
 
-    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        return {"hessians": facts.layer_by_layer()}
+    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+        return {"hessians": sizes.layer_by_layer()}
 
-    def passes(self, facts: Facts) -> float:
+    def passes(self, sizes: ModelSizes) -> float:
         return 3
 
-    def state_bytes(self, facts: Facts) -> int:
-        return facts.finished_layers()
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        return sizes.finished_layers()
 
     @torch.no_grad()
     def run(self, run: Run) -> None:

@@ -14,7 +14,7 @@ import torch
 from permtriton.config import ObjectiveKind, OptimizerKind, minimises
 from permtriton.data.samples import Samples
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
+from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, ModelSizes, Outcome
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, held_out, split, with_held_out
 from permtriton.util.option import documented, option
@@ -74,7 +74,11 @@ class Distill(TrainingStep):
         return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
 
     @property
-    def draws(self) -> int:
+    def extra_per_sample(self) -> int:
+        return self.further
+
+    @property
+    def fresh_samples(self) -> int:
         return with_held_out(self.steps * self.batch_size) if self.steps else 0
 
     @property
@@ -82,30 +86,30 @@ class Distill(TrainingStep):
         """Whether the only state that it keeps is that at the end."""
         return 0 < self.steps <= ROUND
 
-    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        collected = facts.ranks > 1 or self.batch_size > facts.micro_batch_size
+    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+        collected = sizes.ranks > 1 or self.batch_size > sizes.micro_batch_size
         copies = 1 if self._in_one_round else 2  # of a state before the end there is another
         return {
             "distill": {
-                **self.memory_of_passes(facts),
-                "moments": self._optimizer_bytes(facts),
-                "finished weights": copies * int(facts.pruned * facts.kept) * facts.element,
-                "collected gradients": facts.pruned * FLOAT32 * collected,
-                **facts.mask(),
+                **self.memory_of_passes(sizes),
+                "moments": self._optimizer_bytes(sizes),
+                "finished weights": copies * int(sizes.pruned * sizes.kept) * sizes.element,
+                "collected gradients": sizes.pruned * FLOAT32 * collected,
+                **sizes.mask(),
             }
         }
 
-    def passes(self, facts: Facts) -> float:
-        return BACKWARD * self._epochs(facts.calibration, facts.sequences)
+    def passes(self, sizes: ModelSizes) -> float:
+        return BACKWARD * self._epochs(sizes.calibration, sizes.sequences)
 
-    def state_bytes(self, facts: Facts) -> int:
-        kept = int(facts.pruned * facts.kept) * facts.element
-        return kept if self._in_one_round else 2 * (2 * kept + self._optimizer_bytes(facts))
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        kept = int(sizes.pruned * sizes.kept) * sizes.element
+        return kept if self._in_one_round else 2 * (2 * kept + self._optimizer_bytes(sizes))
 
-    def _optimizer_bytes(self, facts: Facts) -> int:
+    def _optimizer_bytes(self, sizes: ModelSizes) -> int:
         """Returns what the optimizer keeps: moments, and remainders in half precision."""
         moments = 2 * FLOAT32 if self.optimizer == "adam" else 0
-        return facts.pruned * (moments + (HALF if facts.element < FLOAT32 else 0))
+        return sizes.pruned * (moments + (HALF if sizes.element < FLOAT32 else 0))
 
     def _epochs(self, calibration: int, read: int) -> int:
         """Returns the number of epochs: more where the text has too few further samples.
@@ -120,7 +124,7 @@ class Distill(TrainingStep):
 
     @torch.enable_grad()
     def run(self, run: Run) -> Outcome:
-        samples = run.read_by(self)
+        samples = run.samples_for(self)
         with run.running() as model:
             names = [name for _, name in run.plan.linears()]
             weights = weights_of(model, names)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
-from permtriton.methods.step import Facts, Outcome, Stage, Step
+from permtriton.methods.step import ModelSizes, Outcome, Stage, Step
 from permtriton.passes.plan import layer_modules
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, loss_scale, with_gradients
@@ -48,7 +48,7 @@ class TrainingStep(Step):
     generated: bool
 
     @property
-    def at_once(self) -> int:
+    def backward_batch(self) -> int:
         return self.batch_size
 
     @property
@@ -63,13 +63,13 @@ class TrainingStep(Step):
         return False
 
     @staticmethod
-    def memory_of_passes(facts: Facts) -> dict[str, int]:
+    def memory_of_passes(sizes: ModelSizes) -> dict[str, int]:
         """Returns the bytes that passes through the whole model keep, and those of its targets.
 
         Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
         """
-        facts = replace(facts, one_layer=False, checkpointing=facts.checkpointing or facts.one_layer)
-        return {**facts.gradients(), **facts.targets()}
+        sizes = replace(sizes, one_layer=False, checkpointing=sizes.checkpointing or sizes.one_layer)
+        return {**sizes.gradients(), **sizes.targets()}
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Trainer:
     """Steps, their schedule, and the held-out loss; `run` and `held_out_loss` are for use inside `context`."""
 
     def __init__(self, run: Run, step: TrainingStep, trained: Trainable, schedule: Schedule) -> None:
-        samples, objective = run.read_by(step).to(run.model.device, run.model.dtype), run.objective(step)
+        samples, objective = run.samples_for(step).to(run.model.device, run.model.dtype), run.objective(step)
         self._loss_of = partial(objective.of, run.model, samples)  # numbers of sequences -> their mean loss
         self._run, self._trained, self._schedule, self._what = run, trained, schedule, step.name
         self._micro_batch = MicroBatch(run.config.micro_batch_size)

@@ -21,7 +21,7 @@ from permtriton.config import ObjectiveKind, minimises
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, Facts, Outcome
+from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, ModelSizes, Outcome
 from permtriton.methods.train.kept_weights import weights_of
 from permtriton.methods.train.trainer import Schedule, Trainable, Trainer, TrainingStep
 from permtriton.model.core import body_of
@@ -70,7 +70,7 @@ class Tune(TrainingStep):
         return self.steps * self.batch_size
 
     @property
-    def draws(self) -> int:
+    def fresh_samples(self) -> int:
         return self.trained + min(ceil(self.trained / TRAINED_PER_HELD_OUT), MOST_HELD_OUT)
 
     @staticmethod
@@ -78,24 +78,24 @@ class Tune(TrainingStep):
         """Returns how many of so many samples decide which round is kept."""
         return min(max(samples // (TRAINED_PER_HELD_OUT + 1), 1), MOST_HELD_OUT)
 
-    def needs(self, facts: Facts) -> dict[str, dict[str, int]]:
-        targets, state = facts.targets(), {"optimizer": facts.vectors * 6 * FLOAT32}
+    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+        targets, state = sizes.targets(), {"optimizer": sizes.vectors * 6 * FLOAT32}
         return {
-            "tune": {**self.memory_of_passes(facts), **state},
-            "scales": {**targets, **state, "weights before": facts.pruned * facts.element, **facts.mask()},
+            "tune": {**self.memory_of_passes(sizes), **state},
+            "scales": {**targets, **state, "weights before": sizes.pruned * sizes.element, **sizes.mask()},
         }
 
-    def passes(self, facts: Facts) -> float:
-        return BACKWARD * self.trained / facts.sequences + 1
+    def passes(self, sizes: ModelSizes) -> float:
+        return BACKWARD * self.trained / sizes.sequences + 1
 
-    def state_bytes(self, facts: Facts) -> int:
-        return 2 * facts.vectors * (facts.element + 3 * FLOAT32)
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        return 2 * sizes.vectors * (sizes.element + 3 * FLOAT32)
 
     @torch.enable_grad()
     def run(self, run: Run) -> Outcome:
         with run.running() as model:
             values = TunedValues(model, run.plan)
-            trainer = Trainer(run, self, values, self._schedule(run.read_by(self)))
+            trainer = Trainer(run, self, values, self._schedule(run.samples_for(self)))
             start = trainer.best
             with trainer.context():
                 outcome = trainer.run()
