@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.known_run import Known
 from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, timed
 from permtriton import find_plan
 from permtriton.data.samples import Samples
@@ -43,7 +44,6 @@ from permtriton.model.modules import GatheredLinear, from_norm, replace_module
 from permtriton.model.norms import match_norm
 from permtriton.util.machine import device_name, peak_memory, versions
 from permtriton.util.permutation import identity
-from permtriton.util.progress import NoProgress
 
 NORMS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -94,7 +94,7 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
     plan, ids = find_plan(model, PATTERN, layout="fused"), torch.randint(0, args.vocabulary, (1, args.tokens))
     config = CompileConfig(layout="fused", micro_batch_size=1, activation_checkpointing=True)
     objective = dense_objective(model, "kl", Samples.of(ids), 1)
-    fisher = fisher_information(model, plan, "kl", Samples.of(ids), config, NoProgress())
+    fisher = fisher_information(Known(model, plan, Samples.of(ids), config), "kl")
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
     passes, gains, found = [], [], []

@@ -18,7 +18,7 @@ class Known(Run):
     """A run whose answers are given.
 
     Args:
-        known: what `importances`, `fisher`, `objective` and `state` return, and values of attributes.
+        known: what `importances`, `objective`, `samples_for` and `state` return, and values of attributes.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Known(Run):
             plan=plan, statistics={}, expert_tokens={}, needs=Needs(0, 0, 0, {}, low_memory=low_memory),
             placement=Placement(Way.WHOLE, next(model.parameters()).device), **nothing,
         )  # fmt: skip
-        for name in ("importances", "fisher", "objective", "output_gradients", "samples_for", "row_weights", "state"):
+        for name in ("importances", "objective", "samples_for", "state"):
             if name in known:
                 value = known.pop(name)
                 setattr(self, name, lambda *_, value=value: value)

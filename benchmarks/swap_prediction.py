@@ -1,7 +1,7 @@
 """How well gradients predict what single swaps do to the loss, on the embedded demo model.
 
-    python benchmarks/swap_prediction.py --swaps 100 --layout portable
-    python benchmarks/swap_prediction.py learned --swaps 100 --layout fused
+    python -m benchmarks.swap_prediction --swaps 100 --layout portable
+    python -m benchmarks.swap_prediction learned --swaps 100 --layout fused
 
 Swaps are drawn at random from all pairs of every space, half of them among the best partners that a round of the search
 would choose from. Each is applied alone, and the loss over all calibration sequences is measured. One JSON line is
@@ -25,6 +25,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
@@ -67,7 +68,7 @@ def main() -> None:
     importances = importances_of(model, plan, config.importance, statistics_of)
     kind: ObjectiveKind = "cosine" if args.what == "learned" else "kl"
     objective = dense_objective(model, kind, Samples.of(ids), 16)
-    fisher = fisher_information(model, plan, kind, Samples.of(ids), config, NoProgress())
+    fisher = fisher_information(Known(model, plan, Samples.of(ids), config), kind)
     spaces = [space for space in plan.spaces if not space.frozen]
     with hard_masked(model, plan, importances, fisher, config) as masks:
         searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched())

@@ -13,7 +13,6 @@ from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.compile_config import CompileConfig
-from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.statistics import channel_norms
@@ -70,11 +69,7 @@ class Problem:
         self.target = hidden_states(model, self.ids, 4)
 
     def learn(self, options: Options = QUICK, seed: int = 0, progress=None, resume=None, **running) -> Order:
-        run = self.run(seed=seed, progress=progress, state=resume, **running)
-        if options.gradient == "placement":  # without progress
-            fisher = fisher_information(self.model, self.plan, "cosine", self.ids, run.config, NoProgress())
-            run.fisher = lambda _kind: fisher
-        return Order(*options.learn(run))
+        return Order(*options.learn(self.run(seed=seed, progress=progress, state=resume, **running)))
 
     def run(self, seed: int = 0, progress=None, state=None, **running) -> Known:
         config = CompileConfig(sparsity=self.pattern, seed=seed, **running)

@@ -42,8 +42,12 @@ class Problem:
         return self
 
     def refit(self, progress=None, state=None, low_memory=False, **options):
-        known = {"dense_weights": self.dense, "low_memory": low_memory, "output_gradients": {}, "state": state}
-        return Refit(**options).run(Known(self.model, self.plan, self.samples, CONFIG, progress, **known)).parts
+        known = {"dense_weights": self.dense, "low_memory": low_memory, "state": state}
+        return (
+            Refit(**{"metric_tokens": 0, **options})
+            .run(Known(self.model, self.plan, self.samples, CONFIG, progress, **known))
+            .parts
+        )
 
     def update(self, progress=None, state=None) -> None:
         SparseGPT().run(Known(self.model, self.plan, self.samples, CONFIG, progress, state=state))

@@ -45,7 +45,7 @@ class Problem:
 
     def masked(self, **options: object):
         _, config = self.settings(**options)
-        fisher = fisher_information(self.model, self.plan, self.objective.kind, self.ids, config, NoProgress())
+        fisher = fisher_information(Known(self.model, self.plan, self.ids, config), self.objective.kind)
         return hard_masked(self.model, self.plan, self.importances, fisher, config)
 
     def loss(self, indices: dict[str, torch.Tensor]) -> float:

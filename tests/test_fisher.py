@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, kl_div, normalize
 from transformers import AlbertConfig, AlbertForMaskedLM
 
 from benchmarks.architectures import tiny
+from benchmarks.known_run import Known
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
@@ -17,7 +18,6 @@ from permtriton.methods.measure.fisher import Fisher, fisher_information, output
 from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
-from permtriton.util.progress import NoProgress
 
 from . import zoo
 from .expert_stacks import unstacked
@@ -31,7 +31,7 @@ SEED = 3
 
 def found(model, plan, kind="kl", ids=IDS, progress=None, **options: object) -> dict[str, Fisher]:
     config = config_from({"seed": SEED, **options})
-    return fisher_information(model, plan, kind, Samples.of(ids), config, progress or NoProgress())
+    return fisher_information(Known(model, plan, Samples.of(ids), config, progress), kind)
 
 
 def plain(model, plan, kind: str, ids: Tensor = IDS) -> dict[str, Fisher]:
@@ -241,10 +241,9 @@ def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
 def test_output_gradients_are_those_that_the_information_sums_up(name, kind):
     model, plan = zoo.planned(name)
     model.double()
-    one, other = (
-        output_gradients(model, plan, kind, Samples.of(IDS), config_from({"seed": SEED, **options}), NoProgress())
-        for options in ({"micro_batch_size": 1}, {"micro_batch_size": 3, "activation_checkpointing": False})
-    )
+    runs = (Known(model, plan, Samples.of(IDS), config_from({"seed": SEED, "activation_checkpointing": again}))
+            for again in (True, False))  # fmt: skip
+    one, other = (output_gradients(run, IDS.numel() * 2) for run in runs)
     for linear, fisher in found(model, plan, kind).items():
         assert one[linear].shape == (IDS.numel(), fisher.row.numel())
         assert one[linear].dtype == torch.bfloat16
@@ -258,7 +257,7 @@ def test_a_model_that_computes_the_gradients_of_its_layers_itself_is_refused():
     plan = find_plan(model, TWO_FOUR, skip_indivisible=True)
     ids = Samples(tiny.inputs(model, samples=1))
     with pytest.raises(ModelError, match="has no gradients by the outputs of its linears"):
-        output_gradients(model, plan, "kl", ids, config_from(), NoProgress())
+        output_gradients(Known(model, plan, ids, config_from()), 1)
     config = config_from({"skip_indivisible": True, "distill_loss": "cosine"}, "mask,distill")
     with pytest.raises(ModelError, match="has no gradients by the outputs of its linears"):
         compile_model(model, None, config, ids=ids)
@@ -270,6 +269,6 @@ def test_linears_without_a_gradient_have_no_output_gradients():
     model = zoo.build("llama")
     plan, attention = find_plan(model, TWO_FOUR), model.model.layers[0].self_attn
     attention.forward = torch.no_grad()(attention.forward)
-    gradients = output_gradients(model, plan, "kl", Samples.of(IDS), config_from(), NoProgress())
+    gradients = output_gradients(Known(model, plan, Samples.of(IDS), config_from()), 1)
     missing = {name for _, name in plan.linears()} - gradients.keys()
     assert missing == {f"model.layers.0.self_attn.{kind}_proj" for kind in "qkvo"}

@@ -10,6 +10,7 @@ from transformers import FunnelConfig, FunnelModel, LlamaConfig, LlamaForCausalL
 from typer.testing import CliRunner
 
 import permtriton
+from benchmarks.known_run import Known
 from permtriton import CompileConfig, config_from
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
@@ -72,8 +73,10 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
         expected = site_statistics(model, plan, method, SAMPLES, 4, NoProgress())
         found = site_statistics(model, plan, method, SAMPLES, 4, NoProgress(), host)
         assert all(torch.equal(found[site], expected[site]) for site in expected), method
-    expected = fisher_information(model, plan, kind, SAMPLES, config, NoProgress())
-    found = fisher_information(model, plan, kind, SAMPLES, config, NoProgress(), host)
+    run = Known(model, plan, SAMPLES, config)
+    expected = fisher_information(run, kind)
+    run.workspace.store = host
+    found = fisher_information(run, kind)
     for linear, information in expected.items():
         assert torch.equal(found[linear].row, information.row), linear
         assert torch.equal(found[linear].column, information.column), linear

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import permtriton
+from benchmarks.known_run import Known
 from permtriton import PermTritonError, config_from, find_plan
 from permtriton.data.generated import generated_text
 from permtriton.data.samples import Samples
@@ -203,7 +204,7 @@ def encoder(_folder: Path) -> dict:
     model = zoo.build("bert", vocab_size=zoo.TINY["vocab_size"], num_hidden_layers=1).double()
     ids, config = zoo.tiny_ids(5, 12), config_from(SMALL)
     plan = find_plan(model, config.sparsity)
-    found = fisher_information(model, plan, "cosine", Samples.of(ids), config, NoProgress())
+    found = fisher_information(Known(model, plan, Samples.of(ids), config), "cosine")
     result = compiled(model, ids, recipe="mask,distill", **DISTILL)
     result["tensors"] |= {f"fisher.{name}": torch.outer(each.row, each.column) for name, each in found.items()}
     return {**result, "tokens": [each.tokens for each in found.values()]}

@@ -19,7 +19,6 @@ from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.recipe import config_from
 from permtriton.running.layer_inputs import from_model
-from permtriton.util.progress import NoProgress
 
 BATCH = 4  # sequences per forward pass
 
@@ -66,7 +65,7 @@ class Measured:
             return torch.ones(())
         if not self._fisher:
             config = config_from({"samples": len(self.ids)})
-            found = fisher_information(self.model, self.plan, "kl", Samples.of(self.ids), config, NoProgress())
+            found = fisher_information(Known(self.model, self.plan, Samples.of(self.ids), config), "kl")
             self._fisher = {name: each.row for name, each in found.items()}
         return torch.cat([self._fisher[name] for name in names])
 

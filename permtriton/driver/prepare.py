@@ -27,6 +27,7 @@ from permtriton.driver.traced import graph_outputs, traced_sample, why_not_compa
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.measure.fisher import row_weights
 from permtriton.methods.measure.importance import error_importance, importances_of, inverts_hessians
 from permtriton.methods.measure.statistics import site_statistics, tokens_of_experts, undersampled_warning
 from permtriton.methods.needs import Needs
@@ -283,7 +284,7 @@ def without_dense_share(run: Run, choice: DenseShare, left: Mapping[str, float] 
     with run.workspace.timed(DENSE_SHARE):
         rows, chosen = None, choice.chosen
         if chosen is None:
-            rows = run.row_weights()
+            rows = row_weights(run)
             errors = importances_of(model, run.plan, error_importance(config.importance), run.statistics)
             chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, config.dense_share, left)
             if choice.state is not None:

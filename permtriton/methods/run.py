@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from permtriton.config import LossKind
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.compile_config import CompileConfig
-from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.objective import Objective, default_objective, dense_objective, objective_kind
+from permtriton.methods.measure.objective import Objective, dense_objective, objective_kind
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics
 from permtriton.methods.needs import Needs
@@ -154,28 +152,6 @@ class Run:
     def importances(self) -> dict[str, ImportanceFactors]:
         """Returns linear name -> importance of its present weight, for every pruned linear."""
         return importances_of(self.model, self.plan, self.config.importance, self.statistics)
-
-    def row_weights(self) -> dict[str, Tensor]:
-        """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
-        if self.rows is not None:
-            return self.rows
-        fisher = self.fisher(default_objective(self.model))
-        return {name: each.row.to(self.model.device) for name, each in fisher.items()}
-
-    def fisher(self, kind: LossKind) -> dict[str, Fisher]:
-        """Returns linear name -> Fisher information of its weight, for a distance from the dense outputs."""
-        with self.running() as model:
-            return fisher_information(
-                model, self.plan, kind, self.samples, self.working_config, self.progress, self.store
-            )
-
-    def output_gradients(self, tokens: int) -> dict[str, Tensor]:
-        """Returns linear name -> gradients of its outputs on about so many calibration tokens, ``[tokens, rows]``."""
-        kind, count = default_objective(self.model), max(tokens // self.samples.tokens, 1)
-        with self.fitting() as model:
-            # One sequence at a time: they are few, and the logits of more would take more memory than all else.
-            config = replace(self.working_config, micro_batch_size=1)
-            return output_gradients(model, self.plan, kind, self.samples[:count], config, self.progress, self.store)
 
     # -- the order of channels -----------------------------------------------------------------------------------------
 

@@ -16,21 +16,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton.config import CommonConfig, LossKind
+from permtriton.config import LossKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.methods.measure.objective import LOSSES
+from permtriton.methods.measure.objective import LOSSES, default_objective
 from permtriton.methods.measure.statistics import reads_every_token
+from permtriton.methods.run import Run
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, with_gradients
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.store import MEMORY, Store
+from permtriton.running.store import Store
 from permtriton.util.hooks import hooked
 from permtriton.util.machine import available_memory
-from permtriton.util.progress import Advance, Progress
+from permtriton.util.progress import Advance
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
 
@@ -77,33 +78,27 @@ class Fisher:
         return self.row / (2 * tokens), self.column / max(self.tokens, 1)
 
 
+def row_weights(run: Run) -> dict[str, Tensor]:
+    """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
+    if run.rows is not None:
+        return run.rows
+    information = fisher_information(run, default_objective(run.model))
+    return {name: each.row.to(run.model.device) for name, each in information.items()}
+
+
 @torch.enable_grad()
-def fisher_information(
-    model: PreTrainedModel,
-    plan: Plan,
-    kind: LossKind,
-    samples: Samples,
-    config: CommonConfig,
-    progress: Progress,
-    store: Store = MEMORY,
-) -> dict[str, Fisher]:
+def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
     The loss is what `permtriton.methods.measure.objective.LOSSES` has as ``drawn``.
 
     Args:
-        model: Dense model; unchanged on return.
-        kind: Objective whose second derivative is wanted.
-        config: Options: the seed, ``micro_batch_size`` and ``activation_checkpointing``.
+        kind: objective whose second derivative is wanted.
 
     Raises:
-        CalibrationError: A gradient is NaN or infinite.
+        CalibrationError: a gradient is NaN or infinite.
     """
     information: dict[str, Fisher] = {}
-    for _, name in plan.linears():
-        channels, rows = weight_in_out(linear_module(model, name)).shape
-        row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
-        information[name] = Fisher(row, column)
 
     def clear() -> None:
         for each in information.values():
@@ -119,7 +114,13 @@ def fisher_information(
 
         return add
 
-    _BackwardPasses(model, plan, kind, samples, config, progress, store).run("row weights", clear, watch)
+    with run.running() as model:
+        for _, name in run.plan.linears():
+            channels, rows = weight_in_out(linear_module(model, name)).shape
+            row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
+            information[name] = Fisher(row, column)
+        passes = _BackwardPasses(run, model, kind, run.samples, run.config.micro_batch_size)
+        passes.run("row weights", clear, watch)
     for name, each in information.items():
         each.add_up()
         if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
@@ -136,32 +137,31 @@ def _squares(values: Tensor) -> Tensor:
 
 
 @torch.enable_grad()
-def output_gradients(
-    model: PreTrainedModel,
-    plan: Plan,
-    kind: LossKind,
-    samples: Samples,
-    config: CommonConfig,
-    progress: Progress,
-    store: Store = MEMORY,
-) -> dict[str, Tensor]:
+def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
     """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU, of all ranks.
 
-    The loss is that of `fisher_information`, and so are the arguments. Linears that not every token reaches (those of
-    experts) are left out, and those that get no gradient: an indexer chooses tokens, which has none.
+    The loss is that of `fisher_information`. Linears that not every token reaches (those of experts) are left out, and
+    those that get no gradient: an indexer chooses tokens, which has none.
+
+    Args:
+        tokens: about so many of the calibration tokens are read: whole sequences, at least one.
 
     Raises:
-        CalibrationError: A gradient is NaN or infinite.
+        CalibrationError: a gradient is NaN or infinite.
     """
     parts: dict[str, list[Tensor]] = {}
 
     def watch(name: str, _inputs: Tensor) -> Callable[[Tensor], None]:
-        return lambda gradient: parts.setdefault(name, []).append(store.copied(gradient.to("cpu", torch.bfloat16)))
+        return lambda gradient: parts.setdefault(name, []).append(run.store.copied(gradient.to("cpu", torch.bfloat16)))
 
-    _BackwardPasses(model, plan, kind, samples, config, progress, store).run("output gradients", parts.clear, watch)
+    samples = run.samples[: max(tokens // run.samples.tokens, 1)]
+    with run.fitting() as model:
+        # One sequence at a time: they are few, and the logits of more would take more memory than all else.
+        passes = _BackwardPasses(run, model, default_objective(model), samples, micro_batch_size=1)
+        passes.run("output gradients", parts.clear, watch)
     gradients = {}
-    for site in plan.sites:
-        for name in site.linears if reads_every_token(model, site) else ():
+    for site in run.plan.sites:
+        for name in site.linears if reads_every_token(run.model, site) else ():
             own = torch.cat(parts.pop(name)) if name in parts else torch.empty(0)
             found = [each for each in ranks.gather(own) if each.numel()]
             if not found:
@@ -177,15 +177,17 @@ def output_gradients(
 
 @dataclass(frozen=True)
 class _BackwardPasses:
-    """Backward passes of the loss, one for every sample of this rank; attributes as of `fisher_information`."""
+    """Backward passes of the loss, one for every sample of this rank.
 
+    Attributes:
+        model: what runs in place of the run's model.
+    """
+
+    the_run: Run
     model: PreTrainedModel
-    plan: Plan
     kind: LossKind
     samples: Samples
-    config: CommonConfig
-    progress: Progress
-    store: Store
+    micro_batch_size: int
 
     def run(self, stage: str, clear: Callable[[], None], watch: Watch) -> None:
         """Runs them.
@@ -196,19 +198,19 @@ class _BackwardPasses:
             watch: called with a linear's name and its input ``[tokens, in_features]``; returns what takes the gradient
                 of its output ``[tokens, out_features]``.
         """
-        model, samples, config = self.model, self.samples, self.config
+        model, samples, run, plan = self.model, self.samples, self.the_run, self.the_run.plan
         # A layer that comes to the GPU only while it runs is there in the backward pass where it is run again.
-        again = config.activation_checkpointing or self.store.onloads
-        layers = layer_modules(model, self.plan) if again else []
+        again = run.working_config.activation_checkpointing or run.store.onloads
+        layers = layer_modules(model, plan) if again else []
         loss = LOSSES[self.kind].drawn
         own = ranks.own_rows(len(samples))
 
         def backward(size: int) -> None:
             clear()
-            draw = _Draws(config.seed, skip=int(own[0]) if own.numel() else 0)
-            with self.progress.stage(stage, own.numel()) as advance:
+            draw = _Draws(run.config.seed, skip=int(own[0]) if own.numel() else 0)
+            with run.progress.stage(stage, own.numel()) as advance:
                 parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
-                for batches, stream in _together(model, self.plan, parts, self.store):
+                for batches, stream in _together(model, plan, parts, run.store):
                     if stream is not None and stream.differentiable:
                         _backward(stream, lambda batch: loss(model, batch, draw), batches, advance)
                         continue
@@ -219,10 +221,10 @@ class _BackwardPasses:
 
         hooks = (
             linear_module(model, name).register_forward_hook(_showing(partial(watch, name)))
-            for _, name in self.plan.linears()
+            for _, name in plan.linears()
         )
         with frozen(model), hooked(hooks):
-            MicroBatch(config.micro_batch_size).run(backward)
+            MicroBatch(self.micro_batch_size).run(backward)
 
 
 def _together(

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.importance import ImportanceFactors
+from permtriton.methods.measure.fisher import row_weights
 from permtriton.methods.measure.importance import descending, retained
 from permtriton.methods.run import Run
 from permtriton.methods.step import BACKWARD, FLOAT32, ModelSizes, Stage, Step
@@ -85,7 +86,7 @@ class Heuristic(Step):
 
     def indices(self, run: Run) -> dict[str, Tensor]:
         """Returns space name -> unit index, int64 ``[units]``."""
-        rows = run.row_weights() if self.gradients else None
+        rows = row_weights(run) if self.gradients else None
         importances, plan = run.importances(), run.plan
         spaces = [space for space in plan.spaces if not space.frozen]
         with run.progress.stage("heuristic", sum(len(space.segments) for space in ranks.dealt(spaces))) as advance:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from permtriton.config import CommonConfig, ObjectiveKind, minimises
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.swap_gains import RankOneCurvature
+from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.objective import finite
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.masked_model import Masks, masked_model
@@ -178,7 +179,7 @@ class Learned(Step):
         objective = run.objective(self)  # of the dense model: before it is masked
         curvatures = None
         if self.gradient == "placement":
-            fisher, tokens = run.fisher(objective.kind), run.samples.positions
+            fisher, tokens = fisher_information(run, objective.kind), run.samples.positions
             curvatures = {name: RankOneCurvature(*each.curvature(tokens)) for name, each in fisher.items()}
         model = run.spread_twin()
         relaxation = self.relaxation(spaces, run.config.seed, run.placement.spread_on or model.device)

@@ -25,6 +25,7 @@ from permtriton.config import CommonConfig, ObjectiveKind, minimises
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.swap_gains import swap_gains
+from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
@@ -126,7 +127,7 @@ class Searched(Step):
                 "leave the step searched out"
             )
         objective, state = run.objective(self), run.state(StateFile, self.name)
-        fisher = run.fisher(objective.kind)
+        fisher = fisher_information(run, objective.kind)
         with (
             run.running() as model,
             hard_masked(model, run.plan, run.importances(), fisher, run.working_config) as masks,

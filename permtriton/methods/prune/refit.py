@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inputs, moments
 from permtriton.methods.prune.least_squares import (
@@ -138,7 +139,7 @@ class Refit(Step):
         relative to the square of those.
         """
         plan, samples, state = run.plan, run.samples_for(self), run.state(FinishedLayers, self.name)
-        gradients = run.output_gradients(self.metric_tokens) if self.gradients else {}
+        gradients = output_gradients(run, self.metric_tokens) if self.gradients else {}
         if self.residual_targets and not any(site.residual_reader for site in plan.sites):
             run.progress.say(
                 "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted "
