@@ -320,6 +320,23 @@ def test_refusals(tmp_path, make, words):
     assert "\n" not in str(caught.value)
 
 
+def test_norms_that_liger_replaced_are_refused_at_the_first_step():
+    """As Liger's functions do, it sets the forward of the norms that are there; Liger itself runs on GPUs alone."""
+
+    class LigerRMSNorm:
+        def forward(self, hidden_states):
+            return hidden_states
+
+    LigerRMSNorm.forward.__module__ = "liger_kernel.transformers.rms_norm"
+    model = pruned_llama()
+    folders.fuse(model, ["model.norm"], [])
+    permtriton.keep_pattern(model)
+    norm = model.model.norm
+    norm.__dict__["forward"] = LigerRMSNorm.forward.__get__(norm)
+    with pytest.raises(ModelError, match=r"model\.norm permutes channels, and Liger's norm.*'rms_norm': False"):
+        train(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
 def test_a_parametrized_weight_and_a_model_without_a_record_are_refused(tmp_path):
     model = pruned_llama()
     kept = permtriton.keep_pattern(model)

@@ -141,11 +141,15 @@ class KeptPattern:
         self._weights, self.record = weights, record
         self.patterns = {name: weight.pattern for name, weight in weights.items()}
         self._model = weakref.ref(model)  # the hook would keep it in memory
+        self._began = False
         self._hook = register_optimizer_step_post_hook(self._after_step)
         weakref.finalize(model, self.remove).atexit = False
 
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._began and (model := self._model()) is not None:
+            _refuse_liger(model)  # whose norms Trainer puts in only when training begins
+            self._began = True
         # Of this optimizer alone: the backward pass of another model may still need its weights as they are.
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for weight in self._weights.values():
@@ -291,6 +295,16 @@ def _refuse_untrainable(model: nn.Module) -> None:
             raise ModelError(
                 f"{name}: packed weights and weights in 8 bits cannot be trained: write the packed folder with "
                 "permtriton export --format dense and load that, or load the folder that was quantized"
+            )
+
+
+def _refuse_liger(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        forward = getattr(vars(module).get("forward"), "__module__", "")
+        if is_permuted(module) and forward.startswith("liger_kernel"):
+            raise ModelError(
+                f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
+                "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
             )
 
 
