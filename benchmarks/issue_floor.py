@@ -2,12 +2,11 @@
 
 python benchmarks/issue_floor.py        needs triton; nvcc too, if a kernel in CUDA has a named shape; no GPU
 
-The figures go to results/issue-floor.json, and from there to the table of kernels/README.md.
+The figures go to results/issue-floor.json.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -38,7 +37,6 @@ def main() -> None:
     report = json.loads(RESULT.read_text(encoding="utf-8"))
     report["now"] = {"triton": triton.__version__, "rows": rows}
     RESULT.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    subprocess.run([sys.executable, str(ROOT / "benchmarks" / "readme_tables.py")], check=True)
 
 
 if __name__ == "__main__":

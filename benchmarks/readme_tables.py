@@ -20,13 +20,12 @@ sys.path.insert(0, str(ROOT))  # python benchmarks/readme_tables.py has only its
 from benchmarks import pages, report_demo, reproduce, trials  # noqa: E402
 from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
-from benchmarks.gpu.floors import GPUS  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
 from permtriton.evaluation.report_plots import Series, chart  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
 
-NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md", ROOT / "kernels" / "README.md")
+NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md")
 PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
 REPORT = ROOT / "examples" / "report-demo.html"
@@ -207,34 +206,6 @@ def seeded_faults_words(name: str) -> str:
     )
 
 
-def issue_floor_table(name: str) -> str:
-    """Returns the rows of ``benchmarks/issue_floor.py``."""
-    now = _load(name)["now"]
-    about = [gpu.name for gpu in GPUS]
-    rows = {(row["name"], row["gpu"]): row for row in now["rows"]}
-    lines = [
-        "| kernel and shape | registers | programs per SM | main loop | instructions | barriers | shuffles | "
-        f"ratio, {about[0]} | {' | '.join(about[1:])} |",
-        "|---" * (7 + len(about)) + "|",
-    ]
-    for case in dict.fromkeys(name for name, _ in rows):
-        main = rows[case, about[0]]
-        per_unit = "-" if main["per_unit"] is None else f"{main['per_unit']:.2f} per {main['unit']}"
-        cells = [_count(main[key]) for key in ("registers", "resident", "main_loop")]
-        cells += [per_unit, *(_count(main[key]) for key in ("barriers", "shuffles"))]
-        cells += [_count(rows[case, gpu]["ratio"], 2) for gpu in about]
-        lines.append(f"| {case} | {' | '.join(cells)} |")
-    gpus = "; ".join(
-        f"{gpu.name}: {gpu.processors} SMs x 4 x {gpu.clock / 1e9:.2f} GHz, {gpu.bandwidth / 1e12:.2f} TB/s "
-        f"({gpu.source})" for gpu in GPUS
-    )  # fmt: skip
-    return "\n".join([*lines, "", f"{gpus}. Triton {now['triton']}; all but the last columns for {about[0]}."])
-
-
-def _count(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
-
-
 def finetune_table() -> str:
     """Returns a row for each result of ``examples/finetune.py``."""
     lines, lost, report = [], "", {}
@@ -304,14 +275,11 @@ TABLES = {
     "pages-machine": pages_words,
     "architectures-summary": architectures.summary,
     "finetune": finetune_table,
-    "architectures-causes": architectures.causes,
     "config-options": config_options_table,
     "variation": lambda: variation_table("variation-demo-refit.json", "variation-smollm2.json"),
     "seeded-faults": lambda: seeded_faults_words("seeded-faults.json"),
-    "gpu-commands": lambda: f"```\n{gpu.plan(with_rows=False)}\n```",
     "gpu-speed": lambda: gpu.summary(gpu.read(RESULTS / "gpu.json")),
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
-    "issue-floor": lambda: issue_floor_table("issue-floor.json"),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),

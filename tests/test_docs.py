@@ -53,22 +53,6 @@ def test_every_package_has_its_line():
         assert path.name == "__init__.py" or path.read_text(encoding="utf-8").startswith('"""'), path
 
 
-PROMISING = ("docs/reliability.md", "docs/formats.md", "docs/fine-tuning.md", "docs/evaluation.md", "SECURITY.md")
-
-
-@pytest.mark.parametrize("page", PROMISING)
-def test_every_promise_names_its_tests(page):
-    section = (
-        (ROOT / "tests/README.md").read_text(encoding="utf-8").partition(f"](../{page})\n")[2].partition("\n## ")[0]
-    )
-    rows = section.partition("\n| promise | test |\n|---|---|\n")[2].strip().splitlines()
-    named = [re.findall(r"`(\w+)`", row.split("|")[2]) for row in rows]
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
-    assert rows
-    assert all(named)
-    assert [name for names in named for name in names if f"\ndef {name}(" not in sources] == []
-
-
 @pytest.mark.slow
 def test_every_entry_of_a_record_is_on_the_page(tmp_path):
     """And of the quantization config; what no folder may hold is on neither table."""

@@ -1,4 +1,4 @@
-"""The tables of docs/architectures.md, from the results of ``python -m benchmarks.architectures``.
+"""The table of docs/architectures.md, from the results of ``python -m benchmarks.architectures``.
 
 python -m benchmarks.architectures.table LlamaForCausalLM    what the results say of one class
 """
@@ -6,7 +6,6 @@ python -m benchmarks.architectures.table LlamaForCausalLM    what the results sa
 import argparse
 import difflib
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,30 +20,6 @@ TOLERANCE = 1e-3
 SHARE = 0.95
 GOAL = 0.9  # of the classes that run on text
 TEXT = ("causal language model", "masked language model", "text encoder", "encoder-decoder", "image and text")
-EXAMPLES = 2  # classes that are named per cause
-# What keeps a class from being complete, by what happens: how the recorded reason is found, and what it says.
-CAUSES = {
-    "refused": (
-        ("cannot be traced", "a branch of its code depends on the values of tensors"),
-        ("no linear layer", "it has no linears that can be pruned, such as a network of convolutions alone"),
-        ("random numbers", "it draws random numbers when it runs, so that its outputs cannot be compared"),
-        ("one by one", "it compares the outputs of two towers: each is compiled as a model of its own"),
-    ),
-    "keeps an order": (
-        ("may write or read", "what token ids do not reach (an image projector) may use the channels"),
-        ("without a channel rule|no channel rule|outside the model", "an operator without a rule writes the channels"),
-        ("interleaved|separate groups", "its channels are read interleaved, or in separate groups"),
-        ("value of its own", "each channel meets a value of its own, such as a rotary angle"),
-        ("mixes tokens|other channels", "channels are mixed with tokens or with other channels"),
-        ("output of the model", "the channels are an output of the model"),
-    ),
-    "leaves linears dense": (
-        ("is read by", "other code than the linear's own reads its weight"),
-        ("dimensional weight", "the weight is no matrix"),
-        ("stacked experts", "the experts are stored in another form"),
-        ("not a multiple", "M does not divide its number of input channels"),
-    ),
-}  # fmt: skip
 # Reasons of linears that do not count: no pruning could touch them, or the text does not run through them.
 OUTSIDE = ("does not feed the last hidden state", "output head, tied", "not used when the model runs")
 
@@ -124,35 +99,6 @@ def _counts(records: Sequence[Record]) -> list[str]:
     complete = sum(is_complete(record) for record in built)
     figures = [len(built), words["traceback"] + words["crash"], words["wrong output"], words["refused"], complete]
     return [*map(str, figures), f"{complete / max(len(built), 1):.0%}"]
-
-
-def causes() -> str:
-    """Returns what keeps classes from being complete: a row per cause, with the classes or how many there are."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for record in load()[1]:
-        for outcome, reason in _outcomes(record):
-            words = next(words for pattern, words in CAUSES[outcome] if re.search(pattern, reason))
-            found.setdefault((outcome, words), []).append(record["class"])
-    rows = []
-    for key in ((outcome, words) for outcome, causes in CAUSES.items() for _, words in causes):
-        names = list(dict.fromkeys(found.get(key, ())))
-        if names:
-            rows.append(f"| {' | '.join(key)} | {len(names)} | {', '.join(names[:EXAMPLES])} |")
-    return "\n".join(["| what happens | why | classes | such as |", "|---|---|---|---|", *rows])
-
-
-def _outcomes(record: Record) -> list[tuple[str, str]]:
-    """Returns what keeps a class from being complete, as keys of `CAUSES` with the recorded reason."""
-    if "unbuilt" in record:
-        return []
-    if wrong := problem(record):
-        return [(wrong.partition(":")[0], wrong)]
-    if is_complete(record):
-        return []
-    entry = record["portable"]
-    moved = [r for r, names in entry["frozen"].items() if not all(name.startswith("stream") for name in names)]
-    dense = [reason for reason in entry["dense_weights"] if share(entry) < SHARE and not reason.startswith(OUTSIDE)]
-    return [*(("keeps an order", reason) for reason in moved), *(("leaves linears dense", reason) for reason in dense)]
 
 
 def described(name: str) -> str:
