@@ -6,11 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from permtriton.cli.console import out, print_json, show
+from permtriton.cli.options import Json
 from permtriton.driver import planning
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
@@ -27,30 +29,32 @@ from permtriton.util.bars import BarProgress, err
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def run(  # noqa: PLR0913
-    model: Path | None,
-    shapes: Sequence[str],
-    tokens: str,
-    kernel: str | None,
-    dtype: str | None,
-    *,
-    seconds: float | None,
-    dry_run: bool,
-    save: bool,
-    json: bool,
+def autotune(
+    model: Annotated[
+        Path | None, typer.Option(help="A model, compiled or not: the shapes and dtype of its pruned linears.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="OUTxIN of a linear, such as 11008x4096; repeat.")] = None,
+    tokens: Annotated[str, typer.Option(help="Token counts, separated by commas.")] = "1,16,64,2048",
+    kernel: Annotated[str | None, typer.Option(help="Only this kernel, such as sparse_linear.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of weights and activations: bfloat16, float16 or float32; the model's, or bfloat16, by default."
+        ),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="Stop after this time; the same command goes on from there.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Keep the winners beside the model, too.")] = False,
+    json: Json = False,
 ) -> None:
-    """Measures the configurations of the kernels and stores the fastest ones, or only lists them.
-
-    Raises:
-        ConfigError: an option that cannot be read, nothing to tune, or no GPU to measure on.
-        ModelError: the model's config cannot be used.
-    """
     if save and (model is None or not model.is_dir()):
         raise ConfigError("--save stores the winners beside a model: give --model DIR, a folder")
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     model_shapes, model_dtype = _shapes_of(model) if model else ([], torch.bfloat16)
-    all_shapes = [_shape(text) for text in shapes] + model_shapes
+    all_shapes = [_shape(text) for text in shape or ()] + model_shapes
     if not all_shapes:
         raise ConfigError("nothing to tune: give --model DIR or --shape OUTxIN")
     device = torch.device("cpu" if dry_run else "cuda")

@@ -3,15 +3,19 @@
 from collections.abc import Sequence
 from typing import Any
 
+from permtriton.arguments import CompareArgs
 from permtriton.cli.console import change, print_json, say, show
+from permtriton.cli.options import Flags, HelpAll, Json, Model, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.evaluation.compare import Comparison
 from permtriton.evaluation.compare_results import Row, Rows, cell, columns
+from permtriton.recipe import all_options
 from permtriton.util.bars import BarProgress, err
 
 
-def run(comparison: Comparison, *, json: bool) -> None:
-    """Compares the rows and prints one line per row; errors are those of `Comparison.run`."""
+@takes(all_options().keys() - {"sparsity", "importance", "layout", "seed"})  # which the rows set
+def compare(model: Model, args: CompareArgs, flags: Flags, json: Json = False, help_all: HelpAll = False) -> None:
+    comparison = Comparison.of(model, args, flags)
     progress = BarProgress()
     suit_processor(comparison.source, progress)
 

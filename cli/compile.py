@@ -3,25 +3,70 @@
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from permtriton.arguments import CompileArgs
 from permtriton.checkpoint.card import facts
 from permtriton.checkpoint.plan_entries import destination, grouped
+from permtriton.cli import dry_run as dry
 from permtriton.cli import torchrun
 from permtriton.cli.console import change, print_json, say, show
+from permtriton.cli.options import Flags, HelpAll, Json, Model, running_option, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
-from permtriton.errors import reasons_of
+from permtriton.errors import ConfigError, reasons_of
+from permtriton.evaluation.protocol import measured_by
 from permtriton.methods import steps
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.step import Outcome
 from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.source import Source
+from permtriton.recipe import resolve
 from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes
 from permtriton.util.output_files import real_path
+
+
+@takes()
+def compile(
+    model: Model,
+    args: CompileArgs,
+    flags: Flags,
+    dry_run: Annotated[
+        bool,
+        running_option(
+            "--dry-run",
+            help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written.",
+        ),
+    ] = False,
+    devices: Annotated[
+        str | None,
+        running_option(
+            metavar="COUNTxGIB",
+            help="With --dry-run: plan for this many GPUs with this many GiB each, such as 8x80. Needs no text and no "
+            "weights.",
+        ),
+    ] = None,
+    json: Json = False,
+    help_all: HelpAll = False,
+) -> None:
+    config, overrides = resolve(model, flags, args.recipe, args.config, args.protocol)
+    if devices is not None and not dry_run:
+        raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
+    if dry_run and torchrun.launched():
+        raise ConfigError("--dry-run is for one process: start it without torchrun, and name the GPUs by --devices")
+    if args.shard and devices is None and not torchrun.launched():
+        raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
+    eval_data, *_ = measured_by(args.protocol, args.eval_data, None, None, model)
+    source = Source(model, **args.loading)
+    output = args.output or default_output(source, config)
+    job = Job(source, config, overrides, replace(args, eval_data=eval_data, output=output))
+    if dry_run:
+        dry.run(job, devices, json=json)
+    else:
+        run(job, json=json)
 
 
 def default_output(source: Source, config: CompileConfig) -> Path:
@@ -89,7 +134,7 @@ def _results(report: Any) -> Iterator[tuple[str, str]]:
     yield "zeros in pruned weights", _range(report["sparsity_by_layer"].values(), "{:.2%}")
     known = {kind.name: kind for kind in steps.STEPS}
     for entry in report["steps"]:
-        outcome = Outcome(**{each.name: entry[each.name] for each in fields(Outcome)})
+        outcome = Outcome(**{field.name: entry[field.name] for field in fields(Outcome)})
         yield from known[entry["name"]]().words(outcome)
     yield "seconds", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report["seconds"].items())
     yield "peak memory", format_bytes(report["memory"]["peak"])

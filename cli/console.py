@@ -33,6 +33,8 @@ LIMITS = {
 }
 
 
+UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
+
 out = PlainConsole(markup=False, emoji=False)
 
 
@@ -50,17 +52,17 @@ def _ending_as_interrupted() -> Iterator[None]:
 
     One that arrives inside a finalizer (``__del__``), where Python drops every exception, is sent again.
     """
-    mine = [each for name in ("SIGTERM", "SIGHUP") if (each := getattr(signal, name, None)) is not None]
-    mine = [each for each in mine if signal.getsignal(each) is signal.SIG_DFL]
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    handled = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, _frame: object) -> None:
-        for each in mine:
-            signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the cleaning up
+        for other in handled:
+            signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the cleaning up
         raise _Ended(number)
 
     def take() -> None:
-        for each in mine:
-            signal.signal(each, end)
+        for number in handled:
+            signal.signal(number, end)
 
     def dropped(what: Any) -> None:
         if not isinstance(what.exc_value, KeyboardInterrupt):
@@ -75,8 +77,8 @@ def _ending_as_interrupted() -> Iterator[None]:
         yield
     finally:
         sys.unraisablehook = report
-        for each in mine:
-            signal.signal(each, signal.SIG_DFL)
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager
@@ -103,6 +105,8 @@ def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = la
         fail(f"{error}{to_lower()}", 2)
     except PermTritonError as error:
         fail(str(error), 2)
+    except UsageError as error:  # an unknown command or flag, or a value of another type
+        fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (OSError, RuntimeError, MemoryError, ImportError) as error:
         if not (line := _what_failed(error, to_lower)):
             raise
@@ -155,10 +159,10 @@ def _breaks(line: str, width: int) -> Iterator[int]:
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
     """Returns widths of columns that share ``width`` evenly where they need more; no word is broken, however wide."""
     lines = [[line for text in column for line in text.split("\n")] for column in columns]
-    wanted = [max(map(cell_len, column)) for column in lines]
+    needed = [max(map(cell_len, column)) for column in lines]
     widths = [max(cell_len(part.rstrip()) for line in column for part in _Cell.BREAK.split(line)) for column in lines]
     for _ in range(width - sum(widths)):
-        if short := [number for number, each in enumerate(widths) if each < wanted[number]]:
+        if short := [number for number, current in enumerate(widths) if current < needed[number]]:
             widths[min(short, key=widths.__getitem__)] += 1
     return widths
 

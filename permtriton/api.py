@@ -1,42 +1,72 @@
-"""The functions of ``import permtriton``: what may be asked for, and by which names."""
+"""The functions of ``import permtriton``."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from permtriton.arguments import CompareArgs, CompileArgs, EvaluateArgs, Words
 from permtriton.checkpoint import export as exporting
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.plan_entries import plan_report
-from permtriton.comparison.asked import AskedComparison
-from permtriton.data.in_memory import is_named, selected
+from permtriton.data.in_memory import Data, is_named, selected
+from permtriton.data.media import Processor
 from permtriton.driver import adapt as adapting
 from permtriton.driver import planning
-from permtriton.driver.asked import Asked
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
-from permtriton.errors import ConfigError, near
+from permtriton.errors import ConfigError
 from permtriton.evaluation.compare import Comparison
+from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.evaluation.report import report as write_report
 from permtriton.methods.step import Step
 from permtriton.model import load
 from permtriton.model.name import checked_token, location_of
 from permtriton.model.source import Source, source_of
 from permtriton.passes.plan import Plan
-from permtriton.recipe import all_options, build_config, given_by, steps_of
-from permtriton.util.asking import arguments, asking_with_options
+from permtriton.recipe import resolve
 from permtriton.util.bars import Shown, reporter
 from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import path_of, real_path
 from permtriton.util.sparsity import NMPattern
 
 Model: TypeAlias = PreTrainedModel | str | Path
+Args = TypeVar("Args", CompileArgs, CompareArgs, EvaluateArgs)
 
 
-@asking_with_options(Asked)
-def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledModel:
+@as_torch_starts()
+def compile(
+    model: Model,
+    *,
+    recipe: str | Sequence[Step] | None = None,
+    protocol: str | None = None,
+    data: Data | None = None,
+    text_column: str | None = None,
+    split: str | None = None,
+    tokenizer: Processor | None = None,
+    eval_data: Data | None = "none",
+    eval_windows: int | None = None,
+    config: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Shown = False,
+    output: str | Path | None = None,
+    save_format: str | None = None,
+    push_to_hub: str | None = None,
+    private: bool | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    shard: bool | None = None,
+    onload: bool | None = None,
+    **options: Any,
+) -> CompiledModel:
     """Prunes a model to N:M sparsity in the best channel order, as ``permtriton compile`` does.
 
     Args:
@@ -100,7 +130,8 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
         >>> compiled.report["config"]["recipe"]
         'refit'
     """
-    job, reports = _job(model, asked, options), reporter(asked.progress)
+    job = _job(model, _collected(CompileArgs, locals()), options)
+    reports = reporter(progress)
     with job.claimed(reports):
         compiled = job.run(reports)
         job.save(compiled, reports)
@@ -108,14 +139,40 @@ def compile(model: Model, asked: Asked, options: dict[str, Any]) -> CompiledMode
     return compiled
 
 
-@asking_with_options(Asked)
-def dry_run(model: Model, asked: Asked, options: dict[str, Any]) -> DryRun:
+@as_torch_starts()
+def dry_run(
+    model: Model,
+    *,
+    recipe: str | Sequence[Step] | None = None,
+    protocol: str | None = None,
+    data: Data | None = None,
+    text_column: str | None = None,
+    split: str | None = None,
+    tokenizer: Processor | None = None,
+    eval_data: Data | None = "none",
+    eval_windows: int | None = None,
+    config: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Shown = False,
+    output: str | Path | None = None,
+    save_format: str | None = None,
+    push_to_hub: str | None = None,
+    private: bool | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    shard: bool | None = None,
+    onload: bool | None = None,
+    **options: Any,
+) -> DryRun:
     """Returns what `compile` would do and what it would need, as ``permtriton compile --dry-run``; changes nothing.
 
     Args:
-        model: as `compile` takes it.
-        asked: everything else that `compile` takes.
-        options: as `compile` takes them.
+        model: and everything else as `compile` takes it.
 
     Raises:
         PermTritonError: as `compile` up to its plan. Too little memory is no error here, but then no time is measured.
@@ -126,7 +183,7 @@ def dry_run(model: Model, asked: Asked, options: dict[str, Any]) -> DryRun:
         >>> planned.forecast.seconds
         {'refit': ...}
     """
-    return _job(model, asked, options).dry_run(reporter(asked.progress))
+    return _job(model, _collected(CompileArgs, locals()), options).dry_run(reporter(progress))
 
 
 @as_torch_starts()
@@ -160,14 +217,13 @@ def inspect(
         >>> permtriton.inspect("demo", layout="fused")["skipped"]
         {'model.embed_tokens.weight': 'output head, tied to the embedding'}
     """
-    given = _parsed(options)
-    chosen = build_config(_name(model), None, given, given)
+    config, _ = resolve(_name(model), _not_none(options))
     loading = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file, "revision": revision, "token": token}
     source = source_of(model, **loading)
     if isinstance(source, Source):
         model = load.load_empty_model(source)
     assert isinstance(model, PreTrainedModel)
-    plan, _ = planning.plan_model(model, chosen)
+    plan, _ = planning.plan_model(model, config)
     return {**plan_report(plan), **planning.sizes(model, plan)}
 
 
@@ -181,12 +237,110 @@ def find_plan(model: PreTrainedModel, sparsity: NMPattern | str, **options: Any)
     Raises:
         PermTritonError: as `inspect`.
     """
-    given = _parsed({"sparsity": sparsity, **options})
-    return planning.plan_model(model, build_config("", None, given, given))[0]
+    config, _ = resolve("", _not_none({"sparsity": sparsity, **options}))
+    return planning.plan_model(model, config)[0]
 
 
-@asking_with_options(AskedComparison)
-def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) -> dict[str, Any]:
+@as_torch_starts()
+def evaluate(
+    model: Model,
+    eval_data: Data | None = None,
+    *,
+    protocol: str | None = None,
+    window: int | None = None,
+    eval_windows: int | None = None,
+    tasks: str | Sequence[str] | None = None,
+    limit: int | None = None,
+    tasks_dir: str | Path | None = None,
+    special_tokens: str | None = None,
+    against: Against = None,
+    tokenizer: Processor | None = None,
+    hidden_order: Tensor | None = None,
+    text_column: str | None = None,
+    split: str | None = None,
+    batch_size: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Shown = False,
+) -> Evaluated:
+    """Measures a model, dense or compiled in any format: perplexity, distance from the dense model, zero-shot tasks.
+
+    Args:
+        model: folder, hub name or ``demo``, or a loaded model, which is measured as it is.
+        eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; or
+            texts, token ids or tensors in memory, as `permtriton.compile` takes them. None for ``demo`` with the demo
+            model, else ``wikitext2``.
+        protocol: ``wanda`` or ``permllm`` for what these papers measure: ``wikitext2`` in windows of 2048 tokens, and
+            Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
+        window: tokens per window; None for 2048, or as many as the model can take.
+        eval_windows: number of windows to measure, the first ones; None for all.
+        special_tokens: ``auto`` for windows that begin and end as a single text does by the tokenizer; ``none`` for
+            windows without special tokens around them. None for what the protocol says, or ``auto``.
+        against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
+            this call only, and both models are in memory at once.
+        tokenizer: tokenizer or processor of a loaded model; text needs it.
+        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of a loaded model;
+            None where they did not move. A folder's own record says it.
+        tasks: tasks of lm-eval: names in a list, or separated by commas.
+        limit: documents per task; None for all.
+        tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.
+        batch_size: windows, or requests of tasks, per forward pass; None for as many windows as make 2048 tokens, and 8
+            requests.
+        device: ``auto``, ``cpu`` or ``cuda``, for models that are loaded here.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
+        trust_remote_code: whether code that comes with a model may run.
+        gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
+        text_column, split: of a dataset in memory, as `permtriton.compile` takes them.
+        token, progress: as `permtriton.compile` takes them.
+
+    Raises:
+        ConfigError: there is nothing to measure, or an option makes no sense.
+        ModelError: a model cannot be loaded, or the two cannot be compared.
+        CalibrationError: the text cannot be read, or a measure is not finite.
+        TaskError: a task cannot be run.
+        MemoryTooSmallError: the GPU cannot hold the dense model beside the other.
+
+    Example:
+        >>> import permtriton
+        >>> measured = permtriton.evaluate("my-model-2of4", "my-heldout.txt", against="my-model")
+        >>> print(measured)
+        perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
+    """
+    return evaluate_with(model, _collected(EvaluateArgs, locals()))
+
+
+@as_torch_starts()
+def compare(
+    model: str | Path,
+    eval_data: Data | None = None,
+    *,
+    protocol: str | None = None,
+    window: int | None = None,
+    eval_windows: int | None = None,
+    tasks: str | Sequence[str] | None = None,
+    limit: int | None = None,
+    tasks_dir: str | Path | None = None,
+    seeds: int | str | Sequence[int] = 0,
+    methods: Words = None,
+    sparsity: Words = None,
+    ablate: str | None = None,
+    values: Words = None,
+    config: str | Path | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+    progress: Shown = False,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
     """Prunes a model by every method on the same text and measures each, as ``permtriton compare``; saves no model.
 
     Args:
@@ -220,8 +374,9 @@ def compare(model: str | Path, asked: AskedComparison, options: dict[str, Any]) 
         >>> [row["method"] for row in report["rows"]]
         ['dense', 'wanda']
     """
-    asked = replace(asked, config=_path("config", asked.config), tasks_dir=_path("tasks_dir", asked.tasks_dir))
-    return Comparison.of(location_of(model), asked, _parsed(options)).run(reporter(asked.progress))
+    args = _collected(CompareArgs, locals())
+    args = replace(args, config=_path("config", config), tasks_dir=_path("tasks_dir", tasks_dir))
+    return Comparison.of(location_of(model), args, _not_none(options)).run(reporter(progress))
 
 
 def export(
@@ -314,41 +469,44 @@ def report(
         'report.html'
     """
     several: Sequence[Any] = folders if isinstance(folders, list | tuple) else [folders]
-    named = [path_of("folders", each) for each in several]
+    named = [path_of("folders", folder) for folder in several]
     page, compared = _path("output", output), _path("comparison", comparison)
     return write_report(named, page, comparison=compared, masks=masks, overwrite=overwrite)
 
 
-def _job(model: Model, asked: Asked, options: Mapping[str, Any]) -> Job:
-    """Returns the job that the arguments of `compile` ask for."""
-    if asked.output is None and (asked.overwrite or asked.restart):
+def _collected(kind: type[Args], values: Mapping[str, Any]) -> Args:
+    """Returns a dataclass of arguments from a function's local names."""
+    return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+
+def _job(model: Model, args: CompileArgs, options: Mapping[str, Any]) -> Job:
+    """Returns the job of the arguments of `compile`."""
+    if args.output is None and (args.overwrite or args.restart):
         raise ConfigError(
             "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"
         )
-    if asked.save_format is not None and asked.output is None:
+    if args.save_format is not None and args.output is None:
         raise ConfigError("`save_format=` has no effect without `output=`: leave it out")
-    options = _parsed(options, asked.recipe)
-    data, of_text = asked.data, {"text_column": asked.text_column, "split": asked.split}
+    data, options = args.data, _not_none(options)
     if data is None or is_named(data):
-        options |= {name: value for name, value in of_text.items() if value is not None}
+        options |= _not_none({"text_column": args.text_column, "split": args.split})
     else:
-        data = selected(data, asked.text_column, asked.split)
-    held_out_columns = getattr(asked.eval_data, "column_names", ())
-    eval_data = selected(asked.eval_data, asked.text_column if asked.text_column in held_out_columns else None)
+        data = selected(data, args.text_column, args.split)
+    held_out_columns = getattr(args.eval_data, "column_names", ())
+    eval_data = selected(args.eval_data, args.text_column if args.text_column in held_out_columns else None)
     if data is not None and "calibration" in options:
         raise ConfigError("`data=` and `calibration=` are two names of one thing: give one of them")
     if is_named(data):
         options["calibration"], data = str(data), None
-    asked = replace(
-        asked,
+    args = replace(
+        args,
         data=data,
         eval_data=eval_data,
-        config=_path("config", asked.config),
-        output=_path("output", asked.output),
+        config=_path("config", args.config),
+        output=_path("output", args.output),
     )
-    given = given_by(asked.config, options, asked.protocol, _name(model))
-    chosen = build_config(_name(model), asked.recipe, given, options)
-    return Job(source_of(model, **asked.loading), chosen, given, replace(asked, token=checked_token(asked.token)))
+    config, overrides = resolve(_name(model), options, args.recipe, args.config, args.protocol)
+    return Job(source_of(model, **args.loading), config, overrides, replace(args, token=checked_token(args.token)))
 
 
 def _path(what: str, name: str | Path | None) -> Path | None:
@@ -359,14 +517,5 @@ def _name(model: Model) -> str:
     return location_of(model) if isinstance(model, str | Path) else ""
 
 
-def _parsed(options: Mapping[str, Any], recipe: str | Sequence[Step] | None = None) -> dict[str, Any]:
-    """Returns options with texts as the values that they stand for on the command line; None is the default.
-
-    Raises:
-        ConfigError: an unknown option; the message names those like it.
-    """
-    known = all_options(None if recipe is None else steps_of(recipe))
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"unknown option {name}{near(name, [*known, *(each.name for each in arguments(Asked))])}")
-    return {name: known[name].parse(value) for name, value in options.items() if value is not None}
+def _not_none(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}

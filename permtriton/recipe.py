@@ -7,17 +7,18 @@ demo model has small settings of its own.
 import os
 import shlex
 import tomllib
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
+from permtriton.arguments import CompileArgs
 from permtriton.config import CalibrationConfig, ImportanceMethod
 from permtriton.errors import ConfigError, near, reading, shown
 from permtriton.evaluation.protocol import protocol_of
 from permtriton.methods import steps
-from permtriton.methods.compile_config import CompileConfig, has_effect, why_no_effect
+from permtriton.methods.compile_config import CompileConfig, has_effect, no_effect_refusal
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
@@ -27,8 +28,9 @@ from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.tune import Tune
 from permtriton.model.name import DEMO, shown_name
-from permtriton.util.option import Option, given_options, options_of
+from permtriton.util.option import Option, fields_of, options_of
 
+Part = TypeVar("Part")
 DEFAULT = "default"
 PERMLLM = "permllm"
 ALIASES = {"published": PERMLLM}
@@ -127,14 +129,14 @@ def recipes() -> dict[str, dict[str, Any]]:
         >>> permtriton.recipes()["recipes"]["default"]["steps"]
         ['heuristic', 'refit', 'distill']
     """
-    named = {name: {"steps": each.names.split(","), "summary": each.summary} for name, each in RECIPES.items()}
+    named = {name: {"steps": recipe.names.split(","), "summary": recipe.summary} for name, recipe in RECIPES.items()}
     return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
 
 
 def all_options(recipe: str | Sequence[Step] | None = None) -> dict[str, Option]:
     """Returns name -> option, of the compilation, of every step that is known, and of those of a recipe."""
-    own = [] if recipe is None or isinstance(recipe, str) else map(type, recipe)
-    kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *own))
+    of_recipe = [] if recipe is None or isinstance(recipe, str) else map(type, recipe)
+    kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *of_recipe))
     return {o.name: o for kind in kinds for o in options_of(kind)}
 
 
@@ -179,7 +181,8 @@ def config_from(
     """Builds a config from flat options laid over a recipe.
 
     Args:
-        options: values by option name (dashes or underscores), such as ``{"samples": 64, "learn_epochs": 5}``.
+        options: values by option name (dashes or underscores), such as ``{"samples": 64, "learn_epochs": 5}``; texts
+            stand for what they mean on the command line.
         recipe: as `steps_of` takes it; None for that of the options, or the default.
         model: name of the model; ``demo`` has small settings of its own.
 
@@ -189,53 +192,68 @@ def config_from(
     """
     if not isinstance(options, Mapping | None):
         raise ConfigError(f"options is a {type(options).__name__}: expected values by the names of options")
-    given = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
-    named = given.pop("recipe", None)
-    chosen = next((each for each in (recipe, named) if each is not None), DEFAULT)
+    overrides = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
+    in_options = overrides.pop("recipe", None)
+    chosen = next((name for name in (recipe, in_options) if name is not None), DEFAULT)
     chosen = ALIASES.get(chosen, chosen) if isinstance(chosen, str) else chosen
-    steps_given = steps_of(chosen)
-    known = all_options(steps_given)
-    if unknown := sorted(set(given) - set(known)):
-        raise ConfigError(f"unknown option {shown(unknown[0])}{near(unknown[0], known)}")
-    for name, value in given.items():  # those of steps that the recipe lacks, too
-        known[name].check(known[name].convert(value))
-    own = RECIPES[chosen].options if isinstance(chosen, str) and chosen in RECIPES else {}
-    values = {**(SMALL if model == DEMO else {}), **own, **given}
+    steps = steps_of(chosen)
+    known = all_options(steps)
+    _check_names(overrides, known)
+    overrides = {name: known[name].convert(value) for name, value in overrides.items()}
+    for name, value in overrides.items():  # those of steps that the recipe lacks, too
+        known[name].check(value)
+    of_recipe = RECIPES[chosen].options if isinstance(chosen, str) and chosen in RECIPES else {}
+    values = {**(SMALL if model == DEMO else {}), **of_recipe, **overrides}
     if chosen == PERMLLM and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
     config = CompileConfig(
-        **given_options(CompileConfig, values),
-        calibration=CalibrationConfig(**given_options(CalibrationConfig, values)),
-        steps=tuple(replace(step, **given_options(type(step), values)) for step in steps_given),  # type: ignore[type-var]
+        **fields_of(CompileConfig, values),
+        calibration=CalibrationConfig(**fields_of(CalibrationConfig, values)),
+        steps=tuple(_updated(step, values) for step in steps),
         named=chosen if isinstance(chosen, str) else "",
     )
     check_recipe(config)
-    return with_suggested(config, given)
+    return with_suggested(config, overrides)
 
 
-def build_config(
-    model: str, recipe: str | Sequence[Step] | None, given: Mapping[str, Any], options: Mapping[str, Any]
-) -> CompileConfig:
-    """Lays what a user gave over the recipe.
+def _check_names(names: Iterable[str], known: Collection[str]) -> None:
+    unknown = sorted(set(names) - set(known))
+    arguments = [argument.name for argument in fields(CompileArgs)]
+    for name in unknown:
+        if name in arguments:
+            raise ConfigError(f"{name} is no option of a config: give it as `{name}=` beside the config")
+        raise ConfigError(f"unknown option {shown(name)}{near(name, [*known, *arguments])}")
+
+
+def resolve(
+    model: str,
+    options: Mapping[str, Any],
+    recipe: str | Sequence[Step] | None = None,
+    config_file: str | Path | None = None,
+    protocol: str | None = None,
+) -> tuple[CompileConfig, dict[str, Any]]:
+    """Returns a compilation's config, and the options that were set for it.
 
     Args:
         model: as for `config_from`.
+        options: what the user gave, none of which may be without effect.
         recipe: as for `config_from`.
-        given: what `given_by` returns: options, and those of a file and a protocol.
-        options: the options alone, none of which may be without effect.
+        config_file: as for `overrides_of`.
+        protocol: as for `overrides_of`.
 
     Raises:
-        ConfigError: an unknown option, a bad value, or an option that has no effect.
+        ConfigError: as `config_from` and `overrides_of`, or an option has no effect.
     """
-    config = config_from(given, recipe, model)
-    check_given(list(options), config)
-    return config
+    overrides = overrides_of(options, config_file, protocol, model)
+    config = config_from(overrides, recipe, model)
+    check_effects(options, config)
+    return config, overrides
 
 
-def given_by(
-    config_file: str | Path | None, options: Mapping[str, Any], protocol: str | None = None, model: str = ""
+def overrides_of(
+    options: Mapping[str, Any], config_file: str | Path | None = None, protocol: str | None = None, model: str = ""
 ) -> dict[str, Any]:
-    """Returns what a user gave: options over those of the file, and these over those of the protocol.
+    """Returns options over those of a file, and these over those of a protocol.
 
     Raises:
         ConfigError: the file cannot be read, or holds a table that is no step's, or there is no such protocol.
@@ -246,17 +264,6 @@ def given_by(
         **(read_config_file(Path(config_file)) if config_file else {}),
         **options,
     }
-
-
-def resolved(options: Mapping[str, Any], model: str = "") -> dict[str, Any]:
-    """Returns the value of every option, whether a recipe uses it or not, as JSON can hold them.
-
-    Args:
-        options: values by option name; arguments as of `config_from`.
-    """
-    values = {name: option.default for name, option in all_options().items()}
-    settings = {**values, **(SMALL if model == DEMO else {}), **options}
-    return {**settings, "sparsity": str(settings["sparsity"])}
 
 
 def check_recipe(config: CompileConfig) -> None:
@@ -307,30 +314,34 @@ def suggested(config: CompileConfig) -> dict[str, int]:
     return options
 
 
-def with_suggested(config: CompileConfig, given: Container[str]) -> CompileConfig:
+def with_suggested(config: CompileConfig, overrides: Container[str]) -> CompileConfig:
     """Returns a config with the options that its recipe lets follow from the calibration samples.
 
     Args:
-        given: names of the options that were asked for, which stay.
+        overrides: names of the options that were set, which stay.
     """
-    values = {name: value for name, value in suggested(config).items() if name not in given}
-    return replace(
-        config,
-        calibration=replace(config.calibration, **given_options(CalibrationConfig, values)),
-        steps=tuple(replace(step, **given_options(type(step), values)) for step in config.steps),  # type: ignore[type-var]
-    )
+    values = {name: value for name, value in suggested(config).items() if name not in overrides}
+    calibration, steps = _updated(config.calibration, values), tuple(_updated(step, values) for step in config.steps)
+    unchanged = (calibration, steps) == (config.calibration, config.steps)
+    return config if unchanged else replace(config, calibration=calibration, steps=steps)
 
 
-def check_given(names: Sequence[str], config: CompileConfig) -> None:
+def _updated(part: Part, values: Mapping[str, Any]) -> Part:
+    """Returns a step, or the options of calibration, with values by option name; as it is where they are its own."""
+    changes = {field: value for field, value in fields_of(type(part), values).items() if getattr(part, field) != value}
+    return replace(part, **changes) if changes else part  # type: ignore[type-var]
+
+
+def check_effects(names: Iterable[str], config: CompileConfig) -> None:
     """Refuses options that a user gave and that have no effect with the rest of the config.
 
     Raises:
         ConfigError: for example ``learn_epochs`` in a recipe without learning.
     """
     known = all_options(config.steps)
-    for each in (known[name] for name in names if name in known):
-        if why := why_no_effect(each, config):
-            raise ConfigError(f"`{each.name}=` has no effect with {why}")
+    for option in (known[name] for name in names if name in known):
+        if reason := no_effect_refusal(option, config):
+            raise ConfigError(f"`{option.name}=` has no effect with {reason}")
 
 
 def compile_command(model: str, config: CompileConfig, **running: str | bool | None) -> str:
@@ -343,16 +354,16 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
         model: folder, hub name, or ``demo``.
         running: further flags by name, with dashes for underscores; None and False leave a flag out.
     """
-    name, known, wanted = shown_name(model), all_options(config.steps), config.to_dict()
+    name, known, values = shown_name(model), all_options(config.steps), config.to_dict()
     bare = tuple(type(step)() for step in config.steps)
-    given: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for _ in range(2):  # the second time for defaults that another option decides
-        start = config_from(given, config.named or bare, name).to_dict()
-        differing = (o for o in wanted if o in known and wanted[o] != start[o] and has_effect(known[o], config))
-        given |= {option: wanted[option] for option in differing}
+        start = config_from(overrides, config.named or bare, name).to_dict()
+        differing = (o for o in values if o in known and values[o] != start[o] and has_effect(known[o], config))
+        overrides |= {option: values[option] for option in differing}
     recipe = config.named or config.recipe
     words = ["permtriton", "compile", name, *(["--recipe", recipe] if recipe != DEFAULT else [])]
-    words += [word for option, value in given.items() for word in _flag(known[option], value)]
+    words += [word for option, value in overrides.items() for word in _flag(known[option], value)]
     for option, setting in running.items():
         words += [f"--{option.replace('_', '-')}"] * (setting not in (None, False))
         words += [setting] if isinstance(setting, str) else []
@@ -361,7 +372,7 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
 
 def _flag(option: Option, value: Any) -> list[str]:
     if option.several:
-        return [word for each in value for word in (option.flag, each)]
+        return [word for text in value for word in (option.flag, text)]
     if isinstance(value, bool):
         return [option.flag if value else option.flag.replace("--", "--no-", 1)]
     return [option.flag, shown_name(value) if option.name == "calibration" else str(value)]
@@ -374,7 +385,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         Values by option name, and ``recipe`` if the file names one.
 
     Raises:
-        ConfigError: the file is missing, is not TOML, sets an option twice or to a bad value, or holds a table that is
+        ConfigError: the file is missing, is not TOML, sets an option twice, or holds a table that is
             no step's.
     """
     if not os.path.isfile(path):  # a pipe might never end
@@ -395,10 +406,4 @@ def read_config_file(path: Path) -> dict[str, Any]:
             if option in options:
                 raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
             options[option] = setting
-    known = all_options()
-    for name in filter(known.__contains__, options):
-        try:
-            known[name].check(known[name].convert(options[name]))
-        except ConfigError as error:
-            raise ConfigError(f"config file {path}: {error}") from error
     return options

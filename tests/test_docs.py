@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
 
 import permtriton
 from benchmarks.architectures import table as architectures
-from permtriton.cli.main import app
+from permtriton.cli.main import COMMANDS, command_named
 from permtriton.driver.pipeline import compile_model
 from permtriton.model.headers import REPORT_FILE
 
@@ -131,11 +130,10 @@ def test_what_is_lost_has_one_unit(page):
     "page", [*PAGES, *sorted((ROOT / "examples").glob("*.py"))], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_commands_have_the_flags_that_they_name(page):
-    commands = get_command(app).commands
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     for line in re.findall(r"permtriton (\w+) ((?:.|\\\n)*?)(?=[#\n]|$)", "\n".join(blocks)):
         name, words = line
-        if name not in commands:
+        if name not in COMMANDS:
             continue
-        known = {flag for each in commands[name].params for flag in (*each.opts, *each.secondary_opts)}
+        known = {flag for each in command_named(name).params for flag in (*each.opts, *each.secondary_opts)}
         assert set(re.findall(r"(?<!\S)--[\w-]+", words)) <= known | {"--help"}, line

@@ -16,7 +16,7 @@ from permtriton.data.generated import beginnings, generated_text, kept_of_text, 
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, OutputError
-from permtriton.recipe import check_given, compile_command
+from permtriton.recipe import check_effects, compile_command
 from permtriton.util.progress import NoProgress, Progress
 
 from . import test_seq2seq, zoo
@@ -268,7 +268,7 @@ def test_the_command_line_repeats_itself(model_folder, tmp_path):
 def test_options_without_an_effect():
     fast = config_from({"recipe": "heuristic,sparsegpt", "generated": 3})
     with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=heuristic,sparsegpt`, none of"):
-        check_given(["generated"], fast)
+        check_effects(["generated"], fast)
     assert fast.generated == 0
     one_document = {"recipe": "mask,distill", "distill_further": 2, "one_document": True}
-    check_given(["distill_further"], config_from(one_document))  # further samples: see `over`
+    check_effects(["distill_further"], config_from(one_document))  # further samples: see `over`

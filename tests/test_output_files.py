@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from permtriton.arguments import CompareArgs
 from permtriton.cli import evaluate
 from permtriton.cli.main import app
-from permtriton.comparison.asked import AskedComparison
 from permtriton.errors import OutputError
 from permtriton.evaluation import compare
 from permtriton.util.output_files import check_file, check_report_file, write_report_file
@@ -176,8 +176,8 @@ def test_a_link_stays_one(desk):
     write_report_file(link, {"new": 1})
     assert link.is_symlink()
     assert json.loads((desk.folder / "data" / "t.json").read_text()) == {"new": 1}
-    asked = AskedComparison(output=link)
-    assert compare.Comparison.of("demo", asked, {}).place == desk.folder / "data" / ".t.json.rows.json"
+    args = CompareArgs(output=link)
+    assert compare.Comparison.of("demo", args, {}).place == desk.folder / "data" / ".t.json.rows.json"
 
 
 @pytest.mark.parametrize("command", ["evaluate", "compare", "report"])

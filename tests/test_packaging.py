@@ -82,7 +82,9 @@ def imported(path: Path) -> set[str]:
 def test_the_table_of_levels_names_what_there_is():
     assert set(LEVEL) <= set(MODULES)
     at_the_root = {name for name in MODULES if name.count(".") == 1 and MODULES[name].name != "__init__.py"}
-    assert at_the_root == {f"permtriton.{name}" for name in ("__main__", "api", "config", "errors", "recipe")}
+    assert at_the_root == {
+        f"permtriton.{name}" for name in ("__main__", "api", "arguments", "config", "errors", "recipe")
+    }
 
 
 def test_imports_go_downward_only():

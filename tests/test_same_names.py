@@ -1,13 +1,13 @@
 """What a command takes, the function of the same name takes by the same name."""
 
-import pickle
+from dataclasses import fields
 from inspect import signature
 
 import pytest
-import typer
 
 import permtriton
-from permtriton.cli.main import app
+from permtriton.arguments import CompareArgs, CompileArgs, EvaluateArgs
+from permtriton.cli.main import command_named
 from permtriton.recipe import all_options
 
 SHELL = {"json", "help_all", "dry_run", "devices"}  # of `dry_run` there is a function
@@ -19,19 +19,23 @@ WRITTEN = {"inspect": {"graph", "only", "layer"}, "evaluate": {"output", "overwr
 def test_functions_take_what_commands_take(name):
     known = signature(getattr(permtriton, name)).parameters
     options = set(all_options()) if "options" in known else set()
-    taken = {parameter.name for parameter in typer.main.get_command(app).commands[name].params}
+    taken = {parameter.name for parameter in command_named(name).params}
     assert taken - set(known) - options - SHELL == WRITTEN.get(name, set())
 
 
 def test_an_argument_that_there_is_not_is_named():
     with pytest.raises(TypeError, match=r"evaluate\(\) .*windo"):
         permtriton.evaluate("my-model", "my-heldout.txt", windo=3)
-    with pytest.raises(permtriton.PermTritonError, match=r"unknown option outputt.*output"):
+    with pytest.raises(permtriton.PermTritonError, match=r"unknown option 'outputt'.*output"):
         permtriton.compare("my-model", outputt="table.csv")
 
 
-@pytest.mark.parametrize("name", ["compile", "dry_run", "evaluate", "compare"])
-def test_functions_made_of_what_may_be_asked_are_as_others(name):
-    function = getattr(permtriton, name)
-    assert pickle.loads(pickle.dumps(function)) is function
-    assert function.__name__ == name
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [("compile", CompileArgs), ("dry_run", CompileArgs), ("compare", CompareArgs), ("evaluate", EvaluateArgs)],
+)
+def test_arguments_and_their_defaults_are_those_of_the_dataclass(name, args):
+    defaults = {each.name: each.default for each in signature(getattr(permtriton, name)).parameters.values()}
+    assert {n: d for n, d in defaults.items() if n not in ("model", "options")} == {
+        each.name: each.default for each in fields(args)
+    }

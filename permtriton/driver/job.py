@@ -1,7 +1,7 @@
-"""What was asked of a compilation, by a command or a call, and how is it run?"""
+"""A compilation, called for by a command or a function: what it reads, runs, saves and publishes."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from permtriton.arguments import CompileArgs
 from permtriton.checkpoint.export import check_format
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.fp8 import check_quantizable
@@ -20,7 +21,6 @@ from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
 from permtriton.data.held_out import read_held_out
 from permtriton.data.in_memory import calibration_of, name_of
 from permtriton.data.text import fitted
-from permtriton.driver.asked import Asked
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin
@@ -71,36 +71,36 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Job:
-    """One compilation as it was asked for.
+    """One compilation.
 
     Attributes:
         model: where the model is, or the model in memory.
         config: every option.
-        given: options that were asked for, by name; the others are defaults, which may follow the model.
-        asked: everything else; its data are None, or what is in memory, and its paths are resolved.
+        overrides: names of options that the user, a file or a protocol set; the others may follow the model.
+        args: everything else; its data are None, or what is in memory, and its paths are resolved.
     """
 
     model: Source | PreTrainedModel
     config: CompileConfig
-    given: Mapping[str, Any]
-    asked: Asked
+    overrides: Collection[str]
+    args: CompileArgs
 
     def __post_init__(self) -> None:
-        if self.asked.tokenizer is not None and not hasattr(self.asked.tokenizer, "save_pretrained"):
+        if self.args.tokenizer is not None and not hasattr(self.args.tokenizer, "save_pretrained"):
             raise ConfigError(
-                f"tokenizer is a {type(self.asked.tokenizer).__name__}: expected a tokenizer or processor, as "
+                f"tokenizer is a {type(self.args.tokenizer).__name__}: expected a tokenizer or processor, as "
                 "AutoTokenizer.from_pretrained returns it"
             )
         permuted = self.config.layout == "fused"
-        check_format(self.asked.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
-        if self.asked.push_to_hub is not None and self.output is None:
+        check_format(self.args.save_format or Format.DENSE, permuted=permuted, what="the compiled model")
+        if self.args.push_to_hub is not None and self.output is None:
             raise ConfigError(
                 "`push_to_hub=` needs `output=`, a folder that keeps the result if the hub cannot be reached: name "
                 "one, or call push_to_hub of the compiled model"
             )
-        if self.asked.private is not None and self.asked.push_to_hub is None:
+        if self.args.private is not None and self.args.push_to_hub is None:
             raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
-        ways_of(self.asked.shard, self.asked.onload)
+        ways_of(self.args.shard, self.args.onload)
 
     @cached_property
     def _source(self) -> Source | None:
@@ -110,20 +110,20 @@ class Job:
     @property
     def ways(self) -> tuple[Way, ...]:
         """How the model may be placed on devices."""
-        return ways_of(self.asked.shard, self.asked.onload)
+        return ways_of(self.args.shard, self.args.onload)
 
     @property
     def output(self) -> Path | None:
         """Folder to write, beside which the state of long stages is kept; None writes nothing."""
-        return None if self.asked.output is None else Path(self.asked.output)
+        return None if self.args.output is None else Path(self.args.output)
 
     @cached_property
     def _repository(self) -> str | None:
         """The repository on the hub, which is made if it is not there; None where this rank publishes nothing."""
-        asked = self.asked
-        if asked.push_to_hub is None or ranks.number():
+        args = self.args
+        if args.push_to_hub is None or ranks.number():
             return None
-        return make_repository(asked.push_to_hub, asked.token, asked.private)
+        return make_repository(args.push_to_hub, args.token, args.private)
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
@@ -136,8 +136,8 @@ class Job:
             yield
             return
         self._check_apart()
-        with claimed(self.output, overwrite=self.asked.overwrite, say=progress.say):
-            states = states_beside(resume_path(self.output), self.config.steps) if self.asked.restart else []
+        with claimed(self.output, overwrite=self.args.overwrite, say=progress.say):
+            states = states_beside(resume_path(self.output), self.config.steps) if self.args.restart else []
             for path in one_per_step(states):
                 progress.say(f"deleting {path.name}, the state of an interrupted run")
             for path in states:
@@ -151,8 +151,8 @@ class Job:
             PermTritonError: as `compile_given`, the model or the data cannot be read, or the hub refuses the
                 repository.
         """
-        asked, source = self.asked, self._source
-        device = resolve_device(asked.device) if source else None
+        source = self._source
+        device = resolve_device(self.args.device) if source else None
         unused = list[str]()
         model, given, text = self._loaded(progress, device, unused=unused)
         source = source and source.at_commit(model.config)
@@ -166,18 +166,18 @@ class Job:
 
     def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
         """Returns what the record says of what was asked."""
-        asked, source = self.asked, self.model
+        args, source = self.args, self.model
         if not isinstance(source, Source):
             return Origin(compile_command(asked_name(source.name_or_path or ""), config), text)
         command = compile_command(
             source.name,
             config,
-            eval_data=shown_name(name_of(asked.eval_data)) if asked.eval_data is not None else None,
-            eval_windows=None if asked.eval_windows is None else str(asked.eval_windows),
+            eval_data=shown_name(name_of(args.eval_data)) if args.eval_data is not None else None,
+            eval_windows=None if args.eval_windows is None else str(args.eval_windows),
             dtype=None if source.dtype == "auto" else source.dtype,
             gguf_file=source.gguf_file,
             revision=source.revision,
-            save_format=asked.save_format,
+            save_format=args.save_format,
             trust_remote_code=source.trust_remote_code,
         )
         gguf: dict[str, Any] | None = None
@@ -194,7 +194,7 @@ class Job:
         if self.output is not None and not ranks.number():
             progress.say(f"saving and verifying {self.output}")
             with progress.stage("save", 0):
-                compiled.save_pretrained(self.output, format=self.asked.save_format, overwrite=self.asked.overwrite)
+                compiled.save_pretrained(self.output, format=self.args.save_format, overwrite=self.args.overwrite)
 
     def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
         """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
@@ -208,11 +208,11 @@ class Job:
         if self._repository is None or self.output is None:
             return None
         progress.say(f"publishing {self._repository}")
-        deleting = " ".join(f'--delete "{each}"' for each in WEIGHTS)
+        deleting = " ".join(f'--delete "{pattern}"' for pattern in WEIGHTS)
         left = f"{self.output} is complete: publish it by hf upload {self._repository} {self.output} {deleting}"
         try:
             with progress.stage("publish", 0):
-                return upload(self.output, self._repository, self.asked.token, compiled.commit_message)
+                return upload(self.output, self._repository, self.args.token, compiled.commit_message)
         except OutputError as error:
             raise OutputError(f"{error}. {left}") from error
         except KeyboardInterrupt as interruption:
@@ -234,19 +234,19 @@ class Job:
             self._check_apart()
             check_output(self.output, overwrite=True)  # a dry run needs no free place, but one that may be written
             try:
-                check_output(self.output, overwrite=self.asked.overwrite)
+                check_output(self.output, overwrite=self.args.overwrite)
             except OutputError:
                 progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
         source = self._source
-        device = resolve_device(self.asked.device) if source and devices is None else None
+        device = resolve_device(self.args.device) if source and devices is None else None
         fetched = source is None or outline.is_here(source)
-        model, given, _ = self._loaded(progress, device, fetched)
+        model, given, _ = self._loaded(progress, device, fetched, planned_for=devices)
         if not fetched and devices is None:
             devices = Devices.of(device or torch.device("cpu"), ways=given.ways)
-        if self.asked.restart or not fetched:
+        if self.args.restart or not fetched:
             given = replace(given, resume_path=None)
         start, forecast = forecast_model(model, given, devices)
-        total = sum(each.numel() for each in model.parameters())
+        total = sum(parameter.numel() for parameter in model.parameters())
         return DryRun(start.plan, forecast, given.config, start.sizes.pruned, total, fetched)
 
     def _check_apart(self) -> None:
@@ -255,7 +255,7 @@ class Job:
         source = self._source
         if source is not None and (place := source.gguf.path if source.gguf else source.folder) is not None:
             check_apart(self.output, place)
-        for read in (self.config.calibration.calibration, name_of(self.asked.eval_data), self.asked.config or ""):
+        for read in (self.config.calibration.calibration, name_of(self.args.eval_data), self.args.config or ""):
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
                 raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
 
@@ -265,16 +265,18 @@ class Job:
         device: torch.device | None,
         fetched: bool = True,
         unused: list[str] | None = None,
+        planned_for: Devices | None = None,
     ) -> tuple[PreTrainedModel, Given, str]:
         """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
 
         Args:
             fetched: whether the weights are on this machine.
             unused: as `permtriton.model.load.load_model` takes it.
+            planned_for: other devices than those at hand, for which no default text is read.
         """
         source = self._source
         model: Any = self.model
-        tokenizer = self.asked.tokenizer
+        tokenizer = self.args.tokenizer
         if source is not None:
             progress.say(f"loading {source.described}")
             with progress.stage("load", 0):
@@ -289,31 +291,34 @@ class Job:
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
                 check_made_by_config(model)
-        no_text = self.asked.devices is not None and "calibration" not in self.given  # a plan for GPUs reads none
-        eval_data = "none" if no_text and self.asked.eval_data is None else self.asked.eval_data
-        name, count = source.name if source else "", self.asked.eval_windows
+        no_text = planned_for is not None and "calibration" not in self.overrides
+        eval_data = "none" if no_text and self.args.eval_data is None else self.args.eval_data
+        name, count = source.name if source else "", self.args.eval_windows
         special = self.config.calibration.special_tokens
         held_out, text = read_held_out(
             name, eval_data, tokenizer, model, count=count, special_tokens=special, progress=progress
         )
         if held_out is None:
             progress.say(f"no held-out evaluation: {text}")
-        if self.asked.save_format == Format.FP8:
+        if self.args.save_format == Format.FP8:
             check_quantizable(model)
-        calibration = fitted(self.config.calibration, self.given, model, progress)
-        samples, config, data = None, replace(self.config, calibration=calibration), self.asked.data
+        calibration = fitted(self.config.calibration, self.overrides, model, progress)
+        samples, config, data = None, self.config, self.args.data
+        if calibration != config.calibration:
+            config = replace(config, calibration=calibration)
         if no_text:
             data = torch.zeros(calibration.samples, calibration.sequence_length, dtype=torch.int64)
         if data is not None:
-            samples, config = calibration_of(data, config, tokenizer, model, self.given.get("samples"))
+            samples_set = calibration.samples if "samples" in self.overrides else None
+            samples, config = calibration_of(data, config, tokenizer, model, samples_set)
         given = Given(
             tokenizer,
-            with_suggested(config, self.given),
+            with_suggested(config, self.overrides),
             ids=samples,
             held_out=held_out,
             resume_path=self.output and resume_path(self.output),
             device=device,
             ways=self.ways,
-            save_format=self.asked.save_format,
+            save_format=self.args.save_format,
         )
         return model, given, text

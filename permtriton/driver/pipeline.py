@@ -22,7 +22,7 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
 from permtriton.running import ranks
-from permtriton.util.asking import asking
+from permtriton.util.machine import as_torch_starts
 
 
 def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
@@ -57,7 +57,10 @@ def compile_given(model: PreTrainedModel, given: Given) -> CompiledModel:
     )
 
 
-compile_model = asking(Given)(compile_given)
+@as_torch_starts()
+def compile_model(model: PreTrainedModel, *arguments: Any, **named: Any) -> CompiledModel:
+    """Does the same with the arguments of `Given` as its own."""
+    return compile_given(model, Given(*arguments, **named))
 
 
 def forecast_model(model: PreTrainedModel, given: Given, devices: Devices | None) -> tuple[Planned, Forecast]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from permtriton.arguments import EvaluateArgs
 from permtriton.checkpoint.export import check_format, rewrite
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import Format
@@ -19,10 +20,11 @@ from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.record import read_record
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
-from permtriton.evaluation.evaluate import Against, Evaluated, evaluate
+from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.model.name import checked_token
 from permtriton.running.state import State
+from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import real_path
 
 
@@ -46,6 +48,7 @@ class CompiledModel(Pruned):
         summary = f"{type(self.model).__name__}, {len(self.plan.patterns)} linears at {pattern}"
         return f"<CompiledModel: {summary}, recipe {config.recipe}, layout {config.layout}>"
 
+    @as_torch_starts()
     def evaluate(self, eval_data: Data | None = None, *, against: Against | bool = True, **options: Any) -> Evaluated:
         """Measures the model: perplexity, distance from the dense model, zero-shot tasks.
 
@@ -74,7 +77,10 @@ class CompiledModel(Pruned):
         order = self.plan.hidden_order(self.indices)
         if "protocol" not in options:
             options.setdefault("special_tokens", self.config.calibration.special_tokens)
-        return evaluate(self.model, eval_data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options)
+        args = EvaluateArgs(
+            eval_data=eval_data, against=against, tokenizer=self.tokenizer, hidden_order=order, **options
+        )
+        return evaluate_with(self.model, args)
 
     @property
     def masks(self) -> Masks:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from permtriton.arguments import CompareArgs, Words
 from permtriton.checkpoint.output import locked
-from permtriton.comparison.asked import AskedComparison, Words
 from permtriton.config import ROUNDING_ONLY, CalibrationConfig
 from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import is_named, selected
@@ -32,7 +32,7 @@ from permtriton.evaluation.measures import DISTANCES
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.source import Source
-from permtriton.recipe import config_from, given_by, resolved
+from permtriton.recipe import config_from, overrides_of
 from permtriton.util import machine
 from permtriton.util.output_files import check_report_file, problem_of, real_path, write_report_file
 from permtriton.util.progress import Progress
@@ -53,34 +53,36 @@ class Comparison:
         options: options by name, those of a file and of a protocol included.
         given: names of those that the user gave.
         patterns: patterns of the rows; none for that of the options.
-        asked: everything else, what its protocol says included.
+        args: everything else, the values of its protocol included.
+        calibration: options of the samples, which all rows share.
     """
 
     source: Source
     options: Mapping[str, Any]
     given: Mapping[str, Any]
     patterns: Sequence[str]
-    asked: AskedComparison
+    args: CompareArgs
+    calibration: CalibrationConfig
 
     @classmethod
-    def of(cls, model: str, asked: AskedComparison, given: dict[str, Any]) -> "Comparison":
-        """Returns the comparison of a model's name, what was asked, and the options that were given.
+    def of(cls, model: str, args: CompareArgs, given: dict[str, Any]) -> "Comparison":
+        """Returns the comparison of a model's name, its arguments, and the options that were given.
 
         Raises:
             ConfigError: an unknown option, a bad value, or a file that names a recipe.
         """
-        patterns = _parts(asked.sparsity, "sparsity")
+        patterns = _parts(args.sparsity, "sparsity")
         if len(patterns) == 1:  # an option as any other
             given["sparsity"] = patterns[0]
-        options = given_by(asked.config, given, asked.protocol, model)
+        options = overrides_of(given, args.config, args.protocol, model)
         if "recipe" in options:
-            raise ConfigError(f"config file {asked.config} names a recipe: leave it out, and name it in `methods=`")
+            raise ConfigError(f"config file {args.config} names a recipe: leave it out, and name it in `methods=`")
         if "seed" in options and "seed" not in given:
-            raise ConfigError(f"config file {asked.config} has a seed: leave it out, and give `seeds=`")
-        config_from(options, model=model)
+            raise ConfigError(f"config file {args.config} has a seed: leave it out, and give `seeds=`")
+        calibration = config_from(options, model=model).calibration
         several = patterns if len(patterns) > 1 else []
-        asked = replace(asked, eval_data=selected(asked.eval_data)).settled(model)
-        return cls(Source(model, **asked.loading), options, given, several, asked)
+        args = replace(args, eval_data=selected(args.eval_data)).with_protocol(model)
+        return cls(Source(model, **args.loading), options, given, several, args, calibration)
 
     def variants(self) -> list[Variant]:
         """Returns the rows to run.
@@ -88,11 +90,11 @@ class Comparison:
         Raises:
             ConfigError: a name or a value is unknown, or an option has no effect.
         """
-        if (self.asked.values is None) != (self.asked.ablate is None):
+        if (self.args.values is None) != (self.args.ablate is None):
             raise ConfigError("`ablate=` names an option, and `values=` its values: give both, or neither")
         if self.patterns and "pattern" in self.given:
             raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
-        methods, values = _methods(self.asked.methods), _parts(self.asked.values, "values")
+        methods, values = _methods(self.args.methods), _parts(self.args.values, "values")
         patterns = [NMPattern.parse(pattern) for pattern in self.patterns]
         rows = variants(dict(self.options), methods, patterns, self.ablation, values, self.source.name)
         check_effect(dict(self.given), rows, self.ablation)
@@ -101,7 +103,7 @@ class Comparison:
     @property
     def ablation(self) -> str | None:
         """Name of the option that has several values."""
-        return self.asked.ablate and self.asked.ablate.replace("-", "_")
+        return self.args.ablate and self.args.ablate.replace("-", "_")
 
     def seeds(self) -> list[int]:
         """Returns the seeds.
@@ -109,7 +111,7 @@ class Comparison:
         Raises:
             ConfigError: they are not non-negative integers.
         """
-        seeds = str(self.asked.seeds) if isinstance(self.asked.seeds, int) else self.asked.seeds
+        seeds = str(self.args.seeds) if isinstance(self.args.seeds, int) else self.args.seeds
         try:
             numbers = [int(part) for part in _parts(seeds, "seeds")]
             if min(numbers) >= 0:
@@ -123,7 +125,7 @@ class Comparison:
     @property
     def place(self) -> Path:
         """File that keeps finished results: beside the output, else in the present folder."""
-        first = real_path(Path(self.asked.output)) if self.asked.output else Path(self._stem)
+        first = real_path(Path(self.args.output)) if self.args.output else Path(self._stem)
         return first.with_name(f".{first.name}.rows.json")
 
     @property
@@ -149,21 +151,21 @@ class Comparison:
             PermTritonError: as `compare`, a request that makes no sense, no held-out text, or an output that cannot be
                 written.
         """
-        seeds, asked, tasks = self.seeds(), self.asked, self.asked.wanted_tasks
+        seeds, args, tasks = self.seeds(), self.args, self.args.task_request
         self.variants()  # a wrong name is found before the model is loaded
-        named = [self.source.name, self.options.get("calibration"), tasks.folder, asked.eval_data]
-        output = None if asked.output is None else Path(asked.output)
+        named = [self.source.name, self.options.get("calibration"), tasks.folder, args.eval_data]
+        output = None if args.output is None else Path(args.output)
         if output is not None:
             reads = [name for name in named if is_named(name) and name]
-            check_report_file(output, REPORT_KEYS, overwrite=asked.overwrite, reads=reads)
+            check_report_file(output, REPORT_KEYS, overwrite=args.overwrite, reads=reads)
         with self._claimed(progress):
             loaded = tasks.load(progress)
             progress.say(f"loading {self.source.described}")
             with progress.stage("load", 0):
                 model, tokenizer = load.load_original(self.source, progress=progress)
             held_out, text = read_held_out(
-                self.source.name, asked.eval_data, tokenizer, model, asked.window, asked.eval_windows,
-                str(resolved(self.options, self.source.name)["special_tokens"]), progress,
+                self.source.name, args.eval_data, tokenizer, model, args.window, args.eval_windows,
+                self.calibration.special_tokens, progress,
             )  # fmt: skip
             if held_out is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
@@ -171,7 +173,7 @@ class Comparison:
             benchmark = Benchmark(model, tokenizer, samples, loaded)
             with progress.stage("identify", 0):
                 kept = ResultFile(self.place, benchmark.identity(tasks.identity(output)))
-            if not asked.overwrite:
+            if not args.overwrite:
                 kept.read()
             rows = compare(benchmark, self._fitted(model, progress).variants(), seeds, kept, progress, finished)
             report = {
@@ -200,9 +202,9 @@ class Comparison:
 
     def _fitted(self, model: PreTrainedModel, progress: Progress) -> "Comparison":
         """Returns the comparison, with a sequence length that nobody asked for lowered to what the model can take."""
-        length = resolved(self.options, self.source.name)["sequence_length"]
-        usable = fitted(CalibrationConfig(sequence_length=length), self.options, model, progress).sequence_length
-        return self if usable == length else replace(self, options={**self.options, "sequence_length": usable})
+        length = fitted(self.calibration, self.options, model, progress).sequence_length
+        unchanged = length == self.calibration.sequence_length
+        return self if unchanged else replace(self, options={**self.options, "sequence_length": length})
 
     @contextmanager
     def _claimed(self, progress: Progress) -> Iterator[None]:
@@ -217,7 +219,7 @@ class Comparison:
                 f"the folder {folder}, where finished results are kept, cannot be written: {problem}; run in another "
                 "folder, or give `output=` a file in another one"
             )
-        with locked(real_path(Path(self.asked.output or self._stem)), progress.say):
+        with locked(real_path(Path(self.args.output or self._stem)), progress.say):
             yield
 
 

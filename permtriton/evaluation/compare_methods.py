@@ -166,9 +166,9 @@ def variants(
                 raise ConfigError(
                     f"--ablate {ablate} has no effect on the method {variant.method}: choose other --methods"
                 )
-            for value in map(option.parse, values):
-                config = config_from({**fixed, option.name: value}, model=model)
-                setting = f"{option.name} {value}"
+            for text in values:
+                config = config_from({**fixed, option.name: text}, model=model)
+                setting = f"{option.name} {text if option.several else option.convert(text)}"
                 found.append(replace(variant, pattern=str(config.sparsity), setting=setting, config=config))
     return list(dict.fromkeys(found))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from permtriton.arguments import EvaluateArgs
 from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.checkpoint.record import Record, find_record
@@ -18,7 +19,6 @@ from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text import check_inputs
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
-from permtriton.evaluation.asked import AskedEvaluation
 from permtriton.evaluation.measures import DISTANCES, Measures, measure_samples, predicted_tokens
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
@@ -28,7 +28,6 @@ from permtriton.model.prunable import check_loaded
 from permtriton.model.seq2seq import predicted
 from permtriton.model.source import Source, source_of
 from permtriton.model.tokenizer import load_processor, tokenizer_of
-from permtriton.util.asking import asking
 from permtriton.util.bars import reporter
 from permtriton.util.machine import available_memory, device_name, format_bytes
 from permtriton.util.permutation import is_permutation
@@ -84,58 +83,20 @@ class Evaluated(Measures):
         return self.windows * self.window
 
 
-def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
-    """Measures a model, dense or compiled in any format: perplexity, distance from the dense model, zero-shot tasks.
-
-    Args:
-        model: folder, hub name or ``demo``, or a loaded model, which is measured as it is.
-        eval_data: held-out text: ``wikitext2``, ``c4``, ``demo``, a file, or ``none`` for tasks alone; or
-            texts, token ids or tensors in memory, as `permtriton.compile` takes them. None for ``demo`` with the demo
-            model, else ``wikitext2``.
-        protocol: ``wanda`` or ``permllm`` for what these papers measure: ``wikitext2`` in windows of 2048 tokens, and
-            Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
-        window: tokens per window; None for 2048, or as many as the model can take.
-        eval_windows: number of windows to measure, the first ones; None for all.
-        special_tokens: ``auto`` for windows that begin and end as a single text does by the tokenizer; ``none`` for
-            windows without special tokens around them. None for what the protocol says, or ``auto``.
-        against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
-            this call only, and both models are in memory at once.
-        tokenizer: tokenizer or processor of a loaded model; text needs it.
-        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of a loaded model;
-            None where they did not move. A folder's own record says it.
-        tasks: tasks of lm-eval: names in a list, or separated by commas.
-        limit: documents per task; None for all.
-        tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.
-        batch_size: windows, or requests of tasks, per forward pass; None for as many windows as make 2048 tokens, and 8
-            requests.
-        device: ``auto``, ``cpu`` or ``cuda``, for models that are loaded here.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
-        trust_remote_code: whether code that comes with a model may run.
-        gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
-        text_column, split: of a dataset in memory, as `permtriton.compile` takes them.
-        token, progress: as `permtriton.compile` takes them.
+def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
+    """Measures a model; `permtriton.evaluate` says what each argument is.
 
     Raises:
-        ConfigError: there is nothing to measure, or an option makes no sense.
-        ModelError: a model cannot be loaded, or the two cannot be compared.
-        CalibrationError: the text cannot be read, or a measure is not finite.
-        TaskError: a task cannot be run.
-        MemoryTooSmallError: the GPU cannot hold the dense model beside the other.
-
-    Example:
-        >>> import permtriton
-        >>> measured = permtriton.evaluate("my-model-2of4", "my-heldout.txt", against="my-model")
-        >>> print(measured)
-        perplexity ..., dense ..., KL ..., cosine ... on my-heldout.txt (...)
+        PermTritonError: as `permtriton.evaluate`.
     """
     named = model if isinstance(model, str) else ""
-    asked, shown = asked.settled(named), reporter(asked.progress)
-    chosen = asked.wanted_tasks.load(shown)
-    eval_data = selected(asked.eval_data, asked.text_column, asked.split)
-    name, tokenizer, against = "", asked.tokenizer, asked.against
-    hidden_order = None if asked.hidden_order is None else _checked_order(model, asked.hidden_order)
-    own = {"gguf_file": asked.gguf_file, "revision": asked.revision}
-    loading = {name: value for name, value in asked.loading.items() if name not in own}
+    args, shown = args.with_protocol(named), reporter(args.progress)
+    chosen = args.task_request.load(shown)
+    eval_data = selected(args.eval_data, args.text_column, args.split)
+    name, tokenizer, against = "", args.tokenizer, args.against
+    hidden_order = None if args.hidden_order is None else _checked_order(model, args.hidden_order)
+    own = {"gguf_file": args.gguf_file, "revision": args.revision}
+    loading = {name: value for name, value in args.loading.items() if name not in own}
     of_the_dense = against is not None and isinstance(model, PreTrainedModel)  # they say how that one is loaded
     source = source_of(model, **({} if of_the_dense else loading), **own)
     if isinstance(source, Source):
@@ -156,8 +117,8 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
         dense = _loaded_beside(measured, tokenizer, dense, shown)
-    special, count = str(asked.special_tokens), asked.eval_windows
-    held_out, text = read_held_out(name, eval_data, tokenizer, measured, asked.window, count, special, shown)
+    special, count = str(args.special_tokens), args.eval_windows
+    held_out, text = read_held_out(name, eval_data, tokenizer, measured, args.window, count, special, shown)
     if held_out is None and eval_data is None:
         if chosen is None or dense is not None:
             raise CalibrationError(text)
@@ -170,13 +131,9 @@ def evaluate_as(model: Model, asked: AskedEvaluation) -> Evaluated:
         dense=dense,
         hidden_order=hidden_order,
         tasks=chosen,
-        batch=asked.batch_size,
+        batch=args.batch_size,
         progress=shown,
     )
-
-
-evaluate = asking(AskedEvaluation)(evaluate_as)
-evaluate.__name__ = evaluate.__qualname__ = "evaluate"  # type: ignore[attr-defined]
 
 
 def _say_pattern(source: Source, model: PreTrainedModel, record: Record | None, shown: Progress) -> None:

@@ -24,8 +24,8 @@ class CompileConfig(CommonConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.importance == "auto":
-            wanted = (step.importance for step in self.steps if step.importance)
-            object.__setattr__(self, "importance", next(wanted, "wanda"))
+            preferred = (step.importance for step in self.steps if step.importance)
+            object.__setattr__(self, "importance", next(preferred, "wanda"))
         names = [step.name for step in self.steps]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"recipe {self.recipe} has the step {repeated[0]} more than once: name each step once")
@@ -61,8 +61,8 @@ class CompileConfig(CommonConfig):
 
     @property
     def surplus(self) -> int:
-        wanted = (step.extra_per_sample + ceil(step.fresh_samples / self.calibration.samples) for step in self.steps)
-        return max([SURPLUS, *(1 + each for each in wanted)])
+        extra = (step.extra_per_sample + ceil(step.fresh_samples / self.calibration.samples) for step in self.steps)
+        return max([SURPLUS, *(1 + per_sample for per_sample in extra)])
 
     @property
     def generated(self) -> int:
@@ -75,20 +75,20 @@ class CompileConfig(CommonConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the flat options that `permtriton.recipe.config_from` reads back to an equal config."""
-        own = {each.name: getattr(self, each.field) for each in options_of(self)}
-        own = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
-        own["sparsity"] = str(self.sparsity)
+        values = {option.name: getattr(self, option.field) for option in options_of(self)}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values["sparsity"] = str(self.sparsity)
         for step in self.steps:
-            own |= {each.name: getattr(step, each.field) for each in options_of(step)}
-        return {"recipe": self.recipe} | own | asdict(self.calibration)
+            values |= {option.name: getattr(step, option.field) for option in options_of(step)}
+        return {"recipe": self.recipe} | values | asdict(self.calibration)
 
 
 def has_effect(option: Option, config: CompileConfig) -> bool:
     """Returns whether an option has an effect with the rest of a config."""
-    return not why_no_effect(option, config)
+    return not no_effect_refusal(option, config)
 
 
-def why_no_effect(option: Option, config: CompileConfig) -> str:
+def no_effect_refusal(option: Option, config: CompileConfig) -> str:
     """Returns with what an option has no effect, and what to do, as the end of a sentence; empty if it has one."""
     recipe = f"`recipe={config.recipe}`"
     if option.step and not config.has(option.step):

@@ -85,29 +85,21 @@ class Option:
             return f"{a} {number} from {self.minimum} to {self.maximum}"
         return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
 
-    def parse(self, value: Any) -> Any:
-        """Returns what a text stands for on the command line; what is no text stays as it is.
-
-        Raises:
-            ConfigError: the text is no such value.
-        """
-        if not isinstance(value, str) or self.type not in (int, float, bool):
-            return value
-        try:
-            return TRUTH[value.lower()] if self.type is bool else self.type(value)
-        except (KeyError, ValueError):
-            raise self._wrong(value) from None
-
     def convert(self, value: Any) -> Any:
         """Returns the value that a user's text or number stands for; what does not fit stays as it is.
 
         Raises:
-            ConfigError: a sparsity pattern that cannot be read.
+            ConfigError: a sparsity pattern, a number or a truth value that cannot be read.
         """
         if self.type is NMPattern and not isinstance(value, NMPattern):
             return NMPattern.parse(value if isinstance(value, str) else shown(value))
         if self.several:
             return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        if isinstance(value, str) and self.type in (int, float, bool):
+            try:
+                return TRUTH[value.lower()] if self.type is bool else self.type(value)
+            except (KeyError, ValueError):
+                raise self._wrong(value) from None
         exact = type(value) is int and abs(value) <= sys.float_info.max
         return float(value) if self.type is float and exact else value
 
@@ -118,7 +110,7 @@ class Option:
             ConfigError: the value is not allowed.
         """
         if self.several:
-            allowed = isinstance(value, tuple) and all(isinstance(each, str) and each for each in value)
+            allowed = isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
         elif self.choices:
             allowed = value in self.choices
         else:
@@ -149,17 +141,13 @@ def options_of(config: Any) -> list[Option]:
     heading of their own.
     """
     step = getattr(config, "name", "")
-    own = {"step": step, "prefix": f"{config.prefix}_", "panel": f"Step {step}"} if step else {}
-    return [Option(f.name, f.type, f.default, **{**own, **f.metadata}) for f in fields(config) if f.metadata]
+    of_step = {"step": step, "prefix": f"{config.prefix}_", "panel": f"Step {step}"} if step else {}
+    return [Option(f.name, f.type, f.default, **{**of_step, **f.metadata}) for f in fields(config) if f.metadata]
 
 
-def given_options(kind: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments with which to make a dataclass of options from values by option name.
-
-    Args:
-        values: values by option name; those of other dataclasses are left out.
-    """
-    return {each.field: each.convert(values[each.name]) for each in options_of(kind) if each.name in values}
+def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values by field of those among values by option name that a dataclass of options has."""
+    return {option.field: values[option.name] for option in options_of(kind) if option.name in values}
 
 
 def check_options(config: Any) -> None:
@@ -168,14 +156,14 @@ def check_options(config: Any) -> None:
     Raises:
         ConfigError: a value is not allowed.
     """
-    for each in options_of(config):
-        each.check(getattr(config, each.field))
+    for option in options_of(config):
+        option.check(getattr(config, option.field))
 
 
 def documented(cls: type[Config]) -> type[Config]:
     """Class decorator: adds to the docstring of a dataclass of options what its options say."""
-    lines = [f"{each.field}: {each.help} Expects {each.expected}." for each in options_of(cls)]
+    lines = [f"{option.field}: {option.help} Expects {option.expected}." for option in options_of(cls)]
     inner, outer = " " * 12, " " * 8
-    wrapped = [fill(each, 120, initial_indent=outer, subsequent_indent=inner, break_on_hyphens=False) for each in lines]
+    wrapped = [fill(line, 120, initial_indent=outer, subsequent_indent=inner, break_on_hyphens=False) for line in lines]
     cls.__doc__ = "\n".join([f"{cls.__doc__}\n\n    Attributes:", *wrapped])
     return cls
