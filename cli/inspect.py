@@ -12,7 +12,6 @@ from permtriton.cli.console import echo, out, print_json, say, show
 from permtriton.cli.options import Flags, GgufFile, Json, Model, Revision, Token, TrustRemoteCode, takes
 from permtriton.driver import planning
 from permtriton.errors import ConfigError
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.name import layer_number
 from permtriton.model.source import Source
