@@ -168,9 +168,6 @@ class Run:
 
         Args:
             indices: space name -> unit index relative to the present order, int64 ``[units]``.
-
-        Raises:
-            VerificationError: the outputs changed, or masks retain another importance than promised.
         """
         for space in self.plan.spaces:
             if space.name in indices:
@@ -245,11 +242,7 @@ class Run:
         self._promise = self.objective(step), loss
 
     def check_promise(self) -> None:
-        """Compares the loss of the model, pruned by masks, with the one that was promised, if one was.
-
-        Raises:
-            VerificationError: they differ.
-        """
+        """Compares the loss of the model, pruned by masks, with the one that was promised, if one was."""
         if self._promise is None:
             return
         objective, promised = self._promise

@@ -94,9 +94,6 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
 
     Args:
         kind: objective whose second derivative is wanted.
-
-    Raises:
-        CalibrationError: a gradient is NaN or infinite.
     """
     information: dict[str, Fisher] = {}
 
@@ -145,9 +142,6 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
 
     Args:
         tokens: about so many of the calibration tokens are read: whole sequences, at least one.
-
-    Raises:
-        CalibrationError: a gradient is NaN or infinite.
     """
     parts: dict[str, list[Tensor]] = {}
 

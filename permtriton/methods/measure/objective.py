@@ -43,11 +43,7 @@ CHOOSE = "choose the loss cosine (by the option of the step, such as `distill_lo
 
 
 class Head:
-    """What a model computes of its last hidden state: the language-model head, with its scaling and soft-capping.
-
-    Raises:
-        ConfigError: the model has no such head, or its logits do not follow from its last hidden state.
-    """
+    """What a model computes of its last hidden state: the language-model head, with its scaling and soft-capping."""
 
     def __init__(self, model: PreTrainedModel, samples: Samples, kind: LossKind = "kl") -> None:
         if not has_head(model):
@@ -276,9 +272,6 @@ def finite(loss: float, what: str, dtype: torch.dtype) -> float:
     Args:
         what: which loss it is, for the error.
         dtype: of the model.
-
-    Raises:
-        CalibrationError: it is not.
     """
     if not math.isfinite(loss):
         raise CalibrationError(
@@ -296,9 +289,6 @@ def dense_objective(
         model: dense model; its head must not change while the objective is used.
         kind: key of `LOSSES`.
         store: where the target is.
-
-    Raises:
-        ConfigError: a loss of logits, but the model has no language-model head.
     """
     head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
     target = hidden_states(model, samples, batch, store, LOSSES[kind].hidden)

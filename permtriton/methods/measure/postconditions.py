@@ -69,11 +69,7 @@ def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, Imp
 
 
 def check_retained(promised: Mapping[str, float], kept: Mapping[str, float]) -> None:
-    """Compares the importance that a mask should retain with what it does retain, in every linear.
-
-    Raises:
-        VerificationError: naming the first linear where they differ.
-    """
+    """Compares the importance that a mask should retain with what it does retain, in every linear."""
     for name, expected in promised.items():
         if not abs(kept[name] - expected) <= RETAINED_TOLERANCE * abs(expected):
             raise VerificationError(
@@ -84,11 +80,7 @@ def check_retained(promised: Mapping[str, float], kept: Mapping[str, float]) -> 
 
 
 def check_no_worse(start: float, end: float, what: str) -> None:
-    """Checks that the order or the weights that were kept are no worse than those that the stage began with.
-
-    Raises:
-        VerificationError: the loss is higher.
-    """
+    """Checks that the order or the weights that were kept are no worse than those that the stage began with."""
     if not end <= start:
         raise VerificationError(
             f"{what} began with a loss of {start:.6g} and kept one of {end:.6g}, although it must never end worse. "
@@ -105,9 +97,6 @@ def check_loss(
         measured: loss that the stage reported.
         loss: of the model now.
         when: what was measured and when, for the error.
-
-    Raises:
-        VerificationError: they differ by more than ``dtype`` explains.
     """
     tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
     if not abs(loss - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:

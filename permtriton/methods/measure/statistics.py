@@ -44,9 +44,6 @@ def site_statistics(
     """Returns site name -> the statistic that an importance needs of the site's input, float32 ``[channels]``.
 
     The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
-
-    Raises:
-        CalibrationError: An activation is NaN or infinite, or a Hessian cannot be inverted.
     """
     if not reads_activations(method):
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
@@ -75,9 +72,6 @@ def of_hessians(
     Args:
         measure: Called with a site and the Hessian of its inputs, float32 ``[channels, channels]``, on the rank that
             the site is dealt to. What it returns is sent to all ranks, with tensors on the CPU.
-
-    Raises:
-        CalibrationError: An activation is NaN or infinite, or ``measure`` raises it.
     """
     measured: dict[str, Measured] = {}
     share = ranks.own_rows(len(samples)).numel()
@@ -215,9 +209,6 @@ def channel_norms(
     A site whose input is all zeros or empty (an expert that no token is sent to) gets ones, so that its weights are
     scored by their size alone; ``progress`` reports it. Arguments are those of `site_statistics`, and ``layers``, which
     gives the sites their inputs in place of one run of the model.
-
-    Raises:
-        CalibrationError: An activation is NaN or infinite.
     """
     sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
 
@@ -242,9 +233,6 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets the identity: its weights are
     then scored by their size alone, and no update changes them. Arguments are those of `watch_inputs`.
-
-    Raises:
-        CalibrationError: An activation is NaN or infinite.
     """
     sums = _zeros(model, layer.sites)
 
@@ -301,9 +289,6 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
     Args:
         layer: Sites to watch, as the model as pruned so far runs them.
         dense: What `dense_inputs` returns of the same parts; what is read of it is taken out.
-
-    Raises:
-        CalibrationError: An activation is NaN or infinite.
     """
     sums = _zeros(model, layer.sites)
     compared = [site for site in layer.sites if site.name in dense]
@@ -414,11 +399,7 @@ def _finished(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    """Checks that a site's statistics are finite.
-
-    Raises:
-        CalibrationError: A value is NaN or infinite.
-    """
+    """Checks that a site's statistics are finite."""
     if not bool(values.isfinite().all()):
         raise CalibrationError(
             f"{name}: {int((~values.isfinite()).sum())} of {values.numel()} input channels are NaN or infinite on the "

@@ -103,11 +103,7 @@ class HardMasks:
         return order.to(self._model.device)
 
     def loss(self, objective: Objective, samples: Samples) -> float:
-        """Returns the mean loss over all sequences.
-
-        Raises:
-            CalibrationError: The loss is not finite.
-        """
+        """Returns the mean loss over all sequences."""
         return self._check(self._micro_batch.run(partial(objective.mean, self._model, samples)))
 
     @torch.enable_grad()
@@ -118,9 +114,6 @@ class HardMasks:
 
         Args:
             advance: Called with the number of sequences after each backward pass.
-
-        Raises:
-            CalibrationError: The loss is not finite.
         """
         scale = loss_scale(samples.positions)
         reported = 0

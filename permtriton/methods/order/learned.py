@@ -168,10 +168,6 @@ class Learned(Step):
 
         Epoch 0 is the base order. An epoch says the loss under the hard permutations after it, and how many units are
         ``moved`` from the base order.
-
-        Raises:
-            CalibrationError: the loss is not finite, or the gradients are zero or not finite.
-            ConfigError: no permutation is left to learn.
         """
         spaces = self.spaces(run.plan)
         if not spaces:
@@ -309,11 +305,7 @@ class OrderTrainer:
             yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
 
     def step(self, rows: Tensor, step: int) -> float:
-        """Takes one optimizer step on the sequences ``rows`` and returns their loss.
-
-        Raises:
-            CalibrationError: The loss is not finite, or the gradients are zero or not finite.
-        """
+        """Takes one optimizer step on the sequences ``rows`` and returns their loss."""
         total = self._options.epochs * self.steps_per_epoch
         for group in self._optimizer.param_groups:
             group["lr"] = self._options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
@@ -345,11 +337,7 @@ class OrderTrainer:
 
     @torch.no_grad()
     def hard_loss(self, indices: Mapping[str, Tensor]) -> float:
-        """Returns the mean loss over all sequences under hard permutations.
-
-        Raises:
-            CalibrationError: The loss is not finite.
-        """
+        """Returns the mean loss over all sequences under hard permutations."""
         index = self._relaxation.join(indices)
 
         def mean(size: int) -> float:

@@ -92,11 +92,7 @@ class Relaxation(nn.Module):
         return batches
 
     def harden(self, soft: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns space name -> unit index, int64 ``[units]`` on the CPU: the result of `assign`, split by space.
-
-        Raises:
-            CalibrationError: A soft permutation is not finite.
-        """
+        """Returns space name -> unit index, int64 ``[units]`` on the CPU: the result of `assign`, split by space."""
         parts = self.assign(soft).cpu().split([space.units for space in self._spaces])
         return {space.name: part - self.first[space.name] for space, part in zip(self._spaces, parts, strict=True)}
 
@@ -109,9 +105,6 @@ class Relaxation(nn.Module):
 
         Returns:
             int64 ``[units of all spaces]`` on the logits' device; units are numbered through all spaces.
-
-        Raises:
-            CalibrationError: A soft permutation is not finite.
         """
         batches = []
         for matrices, starts in zip(soft, self._starts, strict=True):

@@ -115,10 +115,6 @@ class Searched(Step):
         A round says how many ``swaps`` were kept and by how much the loss should fall by their gains (``predicted``),
         the ``damping`` of its last trial, the number of ``trials``, all of which failed but the last, and how many
         units are ``moved`` from the base order.
-
-        Raises:
-            CalibrationError: the loss or its gradient is not finite.
-            ConfigError: no permutation is left to search.
         """
         spaces = [space for space in run.plan.spaces if not space.frozen]
         if not spaces:
@@ -211,12 +207,7 @@ class Searcher:
         self._objective, self._options = objective, options
 
     def loss(self, indices: Mapping[str, Tensor]) -> float:
-        """Returns the mean loss over all sequences in an order.
-
-        Raises:
-            CalibrationError: The loss is not finite.
-            VerificationError: The order is no permutation.
-        """
+        """Returns the mean loss over all sequences in an order."""
         for space in self._spaces:
             space.check(indices[space.name])
         self._masks.set(indices)

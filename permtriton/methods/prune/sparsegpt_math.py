@@ -44,11 +44,7 @@ class Curvature:
 
     @classmethod
     def of(cls, hessian: Tensor, name: str = "a layer") -> "Curvature":
-        """Returns the curvature of a Hessian, float32 ``[channels, channels]``; ``name`` is for the error.
-
-        Raises:
-            CalibrationError: The damped Hessian is singular.
-        """
+        """Returns the curvature of a Hessian, float32 ``[channels, channels]``; ``name`` is for the error."""
         with _inverting(name):
             full = damped(hessian)
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
@@ -61,11 +57,7 @@ def curvatures(hessians: Mapping[str, Tensor]) -> Callable[[str], Curvature]:
 
 
 def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
-    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score.
-
-    Raises:
-        CalibrationError: The damped Hessian is singular; the error has the layer's ``name``.
-    """
+    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score."""
     with _inverting(name):
         return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian))).diagonal().clone()
 

@@ -130,11 +130,7 @@ class KeptWeights(Trainable):
             weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
     def check(self) -> None:
-        """Checks that the weights that hold a value are those that did at the start.
-
-        Raises:
-            VerificationError: they are not; the message names the linear.
-        """
+        """Checks that the weights that hold a value are those that did at the start."""
         for name, weight in self._parameters.items():
             if not torch.equal(_fingerprint(weight), self._patterns[name]):
                 raise VerificationError(

@@ -187,11 +187,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Checks that nothing else was written.
-
-        Raises:
-            VerificationError: something was.
-        """
+        """Checks that nothing else was written."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
@@ -227,13 +223,7 @@ class Trainer:
             yield
 
     def run(self) -> Outcome:
-        """Trains all rounds, or those that an interrupted run has left.
-
-        Raises:
-            CalibrationError: a loss or a gradient is not finite.
-            OutputError: the state belongs to another run, is damaged, or cannot be written.
-            VerificationError: a pruned weight was written, or the loss of the weights that are kept is another one.
-        """
+        """Trains all rounds, or those that an interrupted run has left."""
         state, progress = self._run.state(StateFile, self._what), self._run.progress
         outcome = self._load(state)
         done = max(len(outcome.history) - 1, 0)
@@ -313,11 +303,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Returns the mean loss over the held-out sequences.
-
-        Raises:
-            CalibrationError: it is not finite.
-        """
+        """Returns the mean loss over the held-out sequences."""
         held_out = self._schedule.held_out
 
         def total(size: int) -> float:
