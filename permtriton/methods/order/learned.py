@@ -172,7 +172,8 @@ class Learned(Step):
         spaces = self.spaces(run.plan)
         if not spaces:
             raise ConfigError(self._nothing_learns())
-        objective = run.objective(self)  # of the dense model: before it is masked
+        # Both are of the dense model: they come before it is masked.
+        objective, state = run.objective(self), run.state(StateFile, self.name)
         curvatures = None
         if self.gradient == "placement":
             fisher, tokens = fisher_information(run, objective.kind), run.samples.positions
@@ -182,7 +183,7 @@ class Learned(Step):
         with masked_model(run, model, relaxation, curvatures, group_scale=self.group_scale) as masks:
             trainer = OrderTrainer(run, self, model, masks, relaxation)
             with run.progress.stage("learn", self.epochs * trainer.steps_per_epoch) as advance:
-                return trainer.run(run.state(StateFile, self.name), advance)
+                return trainer.run(state, advance)
 
     def spaces(self, plan: Plan) -> list[ChannelSpace]:
         """Returns the spaces that learn: those that may move and are read only in layers that ``layers`` selects.

@@ -193,12 +193,8 @@ class Refit(Step):
 
         def refit(linear: tuple[str, str]) -> dict[str, Any]:
             (site, name), started = linear, time.perf_counter()
+            stored, curvature = weight_in_out(linear_module(model, name)), curvature_of(site)
             pattern = plan.patterns[name]
-            stored, curvature, pattern = (
-                weight_in_out(linear_module(model, name)),
-                curvature_of(site),
-                plan.patterns[name],
-            )
             weight = stored.to(curvature.damped.device)
             zeros = zeros_in_groups(weight * ~curvature.dead.unsqueeze(1), pattern)
             fitted, start, end = self.fit(weight.T, measured[site], curvature, pattern, gradients.get(name))
