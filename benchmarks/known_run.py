@@ -31,7 +31,7 @@ class Known(Run):
         low_memory: bool = False,
         **known: Any,
     ) -> None:
-        nothing = dict.fromkeys(("generated", "graph", "reference", "evaluation"))
+        nothing = dict.fromkeys(("generated", "graph", "reference"))
         super().__init__(
             model=model, config=config, workspace=Workspace(progress or NoProgress()), samples=samples, batch=4,
             plan=plan, statistics={}, expert_tokens={}, needs=Needs(0, 0, 0, {}, low_memory=low_memory),
