@@ -126,6 +126,7 @@ def test_every_section_says_what_was_recorded(folders, whole):
     parts = dict(re.findall(r'<section id="(\w+)".*?>(.*?)</section>', whole, re.DOTALL))
     for word in ("15.19", "0.170", "±"):
         assert word in parts["result"]
+    assert parts["result"].count(" *</td>") == 2, "the packed folder has its size on disk"
     learned = record["steps"][0]
     losses = [epoch["loss"] for epoch in learned["history"]]
     assert f"from {losses[0]:.4f} to {losses[-1]:.4f} in 2 epochs" in parts["search"]
@@ -145,8 +146,8 @@ def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
     second = changed(folders["learned"], tmp_path / "b", stages("trace", "learned", "mask", "prove", "save"))
     tables = sections.details(read_folders([first, second])).tables
     found = next(table for table in tables if table.caption == "Seconds by stage")
-    assert [cells[0] for cells in found.rows] == ["trace", "mask", "save", "learned", "prove", "in all"]
-    assert [cells[1] for cells in found.rows] == ["1.0", "1.0", "1.0", "–", "–", "3.0"]
+    assert [cells[0] for cells in found.rows] == ["in all", "trace", "mask", "save", "learned", "prove"]
+    assert [cells[1] for cells in found.rows] == ["3.0", "1.0", "1.0", "1.0", "–", "–"]
 
 
 def test_text_from_files_is_text(folders, tmp_path):

@@ -44,7 +44,7 @@ class Compiled(Folder):
     @property
     def is_packed(self) -> bool:
         """Whether its pruned weights are stored packed."""
-        return "export" in self.record and self.record["export"]["format"] is Format.PACKED
+        return "export" in self.record and self.record["export"]["format"] == Format.PACKED
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -102,10 +102,9 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
         numbers([folder.seconds for folder in folders]),
         (format_bytes(folder.record["memory"]["peak"]) for folder in folders),
         (format_bytes(folder.sizes["dense"]) for folder in folders),
-        (format_bytes(folder.sizes["packed"]) + "" if folder.is_packed else f"{format_bytes(folder.sizes['packed'])} *"
-         for folder in folders),
+        (format_bytes(folder.sizes["packed"]) + " *" * (not folder.is_packed) for folder in folders),
         strict=True,
-    )  # fmt: skip
+    )
     name = " or ".join(measures) or "not measured"
     head = ("folder", name, "dense model", "ratio", "seconds", "peak memory", "dense size", "packed size")
     text = "Seconds are those of the compilation without the evaluation."
@@ -148,34 +147,28 @@ def _compared(comparison: Mapping[str, Any]) -> Picture:
     dense = next(row["mean"] for row in comparison["rows"] if row["method"] == DENSE)
     rows = [row for row in comparison["rows"] if row["method"] != DENSE]
     points = [((row["compile_seconds"] or row["seconds"]) / len(row["values"]), row["mean"]) for row in rows]
+    labels = []
+    for row, (seconds, mean) in zip(rows, points, strict=True):
+        beaten = any(x < seconds and sign * y <= sign * mean for x, y in points)
+        pattern = row["pattern"] if len(comparison["patterns"]) > 1 else ""
+        parts = (row["method"].removesuffix(FUSED), pattern, row["setting"])
+        labels.append("" if beaten else ", ".join(filter(None, parts)))
     series = []
     for look, fused in (("dots", False), ("rings", True)):
         chosen = [number for number, row in enumerate(rows) if row["method"].endswith(FUSED) == fused]
-        labels = [
-            ""
-            if any(x < points[n][0] and sign * y <= sign * points[n][1] for x, y in points)
-            else _name(comparison, rows[n])
-            for n in chosen
-        ]
         if chosen:
-            series.append(Series(look, [points[n] for n in chosen], 0, look, labels))
+            series.append(Series(look, [points[n] for n in chosen], 0, look, [labels[n] for n in chosen]))
     line = (f"dense {numbers([dense], 4)[0]}", dense)
     svg = chart(series, "seconds to compile", comparison["measure"], log=(True, True), reference=line)
     caption = "All methods by permtriton compare. Named are those that no other beats in both; rings: layout fused."
     return Picture(svg, f"{comparison['measure']} of {len(rows)} methods against seconds", caption)
 
 
-def _name(comparison: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    pattern = row["pattern"] if len(comparison["patterns"]) > 1 else ""
-    return ", ".join(filter(None, (row["method"].removesuffix(FUSED), pattern, row["setting"])))
-
-
 def _comparison(comparison: Mapping[str, Any]) -> Table:
     headers, rows = columns(comparison)
-    shown = [
-        (name, [row[n] for row in rows]) for n, name in enumerate(headers) if any(row[n] is not None for row in rows)
-    ]
-    cells = [_column(values, 4 if name == comparison["measure"] else 3) for name, values in shown]
+    table = dict(zip(headers, map(list, zip(*rows, strict=True)), strict=True))
+    shown = {name: values for name, values in table.items() if any(value is not None for value in values)}
+    cells = [_column(values, 4 if name == comparison["measure"] else 3) for name, values in shown.items()]
     seeds = len(comparison["seeds"])
     conditions = (
         f"text {Path(comparison['text']).name}",
@@ -184,7 +177,7 @@ def _comparison(comparison: Mapping[str, Any]) -> Table:
         comparison["device"],
     )
     caption = f"All methods on {Path(comparison['model']).name}: {'; '.join(filter(None, conditions))}"
-    return Table(caption, [name for name, _ in shown], list(zip(*cells, strict=True)), folded=True)
+    return Table(caption, list(shown), list(zip(*cells, strict=True)), folded=True)
 
 
 def _column(values: Sequence[Cell], digits: int) -> list[str]:
@@ -359,20 +352,16 @@ def details(folders: Sequence[Compiled]) -> Section:
     )
     tables = [
         beside(folders, facts, "What was done"),
-        _stages(folders),
+        beside(folders, _stages, "Seconds by stage"),
         beside(folders, checks, "What was verified"),
     ]
     return Section("details", "Done and verified", text, tables=tables)
 
 
-def _stages(folders: Sequence[Compiled]) -> Table:
-    """Returns the seconds of each stage, in the order in which they ran; those of later folders alone are last."""
-    order = dict.fromkeys(stage for folder in folders for stage in folder.record["seconds"])
-    seconds = [[folder.record["seconds"].get(stage) for stage in order] for folder in folders]
-    seconds = [[*values, sum(value for value in values if value is not None)] for values in seconds]
-    cells = [["–" if value is None else f"{value:,.1f}" for value in values] for values in seconds]
-    rows = list(zip([*order, "in all"], *cells, strict=True))
-    return Table("Seconds by stage", ("", *(folder.label for folder in folders)), rows)
+def _stages(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "in all", f"{sum(record['seconds'].values()):,.1f}"
+    for stage, seconds in record["seconds"].items():
+        yield stage, f"{seconds:,.1f}"
 
 
 def repeat(folders: Sequence[Compiled]) -> Section:
@@ -400,10 +389,6 @@ def beside(
 def _cost(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "gathers", f"{sum(space['gathers'] for space in record['permutations']):,}"
     yield "bytes per token", f"{sum(space['bytes_per_token'] for space in record['permutations']):,}"
-    yield "hidden states", _hidden_states(record["hidden_states"])
-
-
-def _hidden_states(order: Mapping[str, Any]) -> str:
-    if "why" in order:
-        return f"in an order that is not known ({order['why']})"
-    return "in a new order; permtriton.json has its inverse" if order["permuted"] else "in the dense model's order"
+    order = record["hidden_states"]
+    words = "in a new order; permtriton.json has its inverse" if order["permuted"] else "in the dense model's order"
+    yield "hidden states", f"in an order that is not known ({order['why']})" if "why" in order else words
