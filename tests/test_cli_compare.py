@@ -136,13 +136,3 @@ def test_the_best_row_is_named_with_its_measure():
     rows = [row("dense", 1.0, ""), row("wanda", 0.9), row("wanda", 0.95, "4:8")]
     report = {"measure": "cosine", "patterns": ["2:4", "4:8"], "rows": rows}
     assert module.verdict(report) == "best: wanda, 4:8, cosine with the dense model 0.9500"
-
-
-@pytest.mark.parametrize(("media", "measured"), [(True, "8 samples of 17 positions"), (False, "136 tokens in windows")])
-def test_what_was_measured_stands_above_the_table(media, measured, capsys):
-    """A model of images has no windows of tokens."""
-    rows = [{"method": name, "pattern": "", "setting": "", "mean": 1.0, "peak_bytes": 1} for name in ("dense", "wanda")]
-    report = {"model": "m", "patterns": ["2:4"], "text": "t", "tokens": 136, "window": 17, "seeds": [0], "rows": rows}
-    report["measure"] = "cosine"
-    module._print(report, ["method", "what is measured"], [["dense", 1.0]], media=media)
-    assert measured in " ".join(capsys.readouterr().out.split())

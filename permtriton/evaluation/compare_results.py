@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from permtriton.checkpoint.record import Integer
+from permtriton.checkpoint.record import OPEN, Integer
 from permtriton.errors import ModelError, OutputError
 from permtriton.evaluation.compare_methods import DENSE, Variant
 from permtriton.evaluation.measures import DISTANCES, Distances
@@ -176,27 +176,22 @@ class Row(Distances):
         return ", ".join(part for part in (self.method, self.pattern, self.setting) if part)
 
 
+@with_config(OPEN)
 class ComparisonReport(TypedDict):
-    """The JSON report of ``permtriton compare``; each of its rows holds a `Row`."""
+    """What is read of the JSON report of ``permtriton compare``; each of its rows holds a `Row`."""
 
     model: str
     measure: str
     text: str
-    media: NotRequired[bool]  # whether its windows are of images, sound or other tensors
     tokens: Integer
-    window: Integer
-    special_tokens: NotRequired[str]  # what stands around each window, in words
     seeds: list[Integer]
     patterns: list[str]
     ablation: str | None
-    config: Options  # what the rows share
-    versions: dict[str, str]
     device: str
-    system: str
     rows: Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 
-def read_comparison(path: Path) -> ComparisonReport:
+def read_comparison(path: Path) -> dict[str, Any]:
     """Returns the JSON report of ``permtriton compare``.
 
     Raises:
@@ -210,7 +205,7 @@ def read_comparison(path: Path) -> ComparisonReport:
     rows = [checked(Row, row, lambda problem: refuse(f"of a row, {problem}")) for row in report["rows"]]
     if any(row.tasks.keys() != rows[0].tasks.keys() for row in rows):
         raise refuse("a row has other tasks than the first one")
-    return {**report, "rows": [asdict(row) for row in rows]}
+    return {**report, "rows": [row.to_dict() for row in rows]}
 
 
 def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
