@@ -21,7 +21,7 @@ AxisKey = tuple[str, int]  # a parameter and one of its dimensions
 
 
 @dataclass(frozen=True)
-class Event:
+class ContextChange:
     """What one operator adds to the contexts of some channels.
 
     Attributes:
@@ -92,7 +92,7 @@ class Channels:
         self._contexts = contexts
         self._next_opaque = -1
         self.joints: list[Joint] = []
-        self.events: list[Event] = []
+        self.events: list[ContextChange] = []
         self._scalars: dict[str, int] = {}
         self.barriers: dict[str, None] = {}
 
@@ -343,13 +343,13 @@ class Channels:
         if self._distinct(compact):
             one_for_all = met.size == 1
             context = met.reshape(()) if one_for_all else np.broadcast_to(met, compact.shape).reshape(-1)
-            self.events.append(Event(flat, context, reason))
+            self.events.append(ContextChange(flat, context, reason))
             return
         # The same channel is at several positions: their hashes are hashed again, in their order.
         met = mix(np.broadcast_to(met, compact.shape).reshape(-1) ^ mix(numbered(flat)))
         order = np.argsort(flat, kind="stable")
         unique, starts = np.unique(flat[order], return_index=True)
-        self.events.append(Event(unique, np.add.reduceat(met[order], starts), reason))
+        self.events.append(ContextChange(unique, np.add.reduceat(met[order], starts), reason))
 
     def separate(self, ids: Tensor, reason: str) -> None:
         """Gives every channel a context of its own, so that none may change places with another."""
@@ -360,7 +360,7 @@ class Channels:
         if not self._distinct(compact):
             unique = np.unique(unique)
             unique = unique[unique > 0]
-        self.events.append(Event(unique, mix(self.opaque((unique.size,)).numpy().view(np.uint64)), reason))
+        self.events.append(ContextChange(unique, mix(self.opaque((unique.size,)).numpy().view(np.uint64)), reason))
 
     def barrier(self, operator: str, arguments: Any) -> Any:
         """Returns the result of an operator without a rule, which is no channel; channels that enter keep their order.

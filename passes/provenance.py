@@ -28,7 +28,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
 from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
-from permtriton.passes.channels import AxisKey, Channels, Event, Joint
+from permtriton.passes.channels import AxisKey, Channels, ContextChange, Joint
 from permtriton.passes.graph import INDEX, one_thread
 from permtriton.passes.ids import mix, numbered
 from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue
@@ -62,7 +62,7 @@ class Provenance:
     hidden: np.ndarray
     contexts: np.ndarray
     barriers: list[str]
-    _events: list[Event] = field(repr=False)
+    _events: list[ContextChange] = field(repr=False)
     _labels: np.ndarray = field(repr=False)
 
     def reason(self, labels: np.ndarray) -> str:
@@ -242,7 +242,7 @@ def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
     roles = _sums(role_count, role_labels, channels.events)[role_labels]
     own_contexts = mix(np.arange(len(spans), dtype=np.uint64) + np.uint64(1 << 40))  # one per axis
     events = channels.events + [
-        Event(np.arange(span.start, span.stop), context, "they belong to different parameters")
+        ContextChange(np.arange(span.start, span.stop), context, "they belong to different parameters")
         for context, span in zip(own_contexts, spans.values(), strict=True)
     ]
     events += _arrangement(channels, labels, count)
@@ -259,7 +259,7 @@ def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
     )
 
 
-def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[Event]:
+def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[ContextChange]:
     """Tells units apart whose channels are joined in another order, where a unit has several channels of an axis.
 
     The first of them takes the place of the other unit's first one, the second of its second one, and so on. Each must
@@ -271,13 +271,13 @@ def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[Eve
     joints = mix(np.arange(len(channels.joints)))
     reason = "the channels that move with each are joined in another order"
     return [
-        Event(joint.a, mix(which[joint.a] ^ mix(which[joint.b]) ^ mix(joint.places + own)), reason)
+        ContextChange(joint.a, mix(which[joint.a] ^ mix(which[joint.b]) ^ mix(joint.places + own)), reason)
         for joint, own in zip(channels.joints, joints, strict=True)
         if number[joint.a].any() or number[joint.b].any()
     ]
 
 
-def _sums(count: int, labels: np.ndarray, events: Sequence[Event]) -> np.ndarray:
+def _sums(count: int, labels: np.ndarray, events: Sequence[ContextChange]) -> np.ndarray:
     """Returns the context of each of ``count`` labels, uint64: the sum over its channels and events."""
     sums = np.zeros(count, np.uint64)
     with np.errstate(over="ignore"):

@@ -9,7 +9,7 @@ import torch
 
 import permtriton
 from permtriton.errors import ConfigError, ModelError, OutputError
-from permtriton.evaluation.compare_methods import METHODS, check_effect, variants
+from permtriton.evaluation.compare_methods import METHODS, check_effect, row_configs
 from permtriton.evaluation.compare_results import ResultFile, columns, read_comparison
 from permtriton.methods.prune.refit import Refit
 from permtriton.recipe import RECIPES
@@ -30,7 +30,7 @@ def settings_of(rows) -> list[tuple]:
 
 
 def test_there_is_a_row_per_method_and_pattern():
-    rows = variants(SMALL, ("wanda", "ria + learned", "wanda"), (NMPattern(2, 4), NMPattern(4, 8)))
+    rows = row_configs(SMALL, ("wanda", "ria + learned", "wanda"), (NMPattern(2, 4), NMPattern(4, 8)))
     assert [(row.method, row.pattern) for row in rows] == [
         (method, pattern) for pattern in ("2:4", "4:8") for method in ("wanda", "ria + learned")
     ]
@@ -39,15 +39,15 @@ def test_there_is_a_row_per_method_and_pattern():
 
 
 def test_all_methods_differ_from_each_other():
-    rows = variants(SMALL)
+    rows = row_configs(SMALL)
     assert [row.method for row in rows] == list(METHODS)
     assert len({row.config for row in rows}) == len(METHODS)
 
 
 def test_recipes_are_compared_where_they_are_named():
-    rows = variants(SMALL, tuple(RECIPES), model="demo")
+    rows = row_configs(SMALL, tuple(RECIPES), model="demo")
     assert [row.config.recipe for row in rows] == [recipe.names for recipe in RECIPES.values()]
-    fused = variants(SMALL, tuple(f"{name} (fused)" for name in RECIPES), model="demo")
+    fused = row_configs(SMALL, tuple(f"{name} (fused)" for name in RECIPES), model="demo")
     assert [row.config for row in fused] == [replace(row.config, layout="fused") for row in rows]
     fast = rows[list(RECIPES).index("fast")].config
     assert fast.steps == RECIPES["fast"].steps, "a method sets no option of a recipe"
@@ -56,7 +56,7 @@ def test_recipes_are_compared_where_they_are_named():
 
 
 def test_the_papers_method_stands_beside_the_score_alone():
-    rows = variants(SMALL, ["wanda + permllm", "ria + permllm", "ria + permllm (portable)"], model="demo")
+    rows = row_configs(SMALL, ["wanda + permllm", "ria + permllm", "ria + permllm (portable)"], model="demo")
     settings = [(row.config.importance, row.config.layout, row.config.steps[0].learning_rate) for row in rows]
     assert settings == [("wanda", "fused", 1e-3), ("ria", "fused", 5e-3), ("ria", "portable", 5e-3)]
 
@@ -73,7 +73,7 @@ ABLATIONS = {
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
     values, methods = ABLATIONS[name]
-    rows = variants(SMALL, methods, ablate=name, values=values)
+    rows = row_configs(SMALL, methods, ablate=name, values=values)
     assert len(rows) == len(values) * len(methods or ("default",))
     for method in methods or ("default",):
         own = [row for row in rows if row.method == method]
@@ -97,11 +97,11 @@ def test_the_rows_of_an_ablation_differ_in_its_option_alone(name):
 )
 def test_ablations_that_make_no_sense(name, value, methods, message):
     with pytest.raises(ConfigError, match=message):
-        variants(SMALL, methods, ablate=name, values=(value,))
+        row_configs(SMALL, methods, ablate=name, values=(value,))
 
 
 def test_options_that_change_no_row_are_refused():
-    rows = variants(SMALL, ("wanda", "wanda + learned"))
+    rows = row_configs(SMALL, ("wanda", "wanda + learned"))
     check_effect(["learn_epochs", "samples"], rows, None)
     with pytest.raises(ConfigError, match="--learn-epochs has no effect on the methods wanda: "):
         check_effect(["samples", "learn_epochs"], rows[:1], None)

@@ -25,7 +25,7 @@ from permtriton.data.text import calibration_samples, fitted
 from permtriton.driver.identity import run_identity, text_hash
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, OutputError
-from permtriton.evaluation.compare_methods import Method, Variant, check_effect, variants
+from permtriton.evaluation.compare_methods import Method, RowConfig, check_effect, row_configs
 from permtriton.evaluation.compare_results import Measured, Options, ResultFile, Row
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.measures import DISTANCES
@@ -84,7 +84,7 @@ class Comparison:
         args = replace(args, eval_data=selected(args.eval_data)).with_protocol(model)
         return cls(Source(model, **args.loading), options, given, several, args, calibration)
 
-    def variants(self) -> list[Variant]:
+    def row_configs(self) -> list[RowConfig]:
         """Returns the rows to run.
 
         Raises:
@@ -96,7 +96,7 @@ class Comparison:
             raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
         methods, values = _methods(self.args.methods), _parts(self.args.values, "values")
         patterns = [NMPattern.parse(pattern) for pattern in self.patterns]
-        rows = variants(dict(self.options), methods, patterns, self.ablation, values, self.source.name)
+        rows = row_configs(dict(self.options), methods, patterns, self.ablation, values, self.source.name)
         check_effect(dict(self.given), rows, self.ablation)
         return rows
 
@@ -152,7 +152,7 @@ class Comparison:
                 written.
         """
         seeds, args, tasks = self.seeds(), self.args, self.args.task_request
-        self.variants()  # a wrong name is found before the model is loaded
+        self.row_configs()  # a wrong name is found before the model is loaded
         named = [self.source.name, self.options.get("calibration"), tasks.folder, args.eval_data]
         output = None if args.output is None else Path(args.output)
         if output is not None:
@@ -175,7 +175,7 @@ class Comparison:
                 kept = ResultFile(self.place, benchmark.identity(tasks.identity(output)))
             if not args.overwrite:
                 kept.read()
-            rows = compare(benchmark, self._fitted(model, progress).variants(), seeds, kept, progress, finished)
+            rows = compare(benchmark, self._fitted(model, progress).row_configs(), seeds, kept, progress, finished)
             report = {
                 "model": self.source.name,
                 "measure": "cosine" if rows[0].by_seed[0]["perplexity"] is None else "perplexity",
@@ -301,7 +301,7 @@ class Benchmark:
 
 def compare(
     benchmark: Benchmark,
-    rows: Sequence[Variant],
+    rows: Sequence[RowConfig],
     seeds: Sequence[int],
     kept: ResultFile,
     progress: Progress,
@@ -325,7 +325,7 @@ def compare(
     """
     draws: dict[Any, Samples] = {}
 
-    def run_of(row: Variant, seed: int) -> tuple[str, Callable[[], Measured]]:
+    def run_of(row: RowConfig, seed: int) -> tuple[str, Callable[[], Measured]]:
         config = replace(row.config, seed=seed)
         drawn_by = config.calibration, config.surplus, seed
         if drawn_by not in draws:

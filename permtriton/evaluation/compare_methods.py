@@ -68,7 +68,7 @@ Method = str | Sequence[Step]
 
 
 @dataclass(frozen=True)
-class Variant:
+class RowConfig:
     """What one row of a comparison is compiled with.
 
     Attributes:
@@ -128,14 +128,14 @@ def _step_name(step: Step) -> str:
     return step.name + f" ({options})" * bool(own)
 
 
-def variants(
+def row_configs(
     options: Mapping[str, Any],
     methods: Sequence[Method] = (),
     patterns: Sequence[NMPattern] = (),
     ablate: str | None = None,
     values: Sequence[str] = (),
     model: str = "",
-) -> list[Variant]:
+) -> list[RowConfig]:
     """Returns the rows: every method with every pattern and, in an ablation, with every value of one option.
 
     Args:
@@ -158,18 +158,16 @@ def variants(
             settings = settings_of(method)
             fixed = {**options, "sparsity": pattern, **settings}
             config = config_from(fixed, model=model)
-            variant = Variant(_name(method), str(pattern), "", config, frozenset(settings))
+            row = RowConfig(_name(method), str(pattern), "", config, frozenset(settings))
             if option is None:
-                found.append(variant)
+                found.append(row)
                 continue
             if not has_effect(option, config):
-                raise ConfigError(
-                    f"--ablate {ablate} has no effect on the method {variant.method}: choose other --methods"
-                )
+                raise ConfigError(f"--ablate {ablate} has no effect on the method {row.method}: choose other --methods")
             for text in values:
                 config = config_from({**fixed, option.name: text}, model=model)
                 setting = f"{option.name} {text if option.several else option.convert(text)}"
-                found.append(replace(variant, pattern=str(config.sparsity), setting=setting, config=config))
+                found.append(replace(row, pattern=str(config.sparsity), setting=setting, config=config))
     return list(dict.fromkeys(found))
 
 
@@ -180,7 +178,7 @@ def _ablated(name: str) -> Option:
     return known[name]
 
 
-def check_effect(explicit: Iterable[str], rows: Sequence[Variant], ablation: str | None) -> None:
+def check_effect(explicit: Iterable[str], rows: Sequence[RowConfig], ablation: str | None) -> None:
     """Refuses options that a user set by hand and that change nothing in any row.
 
     Args:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from permtriton.checkpoint.record import OPEN, Integer
 from permtriton.errors import ModelError, OutputError
-from permtriton.evaluation.compare_methods import DENSE, Variant
+from permtriton.evaluation.compare_methods import DENSE, RowConfig
 from permtriton.evaluation.measures import DISTANCES, Distances
 from permtriton.model.headers import read_json
 from permtriton.util.durable import replace_file
@@ -140,8 +140,8 @@ class Row(Distances):
     by_seed: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, variant: Variant | None, measured: Sequence[Measured]) -> "Row":
-        """Returns the row of a variant, or of the dense model, from what was measured with each seed."""
+    def of(cls, config: RowConfig | None, measured: Sequence[Measured]) -> "Row":
+        """Returns a row from what was measured with each seed; without a config, that of the dense model."""
 
         def mean(values: Iterable[float | None]) -> float | None:
             known = [value for value in values if value is not None]
@@ -150,10 +150,10 @@ class Row(Distances):
         values = [each.cosine if each.perplexity is None else each.perplexity for each in measured]
         peaks = [each.peak_bytes for each in measured if each.peak_bytes is not None]
         return cls(
-            method=variant.method if variant else DENSE,
-            pattern=variant.pattern if variant else "",
-            setting=variant.setting if variant else "",
-            config=variant.options if variant else {},
+            method=config.method if config else DENSE,
+            pattern=config.pattern if config else "",
+            setting=config.setting if config else "",
+            config=config.options if config else {},
             values=values,
             mean=statistics.fmean(values),
             spread=statistics.stdev(values) if len(values) > 1 else 0.0,
