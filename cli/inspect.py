@@ -19,7 +19,7 @@ from permtriton.passes.listing import listing
 from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
 from permtriton.passes.plan import Plan
 from permtriton.recipe import resolve
-from permtriton.util.bars import BarProgress, err
+from permtriton.util.bars import BarProgress
 from permtriton.util.machine import format_bytes
 
 
@@ -41,7 +41,6 @@ def inspect(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     config, _ = resolve(model, flags)
-    err.print(f"reading the sizes of {model}, not its weights", highlight=False, soft_wrap=True)
     source = Source(model, "auto", "auto", trust_remote_code, gguf_file, revision, token)
     if only is not None and only not in PASS_NAMES:
         raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")

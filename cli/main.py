@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from permtriton.cli import torchrun
 from permtriton.cli.console import clear_errors
 from permtriton.errors import ConfigError
+from permtriton.util.bars import err
 
 COMMANDS = {
     "compile": "Prune MODEL to N:M sparsity and write a Hugging Face checkpoint. All options: --help-all.",
@@ -29,6 +30,7 @@ COMMANDS = {
     "Exit code 2 if the self-test fails.",
     "autotune": "Find the fastest configuration of each GPU kernel, for the shapes of a model, on the present GPU.",
 }
+FIRST_LINES = {"inspect": "reading the sizes of the model, not its weights"}  # said before torch is imported
 CONTINUED = ("compile", "compare", "autotune")  # commands that keep what they have finished
 SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 SETTINGS = {"help_option_names": ["-h", "--help"]}
@@ -69,6 +71,8 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
+        if name in FIRST_LINES and rest and not {"-h", "--help"} & {*rest}:
+            err.print(FIRST_LINES[name])
         return name, command and command_named(args[0]), rest
 
     def invoke(self, ctx: Any) -> Any:

@@ -405,5 +405,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
             option = f"{prefixes[name] if is_table else ''}{key}".replace("-", "_")
             if option in options:
                 raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
-            options[option] = setting
+            try:
+                options[option] = all_options()[option].convert(setting) if option in all_options() else setting
+            except ConfigError as error:
+                raise ConfigError(f"config file {path}: {error}") from None
     return options

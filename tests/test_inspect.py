@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,12 @@ def test_no_name_is_cut_inside_a_word(model, monkeypatch):
         text = invoke(model)
         assert set(re.findall(r"[a-z_]+", text)) == whole
         assert max(map(len, text.splitlines()[:-1])) <= 90
+
+
+def test_it_says_what_it_does_before_torch_is_imported():
+    code = "import sys; sys.modules['torch'] = None\nfrom permtriton.cli.main import app\napp(['inspect', 'any'])"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+    assert said.splitlines()[0] == "reading the sizes of the model, not its weights"
 
 
 def test_every_mode_reads_the_config_alone(configs, model):

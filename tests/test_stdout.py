@@ -66,7 +66,7 @@ def test_a_full_standard_output_of_a_command_that_saves_nothing(desk):
 
 @pytest.mark.slow
 def test_a_pipe_that_nobody_reads_is_no_error(desk):
-    said = f"reading the sizes of {desk.model}, not its weights\n"
+    said = "reading the sizes of the model, not its weights\n"
     assert into_closed_pipe(["inspect", str(desk.model), "--graph"]) == (0, said)
 
 
