@@ -109,7 +109,7 @@ def test_options_by_name_reach_a_step_of_a_list(relative):
     assert config.steps[0].power == 3.0
     with pytest.raises(permtriton.PermTritonError, match="non-negative"):
         permtriton.config_from({"relative_power": -1}, [relative()])
-    with pytest.raises(permtriton.PermTritonError, match="unknown option relative_power"):
+    with pytest.raises(permtriton.PermTritonError, match="unknown option 'relative_power'"):
         permtriton.compile("demo", recipe=[Mask()], relative_power=3)
 
 
