@@ -309,9 +309,9 @@ def without_upstream(name: str) -> Callable[[Any], Any]:
 def after_proof(change: Callable[[Tensor], object], name: str = "layers.0.mlp.up_proj.weight") -> Plant:
     """A weight changes between the proof and saving."""
 
-    def measured(original: Any, run: Any) -> Any:
+    def measured(original: Any, run: Any, held_out: Any) -> Any:
         change(run.model.model.get_parameter(name).data)
-        return original(run)
+        return original(run, held_out)
 
     return replaced(compiler, "measured", measured)
 
