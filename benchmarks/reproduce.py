@@ -11,28 +11,26 @@ UNIT = "sparsegpt"  # whose loss counts as 1
 PAPER = {  # name in the paper -> methods of the page's command, of the demo's comparison, of SmolLM2's
     "dense": ("dense", "dense", "dense"),
     "Wanda": ("wanda", "wanda", "wanda"),
-    "Wanda + CP": ("wanda + heuristic (fused)", "wanda + heuristic (fused)", "wanda + heuristic"),
+    "Wanda + CP": ("wanda + heuristic (fused)", "wanda + heuristic (fused)", "wanda + heuristic (fused)"),
     "PermLLM, Wanda": ("wanda + permllm", "wanda + permllm", "published (2 of 50 epochs)"),
-    "with our gradient, Wanda": ("wanda + learned (fused)", "", ""),
+    "with our gradient, Wanda": ("wanda + learned (fused)", "wanda + learned (fused)", "wanda + learned (fused)"),
     "RIA": ("ria", "ria", "ria"),
     "RIA + CP": ("ria + heuristic (fused)", "ria + heuristic (fused)", "ria + heuristic"),
     "PermLLM, RIA": ("ria + permllm", "ria + permllm", ""),
     "SparseGPT": ("sparsegpt", "sparsegpt", "sparsegpt"),
 }
+SMOLLM2 = ("real-smollm2-cpu", "real-smollm2-fused-cpu")
+DEMO = ("recipe", "permllm", "permllm-wanda", "learned")  # comparisons of three seeds, but permllm
 
 
 def main_table(results: Path) -> str:
     """Returns the methods of the paper as the page's command, the demo's and SmolLM2's longer benchmark have them."""
-    report, demo, permllm, real = (
-        _read(results / name)
-        for name in (
-            "reproduce/table.json", "compare-demo-recipe.json", "compare-demo-permllm.json", "real-smollm2-cpu.json",
-        )
-    )  # fmt: skip
+    report = _read(results / "reproduce" / "table.json")
+    real = [row for name in SMOLLM2 for row in _read(results / f"{name}.json")["rows"]]
     perplexities = [
         {row["method"]: row["mean"] for row in report["rows"]},
-        {row["method"]: row["mean"] for row in (*demo["rows"], *permllm["rows"])},
-        {name: _mean(real["rows"], name) for *_, name in PAPER.values() if name},
+        {row["method"]: row["mean"] for name in DEMO for row in _read(results / f"compare-demo-{name}.json")["rows"]},
+        {name: _mean(real, name) for *_, name in PAPER.values() if name},
     ]
     seconds = {row["method"]: row["compile_seconds"] for row in report["rows"]}
     lines = []
@@ -46,11 +44,13 @@ def main_table(results: Path) -> str:
     heading = "paper | method | demo, this command | seconds | demo, 64 x 256 tokens | SmolLM2-135M"
     caption = (
         "Perplexity, and in brackets the rise in log perplexity as a share of SparseGPT's. This command: "
-        f"{_run(report)} The demo on 64 x 256 tokens: [three "
-        "seeds](recipes.md#what-the-recipes-gain-on-the-demo-model), but PermLLM one, for 12 epochs "
-        "([file](../benchmarks/results/compare-demo-permllm.json)). "
-        "[SmolLM2](benchmarks.md#a-real-language-model): portable orders, PermLLM for 2 of 50 epochs, one seed, of an "
-        "earlier version."
+        f"{_run(report)} The demo on 64 x 256 tokens, 12 epochs: three seeds, but PermLLM on RIA one "
+        "([recipe](../benchmarks/results/compare-demo-recipe.json), "
+        "[PermLLM](../benchmarks/results/compare-demo-permllm-wanda.json), "
+        "[on RIA](../benchmarks/results/compare-demo-permllm.json), "
+        "[learned](../benchmarks/results/compare-demo-learned.json)). "
+        "[SmolLM2](benchmarks.md#a-real-language-model): 32 x 512 tokens; RIA + CP portable, PermLLM for 2 of 50 "
+        "epochs, with our gradient 4 ([fused rows](../benchmarks/results/real-smollm2-fused-cpu.json): seed 0)."
     )
     return _table(heading, lines, caption)
 

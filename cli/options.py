@@ -17,6 +17,7 @@ from permtriton.errors import OutputError
 from permtriton.evaluation.compare_methods import FUSED, METHODS
 from permtriton.recipe import RECIPES, all_options, defaults
 from permtriton.util.option import Option
+from permtriton.util.sparsity import NMPattern
 
 Flags = dict[str, Any]
 HUB = "Where the model comes from, and publishing"
@@ -35,6 +36,8 @@ def output_path(name: str) -> Path:
 
 def flag(help: str, *names: str, panel: str | None = None, kind: Any = str, **settings: Any) -> Any:
     """Returns the type of a parameter that is a flag; ``settings`` are further arguments of `typer.Option`."""
+    if kind is bool:
+        settings["metavar"] = ""  # else typer writes <bool>, as if it took a value
     return Annotated[kind | None, typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)]
 
 
@@ -45,7 +48,7 @@ _methods = f"{', '.join(name for name in METHODS if not name.endswith(FUSED))}, 
 running_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
 output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
 _output = functools.partial(_running, kind=Path, parser=output_path, metavar="PATH")
-Config = _running("TOML file of options, with a table per step; flags win.", kind=Path)
+Config = _running("TOML file of options, with a table per step; flags win.", kind=Path, metavar="FILE")
 Json = _running("Print the report as JSON on standard output.", "--json", kind=bool)
 Overwrite = flag("Replace an earlier file, whoever wrote it.", "--overwrite", kind=bool)
 Model = Annotated[
@@ -79,7 +82,8 @@ FLAGS: dict[type, dict[str, Any]] = {
         "config": Config,
         "push_to_hub": _hub(
             "Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that a "
-            "wrong name or token is found then."
+            "wrong name or token is found then.",
+            metavar="REPOSITORY",
         ),
         "private": _hub(
             "Make the repository of --push-to-hub a private one; by default the hub decides.", "--private", kind=bool
@@ -92,7 +96,9 @@ FLAGS: dict[type, dict[str, Any]] = {
             "refit + distill' or, with a step of yours, 'heuristic + my_steps.py:Mine', separated by commas; by "
             "default all methods, and the default recipe with --ablate."
         ),
-        "ablate": _method("Run each method with several --values of one option, such as refit-exchanges."),
+        "ablate": _method(
+            "Run each method with several --values of one option, such as refit-exchanges.", metavar="OPTION"
+        ),
         "values": _method("With --ablate: the values, separated by commas, such as 0,2,4,8."),
         "seeds": _running("Seeds, separated by commas."),
         "config": Config,
@@ -105,8 +111,10 @@ FLAGS: dict[type, dict[str, Any]] = {
         ),
     },
     EvaluateArgs: {
-        "against": flag("The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it."),
-        "special_tokens": _calibration(all_options()["special_tokens"].help),
+        "against": flag(
+            "The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.", metavar="MODEL"
+        ),
+        "special_tokens": _calibration(all_options()["special_tokens"].help, metavar="auto|none"),
         "batch_size": flag(
             "Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks.", kind=int
         ),
@@ -219,7 +227,17 @@ def _option(option: Option, *, hidden: bool) -> inspect.Parameter:
     kind = list[str] if option.several else option.type if option.type in (int, float, bool) else str
     values = option.values or "|".join(option.choices)
     help = f"{option.help} [{values}{values and '; '}default: {defaults(option)}]"
-    return _parameter(option.name, flag(help, panel=option.panel, kind=kind, hidden=hidden), None)
+    return _parameter(
+        option.name, flag(help, panel=option.panel, kind=kind, hidden=hidden, metavar=_metavar(option)), None
+    )
+
+
+def _metavar(option: Option) -> str | None:
+    """Returns what stands for an option's value beside its flag; None for typer's own word."""
+    if option.several:
+        return "LINEARS=N:M" if option.name == "pattern" else "LINEARS"
+    choices = "|".join(option.choices)
+    return "N:M" if option.type is NMPattern else choices if len(choices) in range(1, 20) else None
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

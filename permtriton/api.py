@@ -398,8 +398,8 @@ def export(
         progress: as `compile` takes it.
 
     Returns:
-        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, how it was compared, and of ``fp8``
-            the loss that it adds.
+        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, what loads it, and of ``fp8``
+            how many linears are quantized and how many weights became zero.
 
     Raises:
         PermTritonError: an unknown format, a folder that cannot be read or written, or a failed check.

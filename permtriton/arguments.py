@@ -1,7 +1,7 @@
 """The arguments of the public functions, which are flags, too; `permtriton.cli.options` has their words."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -33,7 +33,7 @@ class LoadArgs:
     trust_remote_code: bool = False
     gguf_file: str | None = None
     revision: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     progress: "Shown" = False
 
     @property

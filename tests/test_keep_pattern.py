@@ -320,6 +320,11 @@ def test_refusals(tmp_path, make, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_copy_of_what_keeps_zeros_is_refused():
+    with pytest.raises(ModelError, match="call keep_pattern on the copy"):
+        copy.deepcopy(permtriton.keep_pattern(pruned_llama()))
+
+
 def test_norms_that_liger_replaced_are_refused_at_the_first_step():
     """As Liger's functions do, it sets the forward of the norms that are there; Liger itself runs on GPUs alone."""
 

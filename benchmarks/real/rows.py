@@ -34,6 +34,8 @@ OURS = {
     "best on less text": "--recipe best --distill-optimizer adam --distill-further 3 --distill-epochs 2",
     "best": "--recipe best",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
+    "wanda + learned (fused)": "--recipe heuristic,learned,mask --importance wanda --layout fused --learn-epochs 4 "
+    "--learn-batch-size 4 --learn-learning-rate 0.02",  # 32 steps; of more, a smaller rate is better
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
     "fast (fused)": "--recipe fast --layout fused",
     "default (fused)": "--recipe default --layout fused",

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from permtriton.errors import OutputError
+from permtriton.errors import ModelError, OutputError, VerificationError
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.model.checks import hash_tensors
 from permtriton.running import ranks
@@ -177,11 +177,14 @@ class FinishedLayers:
 
         Raises:
             OutputError: The file cannot be written.
-            ModelError: A weight is not pruned, or not finite.
+            VerificationError: A weight is not pruned, or not finite.
         """
         tensors: dict[str, Tensor] = {}
         for name, weight in weights.items() if not ranks.number() else ():  # the first rank writes
-            values, positions = pack(weight.T.contiguous(), patterns[name])
+            try:
+                values, positions = pack(weight.T.contiguous(), patterns[name])
+            except ModelError as error:
+                raise VerificationError(f"{name}: {error}") from error
             tensors |= {f"{name}.values": values, f"{name}.positions": positions}
         self._layer(number).write(tensors, {"parts": json.dumps(list(parts))})
 

@@ -23,6 +23,8 @@ from permtriton.serving.linear import PermTritonLinearMethod, Stored
 from permtriton.serving.norm import use_permuted_norms
 from permtriton.serving.servable import check_folder, refuse_unknown_class, refuse_unservable
 
+LOAD_FORMATS = ("auto", "hf", "safetensors")  # those that read the files that were checked
+
 
 class PermTritonConfig(QuantizationConfig):
     """What vLLM knows of a folder: which linears are packed, and which modules permute.
@@ -119,6 +121,11 @@ class PermTritonConfig(QuantizationConfig):
         if self.folder is None:
             raise ModelError("vLLM did not let permtriton check the folder before this: expected vLLM 0.32 or newer")
         config = get_current_vllm_config()
+        if config.load_config.load_format not in LOAD_FORMATS:
+            raise ModelError(
+                f"load format {config.load_config.load_format}: expected one of {', '.join(LOAD_FORMATS)}, which read "
+                "the files that permtriton checked"
+            )
         refuse_unknown_class(config.model_config.architecture, permuted=bool(self.norms or self.gathers))
         if self.norms:
             use_permuted_norms()

@@ -68,7 +68,8 @@ class Learned(Step):
     batch_size: int = option(16, "Sequences per optimiser step.", minimum=1)
     learning_rate: float = option(
         5e-3,
-        "Peak AdamW learning rate, with cosine decay; the recipe permllm takes 0.005 with the importance ria.",
+        "Peak AdamW learning rate, with cosine decay: of fewer than a hundred steps, 0.02 gains more; the recipe "
+        "permllm takes 0.005 with the importance ria.",
         positive=True,
     )
     weight_decay: float = option(0.1, "AdamW weight decay.")

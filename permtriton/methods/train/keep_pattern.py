@@ -88,13 +88,14 @@ class _Weight:
     def __init__(self, model: nn.Module, name: str, dim: int, pattern: NMPattern) -> None:
         owner, _, self.key = name.rpartition(".")
         self.owner, self.dim, self.pattern = model.get_submodule(owner), dim, pattern
+        self.shape = model.get_parameter(name).shape
         self.zeros = self.parameter.detach() == 0
 
     @property
     def parameter(self) -> Tensor:
         """The present parameter: moving a model to a GPU may replace it."""
         parameter = self.owner._parameters.get(self.key)
-        if parameter is None or isinstance(parameter, DTensor):
+        if parameter is None or isinstance(parameter, DTensor) or parameter.shape != self.shape:
             raise ModelError(
                 f"the {self.key} of a {type(self.owner).__name__} is no whole parameter any more, so that its N:M "
                 "pattern cannot be kept: parametrize nothing, and use DDP in place of FSDP"
@@ -145,6 +146,9 @@ class KeptPattern:
         self._hook = register_optimizer_step_post_hook(self._after_step)
         weakref.finalize(model, self.remove).atexit = False
 
+    def __reduce__(self) -> Any:
+        raise ModelError("what keeps a model's zeros cannot be copied or pickled: call keep_pattern on the copy")
+
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._began and (model := self._model()) is not None:
@@ -182,7 +186,13 @@ class KeptPattern:
                 "PeftModel. Soft prompts change no weights; load adapters of add_adapter by PeftModel.from_pretrained"
             )
         _refuse_dense_adapters(model, inner, self.record)
+        owners = {id(weight.owner) for weight in self._weights.values()}
         for name, module in model.named_modules():
+            if ".original_module" in name and id(module) in owners:
+                raise ModelError(
+                    f"{name}: merging puts the copy that modules_to_save trained in its place, whose zeros are not "
+                    "kept: train it by target_modules in place of modules_to_save"
+                )
             if name.endswith(BASE_LAYER) and is_permuted(module):
                 raise ModelError(
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
@@ -290,6 +300,8 @@ def _unwrapped(model: Any) -> nn.Module:
 def _refuse_untrainable(model: nn.Module) -> None:
     if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
         raise ModelError(f"{empty} has no values, so where it is zero is not known: load the weights first")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise ModelError("tensor parallelism divides weights, so that their zeros cannot be kept: use DDP")
     for name, module in model.named_modules():
         if is_packed(module) or hasattr(module, "quantization_scheme"):
             raise ModelError(
