@@ -291,7 +291,7 @@ TABLES = {
     "reproduce-table": lambda: reproduce.main_table(RESULTS),
     **{
         f"reproduce-{name}": functools.partial(reproduce.table, RESULTS, name)
-        for name in ("4of8", "sinkhorn", "calibration", "block-size", "layers")
+        for name in ("zero-shot", "4of8", "sinkhorn", "calibration", "block-size", "layers")
     },
     "swap-prediction": lambda: swap_prediction_table("swap-prediction-learned-cpu.jsonl"),
     "trials": lambda: trials.table(RESULTS),

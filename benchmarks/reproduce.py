@@ -59,16 +59,17 @@ def table(results: Path, name: str) -> str:
     """Returns the rows of one comparison."""
     report = _read(results / "reproduce" / f"{name}.json")
     dense, *rows = report["rows"]
-    with_setting = report["ablation"] is not None
+    with_setting, tasks = report["ablation"] is not None, list(dense["tasks"])
     lines = [
         [
             f"`{row['method']}`", *([f"`{row['setting']}`"] * with_setting), f"{row['mean']:.3f}", f"{row['kl']:.3f}",
-            f"{row['compile_seconds']:.0f}",
+            *(f"{row['tasks'][task]:.2f}" for task in tasks), f"{row['compile_seconds']:.0f}",
         ]
         for row in rows
     ]  # fmt: skip
-    heading = f"method | {'setting | ' * with_setting}perplexity | KL | seconds"
-    return _table(heading, lines, f"Dense: {dense['mean']:.3f}. {_run(report)}")
+    heading = f"method | {'setting | ' * with_setting}perplexity | KL | {''.join(f'{task} | ' for task in tasks)}seconds"
+    accuracy = "".join(f", {task} {value:.2f}" for task, value in dense["tasks"].items())
+    return _table(heading, lines, f"Dense: {dense['mean']:.3f}{accuracy}. {_run(report)}")
 
 
 def _run(report: Mapping[str, Any]) -> str:
