@@ -67,7 +67,9 @@ def table(results: Path, name: str) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    heading = f"method | {'setting | ' * with_setting}perplexity | KL | {''.join(f'{task} | ' for task in tasks)}seconds"
+    heading = (
+        f"method | {'setting | ' * with_setting}perplexity | KL | {''.join(f'{task} | ' for task in tasks)}seconds"
+    )
     accuracy = "".join(f", {task} {value:.2f}" for task, value in dense["tasks"].items())
     return _table(heading, lines, f"Dense: {dense['mean']:.3f}{accuracy}. {_run(report)}")
 
