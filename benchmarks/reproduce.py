@@ -79,8 +79,8 @@ def _run(report: Mapping[str, Any]) -> str:
     return (
         f"{report['tokens']:,} tokens of {text}; {config['samples']} x {config['sequence_length']} calibration tokens, "
         "one seed; "
-        f"{report['device']}; torch {versions['torch']}, transformers {versions['transformers']}; seconds are of one "
-        "compilation, beside five to fifteen other processes on two cores: they do not compare."
+        f"{report['device']}; torch {versions['torch']}, transformers {versions['transformers']}; seconds are "
+        "beside other work."
     )
 
 
