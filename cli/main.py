@@ -2,9 +2,9 @@
 
 import atexit
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from importlib import import_module, metadata
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -39,19 +39,17 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 def command_named(name: str) -> TyperCommand:
     """Returns a command, whose module is imported: torch and transformers take seconds, which --help need not."""
-    with _without_garbage_collection():
-        module = import_module(f"permtriton.cli.{name}")
     single = typer.Typer(add_completion=False, context_settings=SETTINGS)
-    single.command(name, help=COMMANDS[name])(getattr(module, name))
+    single.command(name, help=COMMANDS[name])(getattr(_module(name), name))
     return typer.main.get_command(single)  # type: ignore[return-value]
 
 
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Of the million objects that an import makes, all stay: to look for garbage takes a fifth of its time."""
+@cache
+def _module(name: str) -> ModuleType:
+    """Imports a command's module without looking for garbage: of the million objects that this makes, all stay."""
     gc.disable()
     try:
-        yield
+        return import_module(f"permtriton.cli.{name}")
     finally:
         gc.freeze()  # later searches for garbage pass over them, too: a fifth of the time of tracing a model
         atexit.register(gc.unfreeze)  # else extension modules report what was never collected
