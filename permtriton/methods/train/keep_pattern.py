@@ -88,14 +88,13 @@ class _Weight:
     def __init__(self, model: nn.Module, name: str, dim: int, pattern: NMPattern) -> None:
         owner, _, self.key = name.rpartition(".")
         self.owner, self.dim, self.pattern = model.get_submodule(owner), dim, pattern
-        self.shape = model.get_parameter(name).shape
         self.zeros = self.parameter.detach() == 0
 
     @property
     def parameter(self) -> Tensor:
         """The present parameter: moving a model to a GPU may replace it."""
         parameter = self.owner._parameters.get(self.key)
-        if parameter is None or isinstance(parameter, DTensor) or parameter.shape != self.shape:
+        if parameter is None or isinstance(parameter, DTensor) or parameter.ndim < 2:  # FSDP1 leaves flat parts
             raise ModelError(
                 f"the {self.key} of a {type(self.owner).__name__} is no whole parameter any more, so that its N:M "
                 "pattern cannot be kept: parametrize nothing, and use DDP in place of FSDP"
