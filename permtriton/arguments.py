@@ -1,7 +1,7 @@
 """The arguments of the public functions, which are flags, too; `permtriton.cli.options` has their words."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -39,8 +39,7 @@ class LoadArgs:
     @property
     def loading(self) -> dict[str, Any]:
         """The arguments of `permtriton.model.source.Source` but for the name."""
-        names = ("dtype", "device", "trust_remote_code", "gguf_file", "revision", "token")
-        return {name: getattr(self, name) for name in names}
+        return {part.name: getattr(self, part.name) for part in fields(LoadArgs) if part.name != "progress"}
 
 
 @dataclass(frozen=True, kw_only=True)

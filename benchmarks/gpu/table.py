@@ -13,7 +13,6 @@ from typing import Any
 MODULE, OUT = "python -m benchmarks.gpu", "gpu-results"
 WHEELS = ("'pydantic>=2.12'", "'psutil>=6.0'", "pytest", "pytest-xdist")  # as a shell takes them
 CALL_SECONDS = 570  # of a call, unless --seconds says otherwise
-SHAPES_7B = [(11008, 4096), (4096, 11008), (4096, 4096)]  # rows and channels of the linears of LLaMA-2-7B
 LAYER_8B = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}  # of LLaMA-3-8B -> how many of each
 FEW, MORE, MANY = (1, 16, 64), (128, 256, 512, 1024), (4096, 8192)  # tokens; those with the highest goals first
 PREFILL, DECODING = "2:4 prefill", "decoding, 8B shape"

@@ -26,6 +26,13 @@ def compose(first: Tensor, second: Tensor) -> Tensor:
     return first[second]
 
 
+def epoch_order(sequences: int, seed: int, epoch: int) -> Tensor:
+    """Returns the order of the sequences in an epoch, which its number and the seed alone decide, so that it can be
+    repeated after an interruption.
+    """
+    return torch.randperm(sequences, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+
+
 def index_dtype(channels: int) -> torch.dtype:
     """Returns the dtype in which an index of so many channels is stored: DDP, which sends buffers, has no int16."""
     return torch.uint8 if channels <= 1 << 8 else torch.int32

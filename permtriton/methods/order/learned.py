@@ -32,7 +32,7 @@ from permtriton.running.backward import loss_scale
 from permtriton.running.micro_batch import MicroBatch, Result
 from permtriton.running.state import StateFile
 from permtriton.util.option import documented, option
-from permtriton.util.permutation import identity, moved
+from permtriton.util.permutation import epoch_order, identity, moved
 
 OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -297,12 +297,8 @@ class OrderTrainer:
             return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
 
     def epoch(self, number: int) -> Iterator[float]:
-        """Trains one epoch and yields each step's loss.
-
-        The order of sequences depends on the seed and the epoch's number alone, so that a resumed run repeats it.
-        """
-        generator = torch.Generator().manual_seed(self._run.config.seed * 1_000_003 + number)
-        order = torch.randperm(len(self._samples), generator=generator)
+        """Trains one epoch and yields each step's loss."""
+        order = epoch_order(len(self._samples), self._run.config.seed, number)
         for offset, rows in enumerate(order.split(self._options.batch_size)):
             yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
 

@@ -18,6 +18,7 @@ from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, ModelSizes, Ou
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, held_out, split, with_held_out
 from permtriton.util.option import documented, option
+from permtriton.util.permutation import epoch_order
 
 HALF = 2  # bytes
 MOST_FURTHER = 63
@@ -137,12 +138,10 @@ class Distill(TrainingStep):
                 return trainer.run()
 
     def _schedule(self, samples: Samples, epochs: int, seed: int) -> Schedule:
-        """Returns epochs over all samples but those held out; the seed and an epoch's number decide its order."""
+        """Returns epochs over all samples but those held out."""
         rows, others = split(len(samples), seed)
-        batches = []
-        for number in range(1, epochs + 1):
-            generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-            batches.append(rows[torch.randperm(rows.numel(), generator=generator)].split(self.batch_size))
+        orders = (epoch_order(rows.numel(), seed, number) for number in range(1, epochs + 1))
+        batches = [rows[order].split(self.batch_size) for order in orders]
         if self.steps:
             batches = [tuple(chain.from_iterable(batches))[: self.steps]]
         # Rounds are longer where the held-out sequences are many, so that measuring these stays a small part.
