@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch._functorch.predispatch import _vmap_increment_nesting
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
@@ -66,6 +68,13 @@ class Traced:
         return results[self.hidden]
 
 
+class _GradientsStayOff(TorchFunctionMode):
+    """Ignores what turns gradients off or on: torch.export would split the graph there, and make all its code anew."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func is torch._C._set_grad_enabled else func(*args, **(kwargs or {}))
+
+
 class _Probed(nn.Module):
     """Returns every tensor that the model returns, and the last hidden state after them."""
 
@@ -76,7 +85,7 @@ class _Probed(nn.Module):
     def forward(self, **arguments: Tensor) -> tuple[Tensor, ...]:
         if self.masked:
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-        with recorded_states(self.model) as states:
+        with recorded_states(self.model) as states, _GradientsStayOff():
             output = self.model(**arguments)
         inner = ENCODER_STATE if has_head(self.model) and not embeds(self.model) else ""
         return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
@@ -182,7 +191,9 @@ def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: b
         The program, and whether it computes the model's values.
     """
     probed = _Probed(model, masked)
-    with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet():
+    # A stack trace for each node would take a tenth of the time.
+    no_stack_traces = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
+    with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet(), no_stack_traces:
         try:
             return export_program(probed, **arguments), True
         except Exception as error:  # torch.export raises many kinds

@@ -238,14 +238,18 @@ def read_quickly(*, config_only: bool = False) -> Iterator[None]:
     """Inside the ``with`` block, transformers reads GGUF files by `_reader`.
 
     Args:
-        config_only: whether only the config is read, of which the tokenizer's lists say the number of words alone.
+        config_only: whether only the config is read, which needs the number of words and nothing else of the tokenizer.
     """
     import gguf
 
     def opened(path: Any, *mode: Any) -> Any:
         file = _reader()(path, *mode)
-        for name in TOKENIZER_LISTS if config_only else ():
-            file.fields.pop(name, None)
+        if config_only:
+            for name in TOKENIZER_LISTS:
+                file.fields.pop(name, None)
+            if (words := file.fields.get("tokenizer.ggml.tokens")) is not None:
+                zeros = {"parts": [[0]], "data": [0] * len(words.data), "types": [gguf.GGUFValueType.UINT32]}
+                file.fields[words.name] = words._replace(**zeros)
         return file
 
     with mock.patch.object(gguf, "GGUFReader", opened):
