@@ -136,8 +136,10 @@ def entry_key(op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def machine_key(device: int | None = None) -> str:
-    """Returns what measured times depend on besides op, shape and dtype: GPU, triton version and torch version."""
-    return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, torch {torch.__version__}"
+    """Returns what measured times depend on besides op, shape and dtype: the GPU, and versions of what runs on it."""
+    there = torch.backends.cusparselt.is_available()
+    cusparselt = f", cuSPARSELt {torch.backends.cusparselt.version()}" if there else ""
+    return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, torch {torch.__version__}{cusparselt}"
 
 
 def cache_folder() -> Path:

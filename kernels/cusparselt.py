@@ -7,11 +7,13 @@ subclass cannot pass through an operator.
 
 The library has dozens of algorithms and ways to split the sum. Its own search (``mm_search``) times them all: at the
 first bfloat16 product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is captured.
-What it finds is kept in the user's cache; `permtriton autotune` compares it with the default once more.
+One search is off by up to a tenth, so `SEARCHES` of them vote. What they find is kept in the user's cache; `permtriton
+autotune` compares it with the default once more.
 """
 
 import threading
 import warnings
+from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -27,6 +29,7 @@ ROWS = 16  # output and input features must be multiples of it
 TOKENS = 8  # the number of tokens is padded to a multiple of it
 # In float16 the search of cuSPARSELt 0.8.0 ran into an illegal instruction on an H200; then the process has no GPU.
 SEARCHED = (torch.bfloat16,)
+SEARCHES = 5
 CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the library's defaults
 
 
@@ -124,12 +127,14 @@ def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
 
 
 def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
-    """Returns what the library's search finds for a product, or its default where it is not searched."""
+    """Returns what most of the library's searches find for a product, or its default where it is not searched."""
     library: Any = getattr(torch._C, "_cusparselt", None)
     if x_TC.dtype not in SEARCHED or not hasattr(library, "mm_search"):
         return CONFIGS[0]
     weight = compressed.view(out_features, -1)
-    algorithm, split_k, mode, _ = library.mm_search(weight, _padded(x_TC).t(), bias, None, None, True)
+    x_CT = _padded(x_TC).t()
+    votes = Counter(tuple(library.mm_search(weight, x_CT, bias, None, None, True)[:3]) for _ in range(SEARCHES))
+    algorithm, split_k, mode = votes.most_common(1)[0][0]
     return Config({"ALGORITHM": algorithm, "SPLIT_K": split_k, "SPLIT_K_MODE": mode})
 
 

@@ -17,6 +17,7 @@ from benchmarks.gpu.builds import Build
 from benchmarks.gpu.recording import recorded
 from benchmarks.gpu.table import read
 from permtriton.kernels.launch import triton
+from permtriton.kernels.tools.timing import relative_error
 
 PROCESSES = ("tests", "memcheck", "racecheck", "counters")  # rows that start one of their own
 ON_CPU = [name for name in table.ROWS if name not in PROCESSES]
@@ -48,8 +49,8 @@ def test_every_row_runs(rows):
 
 @pytest.mark.slow
 def test_products_say_what_ran(rows):
-    for name in ("sparse_linear", "prefill", "decoding", "decoding_tuned", "learning_step"):
-        assert all({"routes", "rejected", "ran"} <= result.keys() or result["case"] == table.LAYER
+    for name in ("sparse_linear", "merged", "prefill", "decoding", "decoding_compiled", "learning_step"):
+        assert all({"routes", "rejected", "ran"} <= result.keys() or result["case"] in (table.LAYER, table.MERGED)
                    for result in rows[name]["results"])  # fmt: skip
 
 
@@ -75,6 +76,27 @@ def test_the_table_of_results_and_of_goals(rows):
     assert readme_tables.TABLES["gpu"]() == table.markdown(read(readme_tables.RESULTS / "gpu.json"))
 
 
+def test_fifteen_minutes_are_two_calls_of_the_most_valuable_rows():
+    (first, longest), (second, rest) = table.calls(15)
+    assert (longest, rest) == (360, 240)
+    assert table.seconds_of(first) <= longest
+    assert table.seconds_of(second) <= rest
+    assert first[:3] == ["first_look", "paper", "kernels"]
+    assert not {"sparse_linear_tuned", "decoding_tuned"} & {*first, *second}, "without tuning, they show nothing"
+    everything = [name for names, seconds in table.calls(60) for name in names]
+    assert sorted(everything) == sorted(table.ROWS)
+    assert "Not in these 15 minutes: tune," in table.plan(15)
+
+
+def test_a_single_wrong_row_of_thousands_is_an_error():
+    expected = torch.randn(14336, 16, generator=torch.Generator().manual_seed(0))
+    out = expected.clone()
+    out[7] = 0.0
+    assert relative_error(out, expected) > 0.1
+    assert relative_error(expected.bfloat16(), expected) < 1e-2
+    assert relative_error(out[:0], expected[:0]) == 0
+
+
 def test_a_rejected_kernel_meets_no_goal(rows):
     """What ran in its place was not what the goal is about."""
     result = {**rows["sparse_linear"]["results"][0], "case": "4096x4096", "routes": ["dense"], "rejected": ["mma<1>"]}
@@ -85,31 +107,36 @@ def test_a_rejected_kernel_meets_no_goal(rows):
 
 
 def test_rows_are_added_and_replaced_and_a_failing_one_costs_only_itself(tmp_path, monkeypatch):
-    first = measured(tmp_path, "permute")
+    first = measured(tmp_path, "sparse_linear")
     monkeypatch.setattr(kernels, "nm_mask_case", None)
-    assert command.main(["--out", str(tmp_path), "--tiny", "--here", "--only", "nm_mask", "--only", "swap_gains"]) == 1
+    assert command.main(["--out", str(tmp_path), "--tiny", "--here", "--only", "kernels", "--only", "paper"]) == 1
     found = read(tmp_path / bench.RESULTS)
-    assert found["permute"] == first["permute"]
-    assert "NoneType" in found["nm_mask"]["failures"][0]["why"]
-    assert found["swap_gains"]["results"]
+    assert found["sparse_linear"] == first["sparse_linear"]
+    assert "NoneType" in found["kernels"]["failures"][0]["why"]
+    assert found["paper"]["results"]
     monkeypatch.undo()
-    assert measured(tmp_path, "nm_mask")["nm_mask"]["failures"] == []
+    assert measured(tmp_path, "kernels")["kernels"]["failures"] == []
 
 
 def test_a_row_that_was_cut_off_is_continued(tmp_path):
     """With what it had measured as it was, and without the case in which it died twice."""
-    whole = measured(tmp_path, "permute")["permute"]
-    first, second = whole["results"]
-    part = {**whole, "results": [first], "seconds": None, "tried": {f"{second['name']}: {second['case']}": 2}}
-    save(tmp_path / bench.RESULTS, {"permute": part})
-    again = measured(tmp_path, "permute")["permute"]
-    assert again["results"] == [first]
+    whole = measured(tmp_path, "paper")["paper"]
+    first, second = whole["results"][:2]
+    part = {
+        **whole,
+        "results": whole["results"][:1] + whole["results"][2:],
+        "seconds": None,
+        "tried": {f"{second['name']}: {second['case']}": 2},
+    }
+    save(tmp_path / bench.RESULTS, {"paper": part})
+    again = measured(tmp_path, "paper")["paper"]
+    assert again["results"] == part["results"]
     assert "twice the process died" in again["failures"][0]["why"]
-    save(tmp_path / bench.RESULTS, {"permute": {**part, "tried": {}, "commit": "another"}})
-    assert len(measured(tmp_path, "permute")["permute"]["results"]) == 2
-    assert measured(tmp_path, "permute")["permute"]["results"][0] != first
-    save(tmp_path / bench.RESULTS, {"permute": {**part, "tried": {}, "hardware": {"device": "another"}}})
-    assert measured(tmp_path, "permute")["permute"]["results"][0] != first
+    save(tmp_path / bench.RESULTS, {"paper": {**part, "tried": {}, "commit": "another"}})
+    assert len(measured(tmp_path, "paper")["paper"]["results"]) == len(whole["results"])
+    assert measured(tmp_path, "paper")["paper"]["results"][0] != first
+    save(tmp_path / bench.RESULTS, {"paper": {**part, "tried": {}, "hardware": {"device": "another"}}})
+    assert measured(tmp_path, "paper")["paper"]["results"][0] != first
 
 
 def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeypatch):
@@ -120,7 +147,7 @@ def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeyp
         if "--ahead" not in arguments:
             started.append(name)
             command.run(name, Settings(tmp_path, tiny=True))
-            if name == "norm" and len(started) < 3:
+            if name == "sinkhorn" and len(started) < 3:
                 monkeypatch.setattr(command, "LEAST", 1e9)  # the time is up
         return checks.Ran(0, "", 1.0)
 
@@ -130,15 +157,15 @@ def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeyp
         "--out",
         str(tmp_path),
         "--tiny",
-        *(w for n in ("nm_mask", "norm", "swap_gains") for w in ("--only", n)),
+        *(w for n in ("paper", "sinkhorn", "assignment") for w in ("--only", n)),
     ]
     assert command.main(arguments) == 1, "one row is missing"
-    assert started == ["nm_mask", "norm"]
+    assert started == ["paper", "sinkhorn"]
     monkeypatch.setattr(command, "LEAST", 1)
     assert command.main(arguments) == 0
     assert command.main(arguments) == 0
-    assert started == ["nm_mask", "norm", "swap_gains"], "what came to its end is not measured again"
-    assert "swap_gains" in (tmp_path / "table.md").read_text()
+    assert started == ["paper", "sinkhorn", "assignment"], "what came to its end is not measured again"
+    assert "assignment" in (tmp_path / "table.md").read_text()
     assert command.main([*arguments, "--again"]) == 0
     assert len(started) == 6
 

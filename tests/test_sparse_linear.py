@@ -253,15 +253,15 @@ def test_a_route_is_decided_once(monkeypatch):
     assert routes.taken == [MMA, MMA, MMA, DENSE, MMA, DENSE]
 
 
-def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):
-    """And kept for the next process, but not while a graph is captured, where it could not run."""
+def test_most_of_five_searches_choose_cusparselts_algorithm_once_per_shape(monkeypatch, tmp_path):
+    """It is kept for the next process. While a graph is captured, no search could run."""
     searches, used, capturing = [], [], [True]
 
     class Library:
         @staticmethod
         def mm_search(*arguments):
             searches.append(arguments)
-            return 7, 2, 1, 40
+            return 7 + len(searches) % 3 // 2, 2, 1, 40  # the second and the fifth find another one
 
     def multiply(compressed, dense_CT, bias, transpose_result, alg_id, split_k, split_k_mode):
         used.append(alg_id)
@@ -286,7 +286,7 @@ def test_cusparselt_is_searched_once_per_shape(monkeypatch, tmp_path):
     assert used == [0, 7, 7, 7, 7]
     run(torch.ones(16, 32).half())  # whose search can end in a process without a GPU
     assert used[5:] == [0]
-    assert len(searches) == 1
+    assert len(searches) == cusparselt.SEARCHES
     assert cusparselt.product(
         torch.ones(16, 32).bfloat16(),
         torch.zeros(32 * 18).bfloat16(),

@@ -1,7 +1,7 @@
-"""Measures permtriton on a GPU, in four calls of less than ten minutes: decoding, tuned, learning, and the rest.
+"""Measures permtriton on a GPU: rows, the most valuable first, in calls of less than ten minutes.
 
-    python -m benchmarks.gpu --plan                       all commands, from packing a folder to the table
-    python -m benchmarks.gpu --out FOLDER --only decode   one call, or one row such as permute; repeat for more
+    python -m benchmarks.gpu --plan --minutes 15          all commands for a machine that is lent for so long
+    python -m benchmarks.gpu --out FOLDER --only kernels  one row; repeat for more
     python -m benchmarks.gpu --out FOLDER                 everything
     python -m benchmarks.gpu --out FOLDER --tiny          the same code on tiny sizes and the CPU: times mean nothing
 
@@ -9,8 +9,9 @@ Run it in the repository's root, or in a copy of it: nothing has to be installed
 scipy. It uses pydantic (for the rows compile_*), pytest, pytest-xdist, ncu, compute-sanitizer, nvcc and
 torch-linear-assignment where they are.
 
-FOLDER holds all that is found: results.json, table.md, autotune.json (the fastest configurations), log.txt, and
-caches.tar.gz, the compiled kernels, which a later call unpacks. Each row is measured in a process of its own, and each
+FOLDER holds all that is found: results.json, which begins with the repository's rows of earlier commits, table.md,
+autotune.json (the fastest configurations), log.txt, and caches.tar.gz, the compiled kernels, which a later call
+unpacks. Each row is measured in a process of its own, and each
 result is written when it is there: a call that is cut off is continued by the same command, and a row that crashes
 costs only itself. A row that came to its end on this commit is measured again only with --again.
 Exit code 0: everything ran, whether or not goals are met; 1: something was wrong or did not run; 2: there is no GPU.
@@ -31,12 +32,13 @@ import transformers
 
 from benchmarks.gpu import caches, checks, kernels, models, table
 from benchmarks.gpu.bench import DEAD, Bench, Settings, commit, finished, save
-from benchmarks.gpu.table import AHEAD_SECONDS, CALL_SECONDS, CALLS, ROWS, read
+from benchmarks.gpu.table import AHEAD_SECONDS, CALL_SECONDS, ROWS, read
 from benchmarks.gpu.tune import tune
 from permtriton.kernels import cusparselt
 from permtriton.kernels.autotune import forcing
 from permtriton.kernels.launch import triton
 
+MEASURED = Path(__file__).resolve().parents[1] / "results" / "gpu.json"
 LEAST, ENOUGH = 25, 0.7  # seconds that a row needs to begin, and share of those that it is expected to take
 PROCESSES = 4  # of a row at most, each of which goes on behind what left the one before without a GPU
 MEASURES = {
@@ -44,9 +46,9 @@ MEASURES = {
     "tune": tune, "sparse_linear_tuned": models.few_tokens, "prefill_tuned": models.prefill,
     "decoding_tuned": models.decoding, "learning_step": models.learning_step, "inference": models.inference,
     "compile_default": partial(models.compilation, recipe="default"),
-    "compile_fast": partial(models.compilation, recipe="fast"), "nm_mask": kernels.masks, "permute": kernels.permute,
-    "norm": kernels.norm, "sinkhorn": kernels.sinkhorn, "assignment": kernels.assignment,
-    "placement": kernels.placements, "swap_gains": kernels.swaps,
+    "compile_fast": partial(models.compilation, recipe="fast"), "compile_layers": models.compiled_layers,
+    "paper": models.table_3, "merged": models.merged, "decoding_compiled": models.decoding_compiled,
+    "kernels": kernels.every, "sinkhorn": kernels.sinkhorn, "assignment": kernels.assignment,
 }  # fmt: skip
 
 
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--plan", action="store_true", help="print the commands and their durations; run nothing")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the results; what is there is added to")
-    parser.add_argument("--only", action="append", choices=[*CALLS, *ROWS], help="this call or row; repeat for more")
+    parser.add_argument("--minutes", type=float, default=15, help="of --plan: that the machine is lent (default 15)")
+    parser.add_argument("--only", action="append", choices=list(ROWS), help="this row; repeat for more")
     parser.add_argument(
         "--seconds", type=float, help=f"for the call; {CALL_SECONDS} with --only, else as long as it takes"
     )
@@ -68,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ahead", help=argparse.SUPPRESS)  # K/N: only compile, the part K of N
     args = parser.parse_args(arguments)
     if args.plan:
-        print(table.plan(str(args.out or table.OUT), commit()))
+        print(table.plan(args.minutes, str(args.out or table.OUT), commit()))
         return 0
     if args.out is None:
         parser.error("--out FOLDER is missing: the folder of the results")
@@ -76,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: this measures a CUDA GPU with triton, and there is none; --tiny runs the same code on the CPU",
               file=sys.stderr)  # fmt: skip
         return 2
-    names = [name for name, row in ROWS.items() if not args.only or {name, row.call} & set(args.only)]
+    names = [name for name in ROWS if not args.only or name in args.only]
     settings = Settings(args.out.resolve(), args.tiny, args.commit)
     if args.here or args.ahead:
         part = tuple(map(int, args.ahead.split("/"))) if args.ahead else (0, 1)
@@ -120,6 +123,8 @@ def run(name: str, settings: Settings) -> None:
 def call(names: Sequence[str], settings: Settings, until: float, again: bool) -> None:
     """Measures rows one after another, each in a process of its own, until the time is up."""
     settings.folder.mkdir(parents=True, exist_ok=True)
+    if not settings.tiny and not settings.file.is_file():
+        save(settings.file, read(MEASURED))  # rows of earlier commits, each of which stays until it is measured again
     caches.unpack(settings.folder)
     before = {} if again else read(settings.file)
     todo = [name for name in names if not finished(before.get(name), settings)]

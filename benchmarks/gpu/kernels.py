@@ -1,7 +1,7 @@
 """The rows of single kernels: permute, norm, sinkhorn, assignment, masks, swaps."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from permtriton.kernels.launch import jit, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.placement import placement_reference
 from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_reference
+from permtriton.kernels.sparsegpt_block import sparsegpt_block_reference
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
@@ -26,6 +27,7 @@ from permtriton.kernels.tools.cases.packing import unpack_case
 from permtriton.kernels.tools.cases.permute import permute_case
 from permtriton.kernels.tools.cases.placement import placement_case
 from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
+from permtriton.kernels.tools.cases.sparsegpt_block import sparsegpt_block_case
 from permtriton.kernels.tools.cases.swap_gains import swap_gains_case
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.util.sparsity import NMPattern
@@ -33,13 +35,26 @@ from permtriton.util.sparsity import NMPattern
 BLOCKS_7B = 32 * (3 * 4096 + 11008) // 64  # of one step on LLaMA-2-7B shapes: q/k/v, o, gate/up and down, 32 layers
 
 
-def permute(bench: Bench) -> None:
-    """The gather against a copy of the same bytes, index_select and the CUDA kernel."""
-    for rows, channels in bench.pick([(16384, 11008), (2048, 4096)], [(8, 256)]):
+def every(bench: Bench) -> None:
+    """Every Triton kernel of pruning once, beside a copy of its bytes, without peers that take seconds."""
+    permute(bench)
+    norm(bench)
+    masks(bench)
+    relaxations(bench)
+    assignment(bench, scipy=False)
+    placements(bench)
+    swaps(bench)
+    sparsegpt_blocks(bench)
+
+
+def permute(bench: Bench, sizes: Sequence[tuple[int, int]] = ((16384, 11008), (2048, 4096))) -> None:
+    """The gather against a copy of the same bytes, index_select, the CUDA kernel and a product with a matrix."""
+    for rows, channels in bench.pick(sizes, [(8, 256)]):
         for in_blocks in (True, False):
             case = permute_case(rows, channels, bench.dtype, bench.device, in_blocks)
             in_cuda = partial(_cuda_permute, block_size=BLOCK if in_blocks else None)
             peers: dict[str, Prepare] = {"index_select": _index_select, "the kernel in CUDA": in_cuda}
+            peers["a product with a permutation matrix"] = _matrix
             bench.compare(f"permute, {rows} rows", case, peers, copies=True)
 
 
@@ -53,6 +68,14 @@ def _cuda_permute(inputs: Arguments, block_size: int | None) -> Callable[[], Ten
 
     x, index = inputs[0], inputs[1].int()
     return lambda: permute_cuda(x, index, block_size)
+
+
+def _matrix(inputs: Arguments) -> Callable[[], Tensor]:
+    """The paper's own code in PyTorch multiplies by the matrix, as one dense product."""
+    x, index = inputs
+    matrix = torch.zeros(len(index), len(index), dtype=x.dtype, device=x.device)
+    matrix[index.long(), torch.arange(len(index), device=x.device)] = 1
+    return lambda: x @ matrix
 
 
 def norm(bench: Bench) -> None:
@@ -107,8 +130,15 @@ def rms_norm_alone(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
+def relaxations(bench: Bench) -> None:
+    """The relaxation of one step's permutations, forward and backward."""
+    for name, make in (("forward", sinkhorn_case), ("backward", sinkhorn_backward_case)):
+        case = make(*bench.pick((BLOCKS_7B, 64), (4, 16)), bench.device)
+        bench.compare(f"sinkhorn {name}", case, {}, copies=True)
+
+
 def sinkhorn(bench: Bench) -> None:
-    """The relaxation of one step's permutations: forward, backward, and both.
+    """The relaxation of one step's permutations, both passes, against torch, eager and compiled.
 
     The peers' backward pass is the analytic one of the reference, a stronger peer than autograd's.
     """
@@ -124,13 +154,7 @@ def sinkhorn(bench: Bench) -> None:
         lambda grad, logits: _both_eager(grad.double(), logits.double()), backward.error, backward.limit,
         forward.bytes + backward.bytes,
     )  # fmt: skip
-    bench.compare("sinkhorn forward", forward, _eager_and_compiled(bench, _forward_eager), copies=True)
-    bench.compare("sinkhorn backward", backward, {}, copies=True)
     bench.compare("sinkhorn both", joined, _eager_and_compiled(bench, _both_eager))
-
-
-def _forward_eager(logits: Tensor, tau: float, rounds: int) -> Tensor:
-    return sinkhorn_reference(logits, tau, rounds)[0]
 
 
 def _both_eager(grad: Tensor, logits: Tensor) -> Tensor:
@@ -144,9 +168,13 @@ def _eager_and_compiled(bench: Bench, function: Callable[..., Tensor]) -> dict[s
             "torch.compile": lambda inputs: partial(compiled, *inputs)}  # fmt: skip
 
 
-def assignment(bench: Bench) -> None:
-    """One step's hard permutations against scipy on the host (without the copies to it) and torch-linear-assignment."""
+def assignment(bench: Bench, scipy: bool = True) -> None:
+    """One step's hard permutations, against scipy on the host, without copies, and torch-linear-assignment."""
     case = assignment_case(*bench.pick((BLOCKS_7B, 64), (4, 16)), bench.device)
+    figures: dict[str, Callable[[float], float]] = {"milliseconds": lambda s: s * 1e3}
+    if not scipy:
+        bench.compare("assignment, ours alone", case, {}, figures=figures)
+        return
     threads = os.cpu_count() or 1
     with ThreadPoolExecutor(threads) as pool:
         peers: dict[str, Prepare] = {
@@ -154,10 +182,8 @@ def assignment(bench: Bench) -> None:
             f"scipy in {threads} threads": partial(_threaded, pool=pool, threads=threads),
             "torch-linear-assignment": _linear_assignment,
         }
-        scipy = [name for name in peers if name.startswith("scipy")]  # totals equal theirs: the case checks that
-        bench.compare(
-            "assignment", case, peers, unlike=scipy, streamed=peers, figures={"milliseconds": lambda s: s * 1e3}
-        )
+        on_host = [name for name in peers if name.startswith("scipy")]  # totals equal theirs: the case checks that
+        bench.compare("assignment", case, peers, unlike=on_host, streamed=peers, figures=figures)
 
 
 def _solve(scores: np.ndarray[Any, np.dtype[np.float64]]) -> None:
@@ -211,3 +237,10 @@ def swaps(bench: Bench) -> None:
     case = swap_gains_case(*bench.pick((11008, 4096), (24, 32)), bench.device)
     figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 6e12 / s}
     bench.compare("swap_gains", case, {}, figures=figures)
+
+
+def sparsegpt_blocks(bench: Bench) -> None:
+    """SparseGPT's pass over a block of channels of the largest linear, against plain torch."""
+    case = sparsegpt_block_case(bench.pick(11008, 24), bench.device)
+    peers: dict[str, Prepare] = {"eager torch": lambda inputs: partial(sparsegpt_block_reference, *inputs)}
+    bench.compare("sparsegpt_block", case, peers, streamed=peers, copies=True)

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.profiler import ProfilerActivity, profile
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from benchmarks.gpu import table
 from benchmarks.gpu.bench import Bench, Prepare, ran_as
-from benchmarks.gpu.kernels import rms_norm_alone
+from benchmarks.gpu.kernels import permute, rms_norm_alone
 from benchmarks.gpu.table import BARE, DECODING, DENSE, FEW, LAYER, LAYER_8B, MANY, MORE, OURS, PREFILL, product_name
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton.data.samples import Samples
@@ -46,22 +48,45 @@ CONTEXT = 512  # tokens that a decoded one attends to
 
 def few_tokens(bench: Bench) -> None:
     """The packed product with 1 to 1024 tokens against cuBLAS and cuSPARSELt, shape by shape and for a layer."""
-    layer = bench.pick(LAYER_8B, TINY_LAYER)
-    for tokens in bench.pick((*FEW, *MORE), (1, 16)):
+    _products(bench, (*FEW, *MORE), bench.pick(LAYER_8B, TINY_LAYER), LAYER)
+
+
+def merged(bench: Bench) -> None:
+    """The same, of a layer whose q, k, v and gate, up are one product each, on both sides, as engines have them."""
+    _products(bench, (*FEW, 256, 1024), bench.pick(table.MERGED_8B, TINY_LAYER), table.MERGED)
+
+
+def _products(bench: Bench, counts: Sequence[int], layer: dict[tuple[int, int], int], total: str) -> None:
+    for tokens in bench.pick(counts, (1, 16)):
         name = product_name(tokens)
         for rows, channels in layer:
             case = sparse_linear_case(tokens, rows, channels, bench.dtype, bench.device)
             how: dict[str, Any] = {"seconds": 1.0, "reads": tokens in FEW, "label": f"{rows}x{channels}"}
             bench.compare(name, case, _peers(channels), **how)
-        _weighted(bench, name, layer)
+        _weighted(bench, name, layer, total)
 
 
-def _weighted(bench: Bench, name: str, layer: dict[tuple[int, int], int]) -> None:
+def table_3(bench: Bench) -> None:
+    """The paper's Table 3: the linears of LLaMA-2-7B with 2048 tokens, dense, 2:4, and 2:4 with a permutation.
+
+    Then what its kernel is compared with: the permutation alone.
+    """
+    for label, (rows, channels) in bench.pick(table.TABLE_3, {"tiny": (64, 128)}).items():
+        shape = (bench.pick(2048, 32), rows, channels, bench.dtype, bench.device)
+        for gather, name in ((False, "Table 3, 2:4"), (True, "Table 3, 2:4 and permutation")):
+            peers = {DENSE: _peers(channels)[DENSE]}
+            unlike = [DENSE] if gather else []
+            how: dict[str, Any] = {"seconds": 0.5, "unlike": unlike, "label": f"{label} {rows}x{channels}"}
+            bench.compare(name, sparse_linear_case(*shape, gather=gather), peers, **how)
+    permute(bench, ((2048, 4096), (2048, 11008)))
+
+
+def _weighted(bench: Bench, name: str, layer: dict[tuple[int, int], int], total: str) -> None:
     """Adds up the times of a layer's linears, if all of them were measured."""
     found = {result["case"]: result for result in bench.record["results"] if result["name"] == name}
     labels = {f"{rows}x{channels}": count for (rows, channels), count in layer.items()}
     parts = [(found[label], count) for label, count in labels.items() if label in found]
-    if LAYER in found or len(parts) < len(layer):
+    if total in found or len(parts) < len(layer):
         return
     times = {
         of: Timing((sum(count * result["times"][of]["p50_us"] for result, count in parts) / 1e6,), "sum")
@@ -69,7 +94,7 @@ def _weighted(bench: Bench, name: str, layer: dict[tuple[int, int], int]) -> Non
     }  # fmt: skip
     floor = sum(count * result["floor_us"] for result, count in parts) / 1e6
     ran = {of: sorted({one for result, _ in parts for one in result[of]}) for of in ("rejected", "routes")}
-    bench.add(name, LAYER, times, floor=floor, **ran)
+    bench.add(name, total, times, floor=floor, **ran)
 
 
 def prefill(bench: Bench) -> None:
@@ -152,11 +177,23 @@ def decoding(bench: Bench) -> None:
 
     What eager `generate` takes is mostly Python. Every step attends to all places of the cache, without a mask.
     """
+    _decoding(bench, DECODING, bench.pick(32, 1))
+
+
+def decoding_compiled(bench: Bench) -> None:
+    """The same of a model of fewer layers, both under ``torch.compile``, whose kernels stand in the graph."""
+    _decoding(bench, table.COMPILED, bench.pick(8, 1), compiled=True)
+
+
+def _decoding(bench: Bench, name: str, layers: int, compiled: bool = False) -> None:
     context = bench.pick(CONTEXT, 8)
-    dense, sparse = dense_and_packed(bench, "8B", bench.pick(32, 1))
-    for batch in bench.pick((1, 16, 64), (1, 4)):
+    dense, sparse = dense_and_packed(bench, "8B", layers)
+    if compiled and not bench.tiny:  # on a CPU, compiling takes a minute
+        dense.compile(fullgraph=True, dynamic=False)
+        sparse.compile(fullgraph=True, dynamic=False)
+    for batch in bench.pick((1, 64, 16) if compiled else (1, 16, 64), (1, 4)):
         case = f"batch {batch}, {context} tokens of context"
-        if not bench.begins(f"{DECODING}: {case}"):
+        if not bench.begins(f"{name}: {case}"):
             continue
         ids = torch.randint(0, dense.config.vocab_size, (batch, 1), device=bench.device)
         with torch.no_grad():
@@ -171,7 +208,7 @@ def decoding(bench: Bench) -> None:
         figures = {"milliseconds per step": 1e3 * times[OURS].quantile(0.5),
                    "of the dense model's bytes": moved[0] / moved[1]}  # fmt: skip
         floor = moved[0] / bench.ceilings["read_gb_s"] / 1e9
-        bench.add(DECODING, case, times, figures, floor, bytes=moved[0], **ran_as(ran))
+        bench.add(name, case, times, figures, floor, bytes=moved[0], **ran_as(ran))
 
 
 def bytes_of_a_step(model: PreTrainedModel) -> int:
@@ -224,10 +261,28 @@ def learning_step(bench: Bench) -> None:
 
 def compilation(bench: Bench, recipe: str) -> None:
     """Compiles a model of the 1B shape, packs it, and compares its logits with those before packing."""
+    model = llama(bench, "1B", bench.pick(16, 1))
+    _compile(bench, model, recipe, bench.pick((64, 1024), (8, 32)))
+    pack(bench, model)
+    bench.find(f"packed, {recipe}, its logits", "are those from before it was packed")
+
+
+def compiled_layers(bench: Bench) -> None:
+    """Compiles four layers of the 8B shape by the default recipe, and says which operators took the GPU's time."""
+    model = llama(bench, "8B", bench.pick(4, 1))
+    kinds = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (bench.device.type == "cuda")
+    with profile(activities=kinds, acc_events=True) as profiled:
+        _compile(bench, model, "default", bench.pick((64, 2048), (8, 32)))
+    order = "self_device_time_total" if bench.device.type == "cuda" else "self_cpu_time_total"
+    slowest = sorted(profiled.key_averages(), key=lambda event: -getattr(event, order))[:20]
+    lines = [f"{event.key[:80]} {getattr(event, order) / 1e6:.2f} s ({event.count})" for event in slowest]
+    bench.find("the operators that took most of it", "; ".join(lines))
+
+
+def _compile(bench: Bench, model: PreTrainedModel, recipe: str, size: tuple[int, int]) -> None:
     from permtriton.driver.pipeline import compile_model  # needs pydantic, which a GPU's machine may lack
 
-    model = llama(bench, "1B", bench.pick(16, 1))
-    ids = torch.randint(0, model.config.vocab_size, bench.pick((64, 1024), (8, 32)))
+    ids = torch.randint(0, model.config.vocab_size, size)
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     started = time.perf_counter()
@@ -237,10 +292,8 @@ def compilation(bench: Bench, recipe: str) -> None:
     peak = peak_memory(bench.device)
     weights = sum(weight.nbytes for weight in model.parameters())
     found = f"{took:.1f} s, {peak / 2**30:.1f} GiB at most, weights {weights / 2**30:.1f} GiB: {parts}"
-    size = f"{model.config.num_hidden_layers} layers, {ids.shape[0]} x {ids.shape[1]} tokens"
-    bench.find(f"permtriton.compile, {recipe}, {size}", found, seconds=report["seconds"], peak_memory_bytes=peak)
-    pack(bench, model)
-    bench.find(f"packed, {recipe}, its logits", "are those from before it was packed")
+    shape = f"{model.config.num_hidden_layers} layers, {ids.shape[0]} x {ids.shape[1]} tokens"
+    bench.find(f"permtriton.compile, {recipe}, {shape}", found, seconds=report["seconds"], peak_memory_bytes=peak)
 
 
 def inference(bench: Bench) -> None:

@@ -1,11 +1,12 @@
 """Which rows there are, how long they take, their goals, and the results as a table. Imports no torch.
 
-A row is what is measured, cut off and repeated as a whole. A call is a command of less than ten minutes.
+A row is what is measured, cut off and repeated as a whole. A call is a command of less than ten minutes: as many of the
+most valuable rows as fit.
 """
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ WHEELS = ("'pydantic>=2.12'", "'psutil>=6.0'", "pytest", "pytest-xdist")  # as a
 CALL_SECONDS = 570  # of a call, unless --seconds says otherwise
 LAYER_8B = {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}  # of LLaMA-3-8B -> how many of each
 FEW, MORE, MANY = (1, 16, 64), (128, 256, 512, 1024), (4096, 8192)  # tokens; those with the highest goals first
-PREFILL, DECODING = "2:4 prefill", "decoding, 8B shape"
+MERGED_8B = {(6144, 4096): 1, (4096, 4096): 1, (28672, 4096): 1, (4096, 14336): 1}  # with q, k, v and gate, up as one
+TABLE_3 = {"q, k, v, o": (4096, 4096), "up, gate": (11008, 4096), "down": (4096, 11008)}  # of LLaMA-2-7B
+PREFILL, DECODING, COMPILED = "2:4 prefill", "decoding, 8B shape", "decoding, 8 layers of the 8B shape, torch.compile"
 OURS, COPIES = "permtriton", ("copy_ in a graph", "copy_ on the stream")
 DENSE, BARE = "cuBLAS, dense", "cuSPARSELt"
 Bounds = tuple[float | None, float | None]
@@ -26,54 +29,79 @@ class Row:
     """What is measured as a whole, in a process of its own.
 
     Attributes:
-        call: command that it belongs to.
         seconds: on an H200 and 16 cores, measured or, where it was not yet, expected; with the start of the process.
         limit: seconds after which it is cut off.
         what: is measured.
         ahead: whether what it launches is compiled before, by processes that time nothing.
     """
 
-    call: str
     seconds: int
     limit: int
     what: str
     ahead: bool = False
 
 
-ROWS = {
-    "first_look": Row("decode", 30, 80, "versions, ceilings, and whether every kernel is right as it runs by default"),
-    "tests": Row("decode", 200, 300, "tests/gpu in up to 8 processes"),
-    "sparse_linear": Row("decode", 30, 90, "the packed product with 1 to 1024 tokens, shapes of an 8B model", True),
-    "prefill": Row("decode", 25, 60, "the packed product with many tokens", True),
-    "decoding": Row("decode", 45, 110, "a model of the 8B shape, a step captured in a CUDA graph"),
-    "tune": Row(
-        "tuned", 200, 230, "configurations and routes of what was measured before, the most valuable first", True
-    ),
-    "sparse_linear_tuned": Row("tuned", 30, 90, "the same with the fastest configurations"),
-    "prefill_tuned": Row("tuned", 25, 60, "the same with the fastest configurations"),
-    "decoding_tuned": Row("tuned", 45, 110, "the same with the fastest configurations"),
-    "counters": Row("tuned", 40, 90, "the two decoding kernels under ncu: share of DRAM, why warps wait"),
-    "learning_step": Row("learning", 80, 160, "a learning step on 32 layers, at two micro-batch sizes"),
-    "compile_default": Row("learning", 105, 200, "permtriton.compile of a 1B shape, recipe default"),
-    "compile_fast": Row("learning", 80, 160, "the same, recipe fast"),
-    "inference": Row("learning", 80, 140, "32 layers packed: a forward pass, and generating text"),
-    "memcheck": Row("rest", 65, 125, "a small case of each kernel under compute-sanitizer"),
-    "racecheck": Row("rest", 65, 125, "the same cases"),
-    "nm_mask": Row("rest", 25, 50, "masked weights, the gradients of their permutation, and unpacking", True),
-    "permute": Row("rest", 25, 90, "the gather, also as written by hand in CUDA", True),
-    "norm": Row("rest", 25, 50, "RMSNorm that writes a permuted order", True),
-    "sinkhorn": Row("rest", 50, 90, "the relaxation of one step, with torch.compile as a peer", True),
-    "assignment": Row("rest", 40, 80, "the hard permutations of one step, with scipy as a peer", True),
-    "placement": Row("rest", 25, 60, "the gradient of block permutations", True),
-    "swap_gains": Row("rest", 25, 60, "the gains of a search", True),
+ROWS = {  # in the order of their worth
+    "first_look": Row(30, 80, "versions, ceilings, and whether every kernel is right as it runs by default"),
+    "paper": Row(30, 90, "the paper's Table 3: products and permutations of LLaMA-2-7B, 2048 tokens", True),
+    "kernels": Row(60, 140, "every Triton kernel of pruning once, beside a copy of its bytes", True),
+    "sparse_linear": Row(30, 90, "the packed product with 1 to 1024 tokens, shapes of an 8B model", True),
+    "decoding_compiled": Row(120, 220, "a step of decoding of 8 layers of the 8B shape under torch.compile"),
+    "merged": Row(25, 80, "the packed product with q, k, v and gate, up as one, as engines have them", True),
+    "prefill": Row(25, 60, "the packed product with many tokens", True),
+    "compile_layers": Row(60, 150, "permtriton.compile of 4 layers of the 8B shape, recipe default, profiled"),
+    "decoding": Row(45, 110, "a model of the 8B shape, a step captured in a CUDA graph"),
+    "tune": Row(200, 230, "configurations and routes of what was measured before, the most valuable first", True),
+    "sparse_linear_tuned": Row(30, 90, "sparse_linear with the fastest configurations"),
+    "prefill_tuned": Row(25, 60, "prefill with the fastest configurations"),
+    "decoding_tuned": Row(45, 110, "decoding with the fastest configurations"),
+    "tests": Row(200, 300, "tests/gpu in up to 8 processes"),
+    "learning_step": Row(80, 160, "a learning step on 32 layers, at two micro-batch sizes"),
+    "compile_default": Row(105, 200, "permtriton.compile of a 1B shape, recipe default"),
+    "compile_fast": Row(80, 160, "the same, recipe fast"),
+    "inference": Row(80, 140, "32 layers packed: a forward pass, and generating text"),
+    "counters": Row(40, 90, "the two decoding kernels under ncu: share of DRAM, why warps wait"),
+    "memcheck": Row(65, 125, "a small case of each kernel under compute-sanitizer"),
+    "racecheck": Row(65, 125, "the same cases"),
+    "sinkhorn": Row(50, 90, "the relaxation of one step, with torch.compile as a peer", True),
+    "assignment": Row(40, 80, "the hard permutations of one step, with scipy as a peer", True),
 }
-CALLS = tuple(dict.fromkeys(row.call for row in ROWS.values()))
-AHEAD_SECONDS = 90  # at most, for compiling before the rows of a call
+AHEAD_SECONDS = 60  # at most, for compiling before the rows of a call
+USED = 2 / 3  # of the minutes that a machine is lent; it starts, idles and closes in the rest
+
+
+def calls(minutes: float) -> list[tuple[list[str], float]]:
+    """Returns the rows of each call and its seconds at most: the most valuable rows that fit into them.
+
+    Args:
+        minutes: that a machine is lent.
+    """
+    left, planned, found = 60 * minutes * USED, set[str](), []
+    while left > 0:
+        limit = min(CALL_SECONDS, left if found else 0.6 * left)
+        rows: list[str] = []
+        for name in ROWS:
+            in_vain = name.endswith("_tuned") and "tune" not in planned | {*rows}
+            if name not in planned and not in_vain and seconds_of([*rows, name]) <= limit:
+                rows.append(name)
+        if not rows:
+            break
+        found.append((rows, limit))
+        planned |= {*rows}
+        left -= limit
+    return found
+
+
+def seconds_of(names: Sequence[str]) -> float:
+    """Returns the seconds that a call of these rows is expected to take."""
+    rows = [ROWS[name] for name in names]
+    return sum(row.seconds for row in rows) + AHEAD_SECONDS / 2 * any(row.ahead for row in rows)
+
 
 SPEED = "times the speed of "
 COPY, READ, FLOOR = "of copy bandwidth", "of read bandwidth", "of the floor's speed"
 PAIRS = "1e12 pairs and rows a second"
-LAYER = "the linears of an 8B layer"
+LAYER, MERGED = "the linears of an 8B layer", "the linears of an 8B layer, merged"
 GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin -> figure -> (least, most)
     f"sparse_linear, 1 token: {LAYER}": {f"{SPEED}{DENSE}": (1.6, None)},
     "sparse_linear, 1 token: 4096x4096": {f"{SPEED}{DENSE}": (1.45, None)},
@@ -86,6 +114,8 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     PREFILL: {f"{SPEED}{DENSE}": (1.5, None), f"{SPEED}{BARE}, tuned": (0.98, None)},
     f"{DECODING}: batch 1,": {f"{SPEED}{DENSE}": (1.4, None)},
     f"{DECODING}: batch 64,": {f"{SPEED}{DENSE}": (1.25, None)},
+    f"{COMPILED}: batch 1,": {f"{SPEED}{DENSE}": (1.4, None)},
+    f"{COMPILED}: batch 64,": {f"{SPEED}{DENSE}": (1.25, None)},
     "learning step": {f"{SPEED}a dense forward and backward pass": (0.95, None)},
     "assignment": {"milliseconds": (None, 5.0), f"{SPEED}scipy in one thread": (200.0, None)},
     "sinkhorn forward": {COPY: (0.8, None)},
@@ -96,8 +126,8 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "swap_gains": {PAIRS: (3.0, None)},
     "unpack": {COPY: (0.8, None)},
     "permute, 16384 rows": {COPY: (0.95, None)},
-    "permute": {f"{SPEED}the kernel in CUDA": (0.95, None)},
-    "RMSNorm": {f"{SPEED}our RMSNorm alone": (0.97, None)},
+    "permute": {f"{SPEED}the kernel in CUDA": (0.95, None), COPY: (0.8, None)},
+    "RMSNorm": {f"{SPEED}our RMSNorm alone": (0.97, None), COPY: (0.8, None)},
 }
 HEADINGS = ("result", "case", "ours, us", "best peer, us", "floor, us", "figures", "goal", "met", "ran as")
 
@@ -107,8 +137,8 @@ def read(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else {}
 
 
-def plan(out: str = OUT, commit: str | None = None) -> str:
-    """Returns the commands with the minutes that each should take, and what each row of a call takes."""
+def plan(minutes: float, out: str = OUT, commit: str | None = None) -> str:
+    """Returns the commands for a machine that is lent for some minutes, and what each row of a call takes."""
     known = f" --commit {commit}" if commit else ""
     lines = [
         "# Where there is a network, in the repository's root: a folder to take along, with the packages that a",
@@ -117,18 +147,20 @@ def plan(out: str = OUT, commit: str | None = None) -> str:
         "git describe --always --abbrev=40 --dirty > ../permtriton-gpu/COMMIT",
         "python -m pip download --only-binary=:all: --python-version 3.12 --implementation cp --platform "
         f"manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d ../permtriton-gpu/wheels {' '.join(WHEELS)}",
-        "# There, in that folder. Nothing is installed but what the first line installs; each call ends by itself,",
-        f"# goes on where an earlier one was cut off, and leaves all that it found in {out}: keep it between calls.",
+        "# There, in that folder, one call right after the other: a machine that idles may be taken back. Nothing is",
+        "# installed but what the first line installs; each call ends by itself, goes on where an earlier one was cut",
+        f"# off, and leaves all that it found in {out}: keep it between calls.",
         f"python -m pip install --no-index --find-links wheels {' '.join(WHEELS)}",
     ]
-    for call in CALLS:
-        rows = {name: row for name, row in ROWS.items() if row.call == call}
-        seconds = sum(row.seconds for row in rows.values())
-        minutes = (seconds + AHEAD_SECONDS / 2 * any(row.ahead for row in rows.values())) / 60
-        lines.append(f"{MODULE} --out {out} --only {call}{known}  "
-                     f"# {minutes:.0f} minutes expected, {CALL_SECONDS / 60:.1f} at most")  # fmt: skip
-        lines += [f"#   {name:<19} {row.seconds:>3} s expected, {row.limit} at most: {row.what}"
-                  for name, row in rows.items()]  # fmt: skip
+    planned = calls(minutes)
+    for names, seconds in planned:
+        only = "".join(f" --only {name}" for name in names)
+        lines.append(f"{MODULE} --out {out} --seconds {seconds:.0f}{only}{known}  "
+                     f"# {seconds_of(names):.0f} s expected")  # fmt: skip
+        lines += [f"#   {name:<19} {ROWS[name].seconds:>3} s expected, {ROWS[name].limit} at most: {ROWS[name].what}"
+                  for name in names]  # fmt: skip
+    if rest := [name for name in ROWS if not any(name in names for names, _ in planned)]:
+        lines.append(f"# Not in these {minutes:g} minutes: {', '.join(rest)}")
     return "\n".join([
         *lines, "# Back in the repository: its results become the table of benchmarks/NOTES.md.",
         f"cp {out}/results.json benchmarks/results/gpu.json && python benchmarks/readme_tables.py",
