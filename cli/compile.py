@@ -76,14 +76,7 @@ def default_output(source: Source, config: CompileConfig) -> Path:
 
 
 def run(job: Job, *, json: bool) -> None:
-    """Compiles a model, saves it and prints the report. Under ``torchrun``, only the first rank prints and saves.
-
-    Args:
-        job: job with an output.
-
-    Raises:
-        PermTritonError: as `permtriton.compile`.
-    """
+    """Compiles a model, saves it and prints the report. Under ``torchrun``, only the first rank prints and saves."""
     assert job.output is not None
     assert isinstance(job.model, Source)
     first = torchrun.is_first()

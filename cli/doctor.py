@@ -106,7 +106,6 @@ def _compiler(programs: Sequence[str], needed: str) -> str:
     """Returns the path and the version line of the first program that is installed.
 
     Args:
-        programs: names of the programs.
         needed: what needs one of them, for the case that there is none.
     """
     path = next(filter(None, map(shutil.which, programs)), None)

@@ -79,11 +79,7 @@ def _graphs(plan: Plan, traced: fx.GraphModule, only: str | None, layer: int | N
 
 
 def layer_name(plan: Plan, layer: int) -> str:
-    """Returns the module name of a layer, such as ``model.layers.3``.
-
-    Raises:
-        ConfigError: the layer holds no site.
-    """
+    """Returns the module name of a layer, such as ``model.layers.3``."""
     for site in plan.sites:
         if site.layer == layer >= 0:
             return next(path for path in site.layer_paths if layer_number(path) == layer)

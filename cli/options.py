@@ -24,11 +24,7 @@ HUB = "Where the model comes from, and publishing"
 
 
 def output_path(name: str) -> Path:
-    """Returns the path of an output; as a path, an empty name would be the present folder.
-
-    Raises:
-        OutputError: the name is empty, as that of a variable that is not set.
-    """
+    """Returns the path of an output; as a path, an empty name would be the present folder."""
     if not name:
         raise OutputError("the name of an output is empty: name a file or a folder, or leave the option out")
     return Path(name)

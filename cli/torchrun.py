@@ -30,10 +30,6 @@ def joined(device: str) -> Iterator[None]:
 
     Args:
         device: ``auto``, ``cpu`` or ``cuda``; on GPUs each rank takes the one with its number on this machine.
-
-    Raises:
-        ConfigError: this machine has fewer GPUs than ranks.
-        PermTritonError: another rank has ended.
     """
     if not launched():
         yield

@@ -363,12 +363,7 @@ class Channels:
         self.events.append(ContextChange(unique, mix(self.opaque((unique.size,)).numpy().view(np.uint64)), reason))
 
     def barrier(self, operator: str, arguments: Any) -> Any:
-        """Returns the result of an operator without a rule, which is no channel; channels that enter keep their order.
-
-        Args:
-            operator: Description of the operator, for the reason.
-            arguments: The operator's arguments, nested as they are.
-        """
+        """Returns new ids for the result of an operator without a rule; the channels that enter it keep their order."""
         ids: list[Tensor] = []
         for value in leaves(arguments):
             if isinstance(value, ParameterValue):

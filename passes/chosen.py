@@ -19,14 +19,10 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
     """Returns each linear that a user wants to stay dense -> why it does.
 
     Args:
-        linears: name -> module.
         targets: patterns of the only linears to prune; nothing for all. A pattern is the name of a linear or of a
             module that holds some, a glob, a regular expression after ``re:`` (which matches from the start of a name),
             or the name of a class.
         ignore: patterns of linears that stay dense, whether ``targets`` names them or not.
-
-    Raises:
-        ConfigError: a pattern names no linear, or is no regular expression.
     """
     ignored = {name: f"{IGNORED}{pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
     wanted = _named(linears, "targets", targets) or linears
@@ -37,12 +33,8 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
     """Returns each linear that has a sparsity pattern of its own -> the text that gives it.
 
     Args:
-        linears: name -> module.
         chosen: texts such as ``*.down_proj=4:8``, which name linears as `left_out` takes them. Where two name one, the
             first one counts.
-
-    Raises:
-        ConfigError: a text has another form, or names no linear.
     """
     texts: dict[str, str] = {}
     for text in chosen:
@@ -51,15 +43,7 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
 
 
 def check_own_patterns(own: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
-    """Refuses a text that decides the pattern of no pruned linear; linears that are ignored stay out of account.
-
-    Args:
-        own: what `own_patterns` returned for ``chosen``.
-        skipped: each linear that stays dense -> why.
-
-    Raises:
-        ConfigError: naming the text, and why.
-    """
+    """Refuses a text that decides the pattern of no pruned linear; linears that are ignored stay out of account."""
     for text in chosen:
         reasons = [skipped.get(name, "") for name in own if own[name] == text]
         if not reasons:

@@ -34,11 +34,7 @@ def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any
 
 
 def combine(c: Channels, operands: Sequence[Any]) -> Any:
-    """Returns the ids of a function of several operands, element by element, after broadcasting them.
-
-    Args:
-        operands: Tensors of ids, `Crossed`, parameters and indices.
-    """
+    """Returns the ids of a function of several operands, element by element, after broadcasting them."""
     known = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
     given = [
         [c.ids_of(operand, _carrying(c, operand, known))]

@@ -35,7 +35,6 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
 
     Args:
         plan: Plan of layout ``portable``; its sites are changed.
-        model: The traced model, for its modules.
         o_proj: With ``free``, a site whose channels are tied or may move only within heads gets its own space, too.
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}

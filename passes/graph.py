@@ -218,11 +218,7 @@ def module_name(node: fx.Node) -> str:
 
 
 def norm_input(source: fx.Node, module: str) -> fx.Node | None:
-    """Returns the only activation that a module reads, or None where there are several.
-
-    Args:
-        source: Node of the module's output.
-    """
+    """Returns the only activation that a module reads, or None where there are several."""
     inside, waiting, inputs = {source}, [source], set()
     while waiting:
         for before in waiting.pop().all_input_nodes:

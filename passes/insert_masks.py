@@ -18,11 +18,7 @@ aten = torch.ops.aten
 def insert_masks(
     graph_module: fx.GraphModule, *, plan: Plan, importances: Mapping[str, ImportanceFactors]
 ) -> fx.GraphModule:
-    """Inserts ``permtriton::nm_mask`` behind every pruned weight.
-
-    Args:
-        graph_module: The model's graph, its channels in their final order.
-    """
+    """Inserts ``permtriton::nm_mask`` behind every pruned weight."""
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for site, name in plan.linears():
         _mask(weights[f"{name}.weight"], constants, site, importances[name], plan.patterns[name])

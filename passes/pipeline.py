@@ -72,12 +72,6 @@ def run_with_stand_ins(
     """Runs all passes of a compilation with random permutations and masks by magnitude, without calibration.
 
     This shows what the passes do to a model, also on the meta device, where the model has no weights.
-
-    Returns:
-        The lowered graph.
-
-    Raises:
-        VerificationError: A pass broke the graph.
     """
     generator = torch.Generator().manual_seed(0)
     indices = {space.name: _random_index(space, generator) for space in plan.spaces if not space.frozen}
@@ -101,15 +95,8 @@ def run_passes(
 ) -> fx.GraphModule:
     """Runs passes on a copy of a graph. After each, removes dead nodes, lints, recompiles and compares channels.
 
-    Args:
-        graph_module: The graph to start from; unchanged on return.
-        passes: Passes, such as those from `permutation_passes`.
-
     Returns:
         The graph after the last pass; its parameters are shared with ``graph_module``.
-
-    Raises:
-        VerificationError: A pass broke the graph; the message names the pass and the node.
     """
     graph_module = copied(graph_module)
     graph_module.graph.eliminate_dead_code()

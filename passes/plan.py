@@ -56,9 +56,6 @@ class Axis:
         share a value row. Each takes the place of a position with the same role in the other unit; several positions
         with the same role keep their order.
 
-        Args:
-            index: unit index, int64 ``[units]``.
-
         Returns:
             int64 ``[size of the dimension]``; positions outside the space stay.
         """
@@ -70,11 +67,7 @@ class Axis:
         return expanded
 
     def exchangeable(self, segments: Sequence[int]) -> bool:
-        """Whether all units of a segment have the same roles on this axis, so that `expand` can exchange them.
-
-        Args:
-            segments: sizes of the segments of units.
-        """
+        """Whether all units of a segment have the same roles on this axis, so that `expand` can exchange them."""
         positions, starts = self._by_unit(sum(segments))
         roles, units = self.roles[positions], self.units[positions]
         sizes = torch.tensor(segments)
@@ -148,11 +141,7 @@ class ChannelSpace:
         return torch.repeat_interleave(torch.arange(len(self.segments)), torch.tensor(self.segments))
 
     def check(self, index: Tensor) -> None:
-        """Refuses a unit index that is no permutation, or that moves units to another segment; call it before any use.
-
-        Raises:
-            VerificationError: naming the space.
-        """
+        """Refuses a unit index that is no permutation, or that moves units to another segment."""
         segment, index = self.segment_of, index.cpu()
         permutes = index.shape == segment.shape and is_permutation(index)
         if not permutes or not torch.equal(segment[index], segment):

@@ -66,11 +66,7 @@ class Provenance:
     _labels: np.ndarray = field(repr=False)
 
     def reason(self, labels: np.ndarray) -> str:
-        """Returns why the channels of ``labels`` may not all change places: the first event that tells them apart.
-
-        Args:
-            labels: int64, unique labels.
-        """
+        """Returns why the channels of ``labels`` may not all change places: the first event that tells them apart."""
         order = np.argsort(labels)
         for event in self._events:
             sums = np.zeros(labels.size, np.uint64)

@@ -37,20 +37,11 @@ def find_sites(
     """Decides which linears are pruned, groups them into sites and finds each site's permutable channels.
 
     Args:
-        model: The traced model, for the types of its modules.
         hidden: Graph node of the last hidden state; only linears that feed it are pruned.
         sparsity: N:M pattern; the number of input channels must be a multiple of the group.
         pattern: Other patterns for some linears, as `permtriton.passes.chosen.own_patterns` takes them.
-        skip_indivisible: Whether to leave other linears dense instead of refusing the model.
         targets: The only linears to prune, as `permtriton.passes.chosen.left_out` takes them; nothing for all.
         ignore: Linears to leave dense, whether ``targets`` names them or not.
-
-    Returns:
-        The plan of layout ``portable``.
-
-    Raises:
-        ConfigError: As `permtriton.passes.chosen.left_out`, `own_patterns` and `check_own_patterns` there.
-        ModelError: A linear's input channels are not a multiple of the group, or nothing can be pruned.
     """
     linears = _linears(provenance, model)
     skipped = left_out(linears, targets, ignore)
@@ -293,8 +284,6 @@ class _SpaceBuilder:
         """Returns the space of a site's input channels and the unit at each of them, int64 ``[channels]``.
 
         Args:
-            name: Name of the space, if it is a new one.
-            labels: Label of each input channel.
             problem: Why the channels may not move; empty where nothing is known against it.
         """
         unique, first = np.unique(labels, return_index=True)

@@ -100,10 +100,6 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
 
     The encoder's last hidden state, which an encoder-decoder with a head returns beside its logits, is not among the
     outputs of the graph: as the states between layers, it is the model's own, and its channels may move.
-
-    Raises:
-        ModelError: the model does not run on such a sample by itself, cannot be exported by ``torch.export``, draws
-            random numbers, or only compares the outputs of others.
     """
     check_towers(model)
     samples = [sample] if sample is not None else examples(model)
@@ -204,11 +200,7 @@ def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: b
 
 
 def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tuple[ExportedProgram, bool] | None:
-    """Exports a model that has branches which depend on values but are the same for all samples; None if it cannot.
-
-    Returns:
-        The program, and whether it computes the model's values.
-    """
+    """Exports a model that has branches which depend on values but are the same for all samples; None if it cannot."""
     all_answers = []
     try:
         arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}

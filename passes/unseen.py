@@ -34,12 +34,7 @@ class Unseen:
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in used and p.numel() > 1}
 
     def reach(self, names: Iterable[str], readers: Sequence[Site]) -> str:
-        """Returns the reason why a space may not move: an unseen parameter that may carry its channels; else "".
-
-        Args:
-            names: Names of the parameters and modules that write or read the channels.
-            readers: Sites that read them.
-        """
+        """Returns the reason why a space may not move: an unseen parameter that may carry its channels; else ""."""
         scope = _common_module(names)
         if not layer_of(self._model, scope):
             scope = ""

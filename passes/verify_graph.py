@@ -15,11 +15,7 @@ BUG = ". Nothing was saved; this is a bug of permtriton, please report it with t
 
 
 def check_channels(name: str, before: Unions, after: Unions) -> None:
-    """Checks that a graph joins the same channels after a pass, called ``name``, as before it.
-
-    Raises:
-        VerificationError: It does not; the message names the pass and the node.
-    """
+    """Checks that a graph joins the same channels after a pass, called ``name``, as before it."""
     if after.partition() != before.partition():
         raise VerificationError(f"pass {name}: {_other_channels(before, after)}{BUG}")
 

@@ -44,11 +44,8 @@ def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name:
     """Writes ``permtriton.json`` and the model card of a folder, unless it has a README.md that somebody else wrote.
 
     Args:
-        folder: folder with ``config.json``.
         record: its entry ``card`` is the hash of a card that may be replaced.
         loads_with: `ALONE`, `WITH_PERMTRITON` or `WITH_COMPRESSED_TENSORS`.
-        name: what the folder will be called.
-
     Returns:
         The record that was written: with the SHA-256 of the card, in hexadecimal; None if another README.md stays.
     """
@@ -86,7 +83,6 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
-        loads_with: as for `write_record`.
         name: folder or repository that it is loaded from.
         own: class of transformers that loads it by the code that comes with it; None where it has no code of its own.
     """

@@ -36,12 +36,7 @@ def _beside(path: Path, end: str) -> Path:
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    """Refuses, before any work, an output folder that could not be written at the end.
-
-    Raises:
-        OutputError: as `check_name` and `check_parent`; or the folder is a mount point, or the present folder is in it;
-            or it exists, is not empty, and ``overwrite`` is off, permtriton did not write it, or it cannot be emptied.
-    """
+    """Refuses, before any work, an output folder that could not be written at the end."""
     path = real_path(output)
     check_name(path)
     if is_mount_point(path):
@@ -65,11 +60,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 
 
 def check_apart(output: Path, source: Path) -> None:
-    """Refuses an output folder that would be mixed with the model that it is made from.
-
-    Raises:
-        OutputError: one is the other, or stands in it.
-    """
+    """Refuses an output folder that would be mixed with the model that it is made from."""
     inner, outer = real_path(source), real_path(output)
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise OutputError(
@@ -82,12 +73,6 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
     """Keeps other processes from an output inside the ``with`` block, and repairs what a killed one left.
 
     The lock ends with its process, however that ends. It may be claimed again inside the block.
-
-    Args:
-        say: reports what was repaired.
-
-    Raises:
-        OutputError: as `check_output`; or another process has claimed the output, or the disk reports an error.
     """
     path = real_path(output)
     check_name(path)
@@ -102,11 +87,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
 
 @contextmanager
 def locked(output: Path, say: Say) -> Iterator[bool]:
-    """Holds the lock of a resolved path; yields whether it was free, and False where the file system has no locks.
-
-    Raises:
-        OutputError: another process holds it, or its file cannot be written.
-    """
+    """Holds the lock of a resolved path; yields whether it was free, and False where the file system has no locks."""
     path = _beside(output, "lock")
     lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
     again = lock.is_locked
@@ -162,9 +143,6 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
     """Yields a temporary folder, which takes the place of ``output`` at the end of the ``with`` block.
 
     After a failure or an interruption the temporary folder is deleted, and an earlier output is unchanged.
-
-    Raises:
-        OutputError: as `claimed`.
     """
     path = real_path(output)
     with claimed(path, overwrite=overwrite, say=say), _clear_errors(path):
@@ -179,11 +157,7 @@ def replacing_folder(output: Path, *, overwrite: bool, say: Say = lambda text: N
 
 @contextmanager
 def working_folder(output: Path) -> Iterator[Path]:
-    """Yields an empty folder beside an output that is claimed; it is removed at the end of the ``with`` block.
-
-    Raises:
-        OutputError: it cannot be made.
-    """
+    """Yields an empty folder beside an output that is claimed; it is removed at the end of the ``with`` block."""
     path = real_path(output)
     with _clear_errors(path):
         folder = _made(path, "dense")

@@ -107,11 +107,7 @@ def attach(model: Any, sparsity: str) -> bool:
 
 
 class PermTritonQuantizer(HfQuantizer):
-    """Replaces modules and parameters before the weights are loaded, and checks and unpacks them afterwards.
-
-    Raises:
-        ModelError: the checkpoint is damaged or does not fit the model.
-    """
+    """Replaces modules and parameters before the weights are loaded, and checks and unpacks them afterwards."""
 
     quantization_config: PermTritonQuantizationConfig
 

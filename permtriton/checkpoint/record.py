@@ -106,11 +106,7 @@ def recorded_weights(record: Mapping[str, Any]) -> dict[str, PrunedWeight]:
 
 
 def read_record(folder: Path) -> Record:
-    """Returns ``permtriton.json`` of a folder.
-
-    Raises:
-        ModelError: the file is missing, cannot be read, or has another form than permtriton writes.
-    """
+    """Returns ``permtriton.json`` of a folder."""
     path = folder / REPORT_FILE
     if not path.is_file():
         raise ModelError(
@@ -121,13 +117,6 @@ def read_record(folder: Path) -> Record:
 
 
 def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) -> Record | None:
-    """Returns ``permtriton.json`` of a folder or of a name on the hub; None where there is none.
-
-    Args:
-        hub: what the hub is asked with beside the name: ``revision``, ``token``.
-
-    Raises:
-        ModelError: as `read_record`.
-    """
+    """Returns ``permtriton.json`` of a folder or of a name on the hub; None where there is none."""
     path = fetched(location, REPORT_FILE, hub) if is_hub_name(location) else Path(location, REPORT_FILE)
     return read_record(path.parent) if location and path and path.is_file() else None

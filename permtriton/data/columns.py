@@ -10,14 +10,7 @@ COLUMNS = ("input_ids", "text", "messages", "conversations")  # the last two hol
 
 
 def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
-    """Returns the token ids at whose positions the mask, as a tokenizer that pads gives it, is not 0.
-
-    Args:
-        place: where the ids come from, for the error.
-
-    Raises:
-        CalibrationError: the mask does not fit the ids.
-    """
+    """Returns the token ids at whose positions the mask, as a tokenizer that pads gives it, is not 0."""
     with reading(f"{place}: its attention_mask cannot be used", CalibrationError):
         ids, mask = (each.tolist() if hasattr(each, "tolist") else each for each in (ids, mask))
         return [each for each, kept in zip(ids, mask, strict=True) if kept]
@@ -44,13 +37,8 @@ def documents_in(
     """Returns the documents of a table: texts, conversations, or token ids without their padding.
 
     Args:
-        names: names of all columns.
         column_of: returns the column of a name.
-        source: where the table comes from, for errors.
         wanted: name of the column that holds the documents; empty for the first of `COLUMNS` that is there.
-
-    Raises:
-        CalibrationError: there is no such column.
     """
     column = wanted or next((each for each in COLUMNS if each in names), "text")
     if column not in names:

@@ -85,14 +85,8 @@ def generated_text(
 
     Args:
         starts: what the texts begin with, int64 ``[texts, first tokens]``.
-        count: number of texts to keep.
-        tokens: length of a text.
-
     Returns:
         int64 ``[count, tokens]``, on the CPU.
-
-    Raises:
-        CalibrationError: the model's own ``generate`` fails, or the probabilities of a next token are not finite.
     """
     every, length = torch.arange(len(starts)), tokens - starts.shape[1]
     numbers = torch.rand(len(starts), tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

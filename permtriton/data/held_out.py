@@ -35,17 +35,6 @@ def read_held_out(
         data: demo, wikitext2, c4, a file, or none; or what
             `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
         window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
-        count: number of windows, the first ones; None for all.
-        special_tokens: as the option of this name.
-        progress: is told what token ids lack.
-
-    Returns:
-        The samples, or None; and the name of the source, or the reason.
-
-    Raises:
-        CalibrationError: the text that the user named cannot be read.
-        ConfigError: the window is longer than the model can take, there is no text to cut, or none is to be measured.
-        ModelError: the model only compares the outputs of others, as CLIP does.
     """
     if count is not None and (type(count) is not int or count < 1):
         raise ConfigError(f"`eval_windows=` is {shown(count)}: expected a number of windows, at least 1")
@@ -62,9 +51,6 @@ def prepared(model: PreTrainedModel, inputs: Inputs, writer: PreTrainedModel | N
         inputs: token ids, int64 ``[windows, tokens]``, or what else the model reads.
         writer: model that writes what a decoder reads, where there is no text, so that it is the same for all models;
             None where each model writes its own.
-
-    Raises:
-        CalibrationError: the model cannot read them.
     """
     samples = check_inputs(model, inputs)
     return with_tokens(model, samples if writer is None else with_decoder_ids(writer, samples))

@@ -49,13 +49,8 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
     Token ids are without their padding.
 
     Args:
-        data: what a caller gave.
         column: column of the dataset; None for ``input_ids`` or ``text``.
         split: name of the dataset in the dictionary.
-
-    Raises:
-        CalibrationError: there is no such split or column, or the dataset is streamed.
-        ConfigError: a column or a split is named, but has no effect.
     """
     if isinstance(data, Mapping) and data and all(hasattr(each, "column_names") for each in data.values()):
         if split not in data:
@@ -79,14 +74,8 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
 def documents_of(data: Any) -> Documents | None:
     """Returns the texts, or the lists of token ids, that are cut into sequences.
 
-    Args:
-        data: what `selected` returns; not a name.
-
     Returns:
         None where data are tensors, which are samples as they are.
-
-    Raises:
-        CalibrationError: data are of no kind that is known.
     """
     if isinstance(data, Tensor | np.ndarray | Mapping | Samples | DataLoader):
         return None
@@ -106,9 +95,6 @@ def tensors_of(data: Any, model: PreTrainedModel, most: int | None, default: int
             arguments of the model's ``forward``, or a loader of batches of either.
         most: number of samples to take, the first ones; None for all.
         default: number of samples to take of a loader where ``most`` is None; None for all.
-
-    Raises:
-        CalibrationError: there are fewer samples than ``most``, or the samples of a loader differ in size.
     """
     if isinstance(data, Samples):
         samples = data
@@ -166,9 +152,6 @@ def calibration_of(
             number of sequences; tensors are samples as they are.
         most: number of samples that the caller asked for; None for the config's number of sequences, or all rows of a
             tensor.
-
-    Raises:
-        CalibrationError: as `documents_of`, `tensors_of` or `permtriton.data.text.calibration_samples`.
     """
     documents, named = documents_of(data), replace(config.calibration, calibration=name_of(data))
     if documents is not None:

@@ -35,9 +35,6 @@ def stored_samples(
             per sample.
         count: number of samples to draw; None for all, in order.
         generator: generator of the draw; None takes the first ones.
-
-    Raises:
-        CalibrationError: the source is no such file, cannot be read, or holds too few samples.
     """
     if not source.endswith(TENSORS):
         raise CalibrationError(

@@ -24,9 +24,6 @@ class Samples:
             ``tokens`` is.
         surplus: further samples of the same text, none of which is among these; None where there are none.
         special: the special tokens that were put around each sequence; None where the ids are a user's own.
-
-    Raises:
-        CalibrationError: there is no tensor or no sample, or the tensors hold different numbers of samples.
     """
 
     inputs: Mapping[str, Tensor]

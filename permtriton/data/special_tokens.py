@@ -46,11 +46,7 @@ class SpecialTokens:
         return self if self.labels is None else self.labels
 
     def room(self, tokens: int, option: str) -> int:
-        """Returns how many tokens of text a row of ``tokens`` holds.
-
-        Raises:
-            ConfigError: none, or a half of it holds none; the message names the option that sets ``tokens``.
-        """
+        """Returns how many tokens of text a row of ``tokens`` holds."""
         least = len(self) + 1 if self.labels is None else 2 * max(self._sizes) + 2
         if self and tokens < least:
             raise ConfigError(
@@ -85,12 +81,7 @@ def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = Fa
     """Returns what a tokenizer puts around a single text.
 
     Args:
-        tokenizer: tokenizer, or a processor that holds one; None for nothing.
-        choice: as the option ``special_tokens``.
         halves: whether the model is an encoder-decoder, which reads two sequences in a row.
-
-    Raises:
-        CalibrationError: the tokenizer fails.
     """
     tokenizer = tokenizer_of(tokenizer)
     if choice == "none" or tokenizer is None:

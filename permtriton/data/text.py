@@ -86,7 +86,6 @@ def all_windows(
 
     Args:
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
-        vocabulary: Number of rows of the model's embedding; every id must be below it.
         documents: What is drawn from, where it is in memory; the source then only names it.
         surplus: At least `SURPLUS`. It does not change which sequences come first.
         halves: Whether the model is an encoder-decoder, which reads two sequences in a row.
@@ -95,9 +94,6 @@ def all_windows(
         At least ``samples`` rows of ``sequence_length`` tokens: windows that do not overlap, in random order, each with
             the special tokens that the tokenizer puts around a text. Where each is drawn from one document they may
             overlap, and there are as many as are wanted.
-
-    Raises:
-        CalibrationError: The source cannot be read or holds too little text, or ids are outside the vocabulary.
     """
     source = config.calibration
     if documents is None:
@@ -186,11 +182,6 @@ def held_out_windows(
     Args:
         source: ``demo``, ``wikitext2``, ``c4`` or a local file.
         sequence_length: Tokens per window; a shorter text gives one shorter window.
-        tokenizer, vocabulary, documents, halves: As for `all_windows`.
-        special_tokens: As the option of this name.
-
-    Raises:
-        CalibrationError: As for `all_windows`.
     """
     if documents is None:
         documents = _documents(source, HUB_EVALUATION, EVALUATION_JOINED, "heldout.txt")
@@ -208,16 +199,7 @@ def held_out_windows(
 def calibration_samples(
     config: CommonConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
 ) -> Samples:
-    """Draws the calibration samples of a compilation, with what is left of a text as spare ones.
-
-    Args:
-        tokenizer: As for `all_windows`.
-        documents: As for `all_windows`.
-
-    Raises:
-        CalibrationError: As for `all_windows` or `permtriton.data.media.stored_samples`, or the sequences are longer
-            than the model can take.
-    """
+    """Draws the calibration samples of a compilation, with what is left of a text as spare ones."""
     source, count = config.calibration.calibration, config.calibration.samples
     if is_media(model, source):
         for name in OF_TEXT:
@@ -240,14 +222,7 @@ def calibration_samples(
 def fitted(
     config: CalibrationConfig, given: Container[str], model: PreTrainedModel, progress: Progress
 ) -> CalibrationConfig:
-    """Returns the options of calibration, with the default sequence length lowered to what the model can take.
-
-    Args:
-        given: names of the options that were asked for: a length among them is left as it is.
-
-    Raises:
-        ConfigError: a length was asked for, and the model reads no text.
-    """
+    """Returns the options of calibration, with the default sequence length lowered to what the model can take."""
     if "sequence_length" in given and model.main_input_name in MEDIA_INPUTS:
         raise ConfigError(
             f"`sequence_length={config.sequence_length}` has no effect on a {type(model).__name__}, which reads no "
@@ -268,15 +243,7 @@ def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
 
 
 def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
-    """Returns samples that a caller made, labels included, after checking that the model can take them.
-
-    Args:
-        inputs: Token ids, int64 ``[samples, tokens]``, or what `Samples` holds.
-
-    Raises:
-        CalibrationError: A shape or a token id is wrong, a sequence is too long, a position is padding, or the model
-            has no such argument.
-    """
+    """Returns samples that a caller made, labels included, after checking that the model can take them."""
     samples = Samples.of(inputs)
     kinds = {name: values.dtype for name, values in samples.inputs.items() if name in OF_IDS}
     integers = [name for name, kind in kinds.items() if kind in INTEGERS]
@@ -324,9 +291,6 @@ def vocabulary_of(model: PreTrainedModel) -> int:
     """Returns the number of token ids that the model knows: the rows of its embedding, or of the smallest of several.
 
     Some models name no embedding, such as those of characters or of speech; their config counts the ids.
-
-    Raises:
-        CalibrationError: neither says it.
     """
     try:
         embedding = embedding_of(model)

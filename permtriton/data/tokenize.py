@@ -41,9 +41,6 @@ class Encoder:
         Args:
             wanted: number of tokens after which no further document is encoded; None for all.
             generator: draws the order of the documents; None keeps it.
-
-        Raises:
-            CalibrationError: there is no text, a document cannot be read, or ids are outside the vocabulary.
         """
         if not len(documents):
             raise CalibrationError(f"{self.source} is empty: no text to use")
@@ -119,12 +116,8 @@ def token_ids(
     tokenizer puts around a text stand around all of it.
 
     Args:
-        source: where the text comes from, for errors.
         ended: whether the end token is added where the tokenizer adds none.
         special: whether the special tokens that the tokenizer puts around a text are there.
-
-    Raises:
-        CalibrationError: there is no tokenizer, or it fails.
     """
     if (tokenizer := tokenizer_of(tokenizer)) is None:
         raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")

@@ -66,11 +66,7 @@ class Comparison:
 
     @classmethod
     def of(cls, model: str, args: CompareArgs, given: dict[str, Any]) -> "Comparison":
-        """Returns the comparison of a model's name, its arguments, and the options that were given.
-
-        Raises:
-            ConfigError: an unknown option, a bad value, or a file that names a recipe.
-        """
+        """Returns the comparison of a model's name, its arguments, and the options that were given."""
         patterns = _parts(args.sparsity, "sparsity")
         if len(patterns) == 1:  # an option as any other
             given["sparsity"] = patterns[0]
@@ -85,11 +81,7 @@ class Comparison:
         return cls(Source(model, **args.loading), options, given, several, args, calibration)
 
     def row_configs(self) -> list[RowConfig]:
-        """Returns the rows to run.
-
-        Raises:
-            ConfigError: a name or a value is unknown, or an option has no effect.
-        """
+        """Returns the rows to run."""
         if (self.args.values is None) != (self.args.ablate is None):
             raise ConfigError("`ablate=` names an option, and `values=` its values: give both, or neither")
         if self.patterns and "pattern" in self.given:
@@ -106,11 +98,7 @@ class Comparison:
         return self.args.ablate and self.args.ablate.replace("-", "_")
 
     def seeds(self) -> list[int]:
-        """Returns the seeds.
-
-        Raises:
-            ConfigError: they are not non-negative integers.
-        """
+        """Returns the seeds."""
         seeds = str(self.args.seeds) if isinstance(self.args.seeds, int) else self.args.seeds
         try:
             numbers = [int(part) for part in _parts(seeds, "seeds")]
@@ -141,15 +129,7 @@ class Comparison:
         """Compares the rows, and writes the output.
 
         Args:
-            finished: function called with each row as soon as it is known, the dense model's first.
             show: function called with the report; where there is no output, the kept results go only after it.
-
-        Returns:
-            The report, of the form `permtriton.evaluation.compare_results.ComparisonReport`.
-
-        Raises:
-            PermTritonError: as `compare`, a request that makes no sense, no held-out text, or an output that cannot be
-                written.
         """
         seeds, args, tasks = self.seeds(), self.args, self.args.task_request
         self.row_configs()  # a wrong name is found before the model is loaded
@@ -208,11 +188,7 @@ class Comparison:
 
     @contextmanager
     def _claimed(self, progress: Progress) -> Iterator[None]:
-        """Keeps other comparisons from the same output inside the ``with`` block.
-
-        Raises:
-            OutputError: another process writes it, or the folder cannot be written.
-        """
+        """Keeps other comparisons from the same output inside the ``with`` block."""
         folder = real_path(self.place).parent
         if problem := problem_of(folder):
             raise OutputError(
@@ -240,11 +216,7 @@ class Benchmark:
     tasks: "Tasks | None" = None
 
     def identity(self, tasks: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what decides every result of a comparison.
-
-        Args:
-            tasks: what decides the scores of the tasks; empty without tasks.
-        """
+        """Returns what decides every result of a comparison."""
         present = run_identity(self.dense, self.dense.device)
         return {
             "held-out text": self.held_out.sha256,
@@ -275,7 +247,6 @@ class Benchmark:
 
         Args:
             hidden_order: index ``[C]`` of the last hidden state's channels; None where they did not move.
-            peak_bytes: peak memory during the compilation, if known.
         """
         evaluated = measure_model(
             model,
@@ -310,18 +281,11 @@ def compare(
     """Prunes a copy of the dense model for each row and seed; the model itself stays dense.
 
     Args:
-        benchmark: dense model, and what all models are measured by.
-        rows: what to compare.
         seeds: seeds of the calibration draw and of learning, at least one. All rows with one calibration text share the
             sequences that a seed draws.
         kept: results of an earlier run, which are not measured again; takes each new one as soon as it is known.
-        finished: function called with each row as soon as it is known.
-
     Returns:
         The dense model's row, then one for each of ``rows``.
-
-    Raises:
-        PermTritonError: a text cannot be read, a compilation or an evaluation fails, or `kept` cannot be used.
     """
     draws: dict[Any, Samples] = {}
 
@@ -364,11 +328,7 @@ def _methods(words: Words) -> list[Method]:
 
 
 def _parts(words: Words, name: str = "") -> list[str]:
-    """Returns what stands between commas, or in a list.
-
-    Raises:
-        ConfigError: a part is empty; the error has the option's ``name``.
-    """
+    """Returns what stands between commas, or in a list."""
     if words is None:
         return []
     several = words.split(",") if isinstance(words, str) else words if isinstance(words, Iterable) else [words]

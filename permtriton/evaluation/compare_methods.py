@@ -97,9 +97,6 @@ def settings_of(method: Method) -> dict[str, Any]:
     Args:
         method: key of `KNOWN`; or the steps of a recipe, in a list, or their names (as `permtriton.recipe.steps_of`
             takes them) joined by `JOINED`, and `FUSED` after them for that layout.
-
-    Raises:
-        ConfigError: it is neither.
     """
     if not isinstance(method, str):
         return {"importance": "auto", "recipe": method, "layout": "portable"}
@@ -142,13 +139,7 @@ def row_configs(
         options: values by option name; what the methods set is left out.
         methods: methods, as `settings_of` takes them; none means those of `METHODS`, and in an ablation the default
             recipe.
-        patterns: sparsity patterns; none means that of the options.
         ablate: name of the option of an ablation, which takes its values also where a method sets it.
-        values: its values as text.
-        model: name of the model, as `permtriton.recipe.config_from` takes it.
-
-    Raises:
-        ConfigError: a method is unknown, an option or its value is not allowed, or has no effect on a method.
     """
     option = None if ablate is None else _ablated(ablate)
     methods = methods or (tuple(METHODS) if ablate is None else (DEFAULT,))
@@ -179,15 +170,7 @@ def _ablated(name: str) -> Option:
 
 
 def check_effect(explicit: Iterable[str], rows: Sequence[RowConfig], ablation: str | None) -> None:
-    """Refuses options that a user set by hand and that change nothing in any row.
-
-    Args:
-        explicit: names of the options.
-        ablation: name of the option that has several values, or None.
-
-    Raises:
-        ConfigError: for example epochs, if no row learns.
-    """
+    """Refuses options that a user set by hand and that change nothing in any row."""
     for name in explicit:
         option = all_options()[name]
         flag = option.flag

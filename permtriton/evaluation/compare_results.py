@@ -68,11 +68,7 @@ class ResultFile:
         return hashlib.sha256(json.dumps([self.identity, inputs], sort_keys=True).encode()).hexdigest()
 
     def read(self) -> None:
-        """Reads the results of an earlier run, if there is a file.
-
-        Raises:
-            OutputError: the file cannot be used.
-        """
+        """Reads the results of an earlier run, if there is a file."""
         if not self.path.exists():
             return
 
@@ -89,11 +85,7 @@ class ResultFile:
         self.results = {key: checked(Measured, result, refuse) for key, result in stored.items()}
 
     def get(self, key: str, measure: Callable[[], Measured]) -> Measured:
-        """Returns a result that is kept, or measures it and keeps it; if interrupted, the earlier file stays intact.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
+        """Returns a result that is kept, or measures it and keeps it; if interrupted, the earlier file stays intact."""
         if key in self.results:
             return self.results[key]
         self.results[key] = measure()
@@ -192,11 +184,7 @@ class ComparisonReport(TypedDict):
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
-    """Returns the JSON report of ``permtriton compare``.
-
-    Raises:
-        ModelError: the file is missing, cannot be read, or has another form.
-    """
+    """Returns the JSON report of ``permtriton compare``."""
 
     def refuse(problem: str) -> ModelError:
         return ModelError(f"{path}: {problem}: expected a file that permtriton compare --output wrote")

@@ -84,11 +84,7 @@ class Evaluated(Measures):
 
 
 def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
-    """Measures a model; `permtriton.evaluate` says what each argument is.
-
-    Raises:
-        PermTritonError: as `permtriton.evaluate`.
-    """
+    """Measures a model; `permtriton.evaluate` says what each argument is."""
     named = model if isinstance(model, str) else ""
     args, shown = args.with_protocol(named), reporter(args.progress)
     chosen = args.task_request.load(shown)
@@ -180,11 +176,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
 
 
 def _checked_order(model: Any, order: Any) -> Tensor:
-    """Returns an order that was given for a loaded model; its length is checked once the hidden states are known.
-
-    Raises:
-        ConfigError: it is no permutation, or the model's folder has an order of its own.
-    """
+    """Returns an order that was given for a loaded model; its length is checked once the hidden states are known."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError("`hidden_order=` is for a loaded model: a folder's own record says it; leave it out")
     with reading("hidden_order is no index", ConfigError):
@@ -212,23 +204,13 @@ def measure_model(  # noqa: PLR0913
     """Measures a model, dense or compiled in any format, as it is in memory, but without dropout.
 
     Args:
-        tokenizer: its tokenizer, which the tasks need.
         held_out: held-out token ids, int64 ``[windows, tokens]``, or other samples as `permtriton.compile` takes them;
             None measures the tasks only.
-        text: name of the held-out samples.
         dense: dense model to compare with on ``held_out``; None measures the perplexity only.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's, such as
             ``compiled.plan.hidden_order(compiled.indices)``; None where they did not move.
-        tasks: tasks to run.
         batch: windows, or requests of tasks, per forward pass; by default 8 requests, and as many windows as make 2048
             tokens.
-
-    Raises:
-        ConfigError: there is nothing to measure, or the model has no perplexity and there is no dense model, or it is
-            an encoder and there are tasks.
-        ModelError: the models cannot be compared.
-        CalibrationError: a measure is not finite.
-        TaskError: a task cannot be run.
     """
     started, measures, samples, seconds = time.perf_counter(), Measures(), None, 0.0
     with in_eval_mode(*filter(None, (model, dense))):

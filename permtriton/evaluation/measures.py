@@ -163,10 +163,6 @@ def measure_samples(
 
     Returns:
         The measures, and the seconds of the model's forward passes.
-
-    Raises:
-        ModelError: the models cannot be compared, see `check_comparable`, or the order has another length.
-        CalibrationError: a measure is not finite.
     """
     distances = {}
     if dense is not None:
@@ -229,15 +225,7 @@ def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
 
 
 def perplexity_of(model: PreTrainedModel, loss: float, tokens: int | None) -> float | None:
-    """Returns exp of the mean next-token loss; None where no tokens are predicted.
-
-    Args:
-        loss: sum of `next_token_loss` over all windows.
-        tokens: number of predicted tokens.
-
-    Raises:
-        CalibrationError: the loss is not finite, or windows hold one token.
-    """
+    """Returns exp of the mean next-token loss; None where no tokens are predicted."""
     if tokens is None:
         return None
     if not tokens:
@@ -278,11 +266,7 @@ def _change(model: PreTrainedModel, window: Tensor) -> float:
 
 
 def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int) -> None:
-    """Refuses a dense model that is not one of the same kind and size as the model, or takes shorter windows.
-
-    Raises:
-        ModelError: the vocabularies, the widths of the hidden states or the kinds of output differ.
-    """
+    """Refuses a dense model that is not one of the same kind and size as the model, or takes shorter windows."""
     texts = [each.config.get_text_config() for each in (model, dense)]
     facts: dict[str, list[Any]] = {
         "has a vocabulary of {}": [getattr(each, "vocab_size", None) for each in texts],
@@ -349,11 +333,7 @@ class HeldOutMeasure:
 
     @torch.no_grad()
     def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:
-        """Returns the measure of the compiled model.
-
-        Args:
-            hidden_order: index ``[C]`` of the last hidden state's channels; None where compiling did not move them.
-        """
+        """Returns the measure of the compiled model."""
         if self._tokens is None:
             return 1 - mean_cosine_loss(model, self.samples, self._hidden, self._batch, hidden_order)
         batches = [Samples(arguments_of(model, rows.inputs)) for rows in self.samples.split(self._batch)]

@@ -53,9 +53,6 @@ def protocol_of(name: str | None, model: str = "") -> Protocol | None:
 
     Args:
         model: name of the model. The demo model has small texts of its own, which every protocol takes there.
-
-    Raises:
-        ConfigError: there is no such protocol.
     """
     if name is None:
         return None
@@ -70,12 +67,6 @@ def measured_by(
     """Returns held-out text, window and tasks: what the user gave, and what the protocol says where it is None.
 
     The window of the protocol is that of its texts: samples in memory have their own.
-
-    Args:
-        model: as for `protocol_of`.
-
-    Raises:
-        ConfigError: there is no such protocol.
     """
     if (protocol := protocol_of(name, model)) is None:
         return eval_data, window, tasks

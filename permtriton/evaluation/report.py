@@ -33,22 +33,7 @@ def report(
     masks: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a report about one or several compiled folders as one HTML file.
-
-    Args:
-        folders: outputs of ``permtriton compile`` or ``export``, shown side by side.
-        output: file to write; None for ``FOLDER-report.html`` in the present folder, by the first folder's name.
-        comparison: JSON report of ``permtriton compare``, or None.
-        masks: name of the linear whose masks are drawn; None for the last one of the first layer.
-
-    Returns:
-        The absolute path of the file.
-
-    Raises:
-        ConfigError: there is no folder, or one of them does not prune the linear of the masks.
-        ModelError: a folder or the comparison is missing or damaged.
-        OutputError: the file exists and may not be replaced, or cannot be written.
-    """
+    """Writes a report about one or several compiled folders as one HTML file."""
     require("a report", "jinja2")
     if not folders:
         raise ConfigError("no folder: give at least one output of permtriton compile")
@@ -65,16 +50,7 @@ def report(
 def page_of(
     folders: Sequence[Compiled], comparison: Mapping[str, Any] | None, corners: Sequence[MaskCorner] = ()
 ) -> Page:
-    """Returns what a report shows.
-
-    Args:
-        folders: compiled folders, at least one.
-        comparison: content of the JSON report of ``permtriton compare``, or None.
-        corners: the masks to draw.
-
-    Raises:
-        ModelError: a folder is damaged.
-    """
+    """Returns what a report shows."""
     models = list(dict.fromkeys(folder.model for folder in folders))
     patterns = list(dict.fromkeys(described_sparsity(folder.record) for folder in folders))
     count = f", {len(folders)} folders side by side" if len(folders) > 1 else ""

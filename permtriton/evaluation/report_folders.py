@@ -62,11 +62,7 @@ class Compiled(Folder):
 
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
-    """Reads what permtriton recorded in each folder.
-
-    Raises:
-        ModelError: a folder was not written by permtriton, or is damaged.
-    """
+    """Reads what permtriton recorded in each folder."""
     compiled = [Compiled.open(folder) for folder in folders]
     for each, label in zip(compiled, _labels([real_path(each.path) for each in compiled]), strict=True):
         each.label = label
@@ -101,14 +97,8 @@ def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 12
     """Reads the corner of one linear's mask from each folder.
 
     Args:
-        folders: compiled folders.
         linear: name of the linear; None for the last one of the first layer that all folders prune, such as its
             ``down_proj``.
-        size: most rows and columns.
-
-    Raises:
-        ConfigError: a folder does not prune this linear.
-        ModelError: a folder is damaged.
     """
     masks = {folder.label: Masks(folder.record, folder.pruned, folder.tensor) for folder in folders}
     if linear is None:

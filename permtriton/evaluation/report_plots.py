@@ -100,8 +100,6 @@ def chart(
 
     Args:
         series: at least one of them with a point.
-        across: name of the horizontal axis.
-        up: name of the vertical axis.
         log: whether the horizontal and the vertical axis are logarithmic, where all values are positive.
         names: names of the horizontal values 0, 1, 2 and so on, in place of numbers.
         reference: name and value of a horizontal line.

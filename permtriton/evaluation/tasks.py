@@ -76,10 +76,6 @@ class Tasks:
         limit: documents per task; None for all.
         folder: folder with more tasks: YAML files as lm-eval takes them, in which paths count from this folder. Where
             it has all of ``names``, lm-eval's own tasks are not looked at. A task may run code of its own.
-
-    Raises:
-        ConfigError: no name, a limit below 1, or no such folder.
-        TaskError: a task is unknown, or its data cannot be fetched or read.
     """
 
     def __init__(self, names: Sequence[str], limit: int | None = None, folder: Path | None = None) -> None:
@@ -112,14 +108,7 @@ class Tasks:
         batch: int = REQUESTS_AT_ONCE,
         progress: Progress | None = None,
     ) -> tuple[TaskResult, ...]:
-        """Runs the tasks on a model, with lm-eval's seeds, so that equal models get equal scores.
-
-        Args:
-            model: causal language model, or an encoder-decoder, whose encoder reads what stands before an answer.
-
-        Raises:
-            TaskError: an answer is longer than the model can take, or a task's own template, metric or code fails.
-        """
+        """Runs the tasks on a model, with lm-eval's seeds, so that equal models get equal scores."""
         progress = progress or NoProgress()
         harness = _Harness(model, tokenizer_of(tokenizer), batch, progress)
         _seed()

@@ -46,11 +46,7 @@ def _named(path: Path) -> list[str]:
 
 
 def fetch_beside(source: Source) -> list[str]:
-    """Fetches what `beside` names of a model of the hub; returns what `Source.fetch` does.
-
-    Raises:
-        ModelError: as `Source.fetch`.
-    """
+    """Fetches what `beside` names of a model of the hub; returns what `Source.fetch` does."""
     unknown = source.fetch(BESIDE)
     source.fetch(beside(source))
     return unknown

@@ -121,13 +121,8 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
 
     Args:
         run: returns the outputs after it, of the same shape; called again if they differ by more than the tolerance.
-        model: model that ``run`` calls.
-
     Returns:
         The largest difference relative to the largest output.
-
-    Raises:
-        VerificationError: the difference is larger than rounding in the model's dtype explains.
     """
     difference, dtype = relative_difference(before, run()), model.dtype
     if difference <= TOLERANCE[dtype]:
@@ -148,11 +143,7 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
 
 
 def check_weight(name: str, weight_OC: Tensor, pattern: NMPattern) -> None:
-    """Checks that a weight ``[out_features, in_features]`` is N:M as it is stored, finite and free of ``-0.0``.
-
-    Raises:
-        VerificationError: the weight, called ``name``, fails a check.
-    """
+    """Checks that a weight ``[out_features, in_features]`` is N:M as it is stored, finite and free of ``-0.0``."""
     check_finite_tensor(name, weight_OC)
     if bool((weight_OC.signbit() & (weight_OC == 0)).any()):
         raise VerificationError(f"{name}: some zeros are -0.0, whose bits differ from those of 0.0")
@@ -177,9 +168,6 @@ def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPa
         weight_CO: pruned weight, ``[in_features, out_features]``.
         zeros_before: what `zeros_in_groups` returned before pruning.
         allowed: share of the groups that may keep fewer; above 0 where an update may cancel a weight exactly.
-
-    Raises:
-        VerificationError: the weight keeps more or fewer.
     """
     kept = pattern.group - zeros_in_groups(weight_CO, pattern)
     short = int((kept + zeros_before < pattern.kept).sum())
@@ -198,11 +186,7 @@ def check_finite_tensor(name: str, tensor: Tensor) -> None:
 
 
 def check_pruned(model: nn.Module, plan: Plan) -> None:
-    """Checks every pruned weight in memory with `check_weight`.
-
-    Raises:
-        VerificationError: a weight fails; the message names the first one.
-    """
+    """Checks every pruned weight in memory with `check_weight`."""
     for _, name in plan.linears():
         check_weight(name, weight_in_out(linear_module(model, name)).t(), plan.patterns[name])
 

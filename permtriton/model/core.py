@@ -67,11 +67,7 @@ def has_head(model: PreTrainedModel) -> bool:
 
 
 def check_towers(model: PreTrainedModel) -> None:
-    """Refuses a model that only compares the outputs of several others, as CLIP does: it has no last hidden state.
-
-    Raises:
-        ModelError: the model is of this kind; the message says how one of them is saved on its own.
-    """
+    """Refuses a model that only compares the outputs of several others, as CLIP does: it has no last hidden state."""
     inner = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
     returned = inspect.signature(model.forward).return_annotation
     outputs = [each for each in get_args(returned) or (returned,) if dataclasses.is_dataclass(each)]

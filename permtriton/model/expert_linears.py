@@ -97,9 +97,7 @@ class RoutedExperts(UnstackedExperts):
         """Returns the weighted sum of each token's experts, ``[tokens, hidden]``.
 
         Args:
-            hidden_states: ``[tokens, hidden]``.
             top_k_index: experts of each token, int64 ``[tokens, k]``; numbers that are not this module's are ignored.
-            top_k_weights: weights of these experts, ``[tokens, k]``.
         """
         if torch.compiler.is_compiling():
             return self._dense(hidden_states, top_k_index, top_k_weights)
@@ -209,12 +207,7 @@ def arguments_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def input_dim(model: nn.Module, parameter: str) -> int:
-    """Returns the dimension of a pruned weight that is its input: the last one unless it is stored transposed.
-
-    Args:
-        model: model, whose experts may be stacked or unstacked.
-        parameter: name of the weight of a linear, or of stacked weights.
-    """
+    """Returns the dimension of a pruned weight that is its input: the last one unless it is stored transposed."""
     owner = model.get_submodule(parameter.rpartition(".")[0])
     if isinstance(owner, UnstackedExperts):
         return 1 if owner.transposed else 2

@@ -133,11 +133,7 @@ def measured_experts(model: nn.Module) -> Iterator[None]:
 
 
 def measure_all_experts(model: nn.Module, wanted: bool) -> None:
-    """Lets statistics be taken of every expert on every token, in a model whose experts are unstacked.
-
-    Raises:
-        ConfigError: no token is sent to experts that could see others, too.
-    """
+    """Lets statistics be taken of every expert on every token, in a model whose experts are unstacked."""
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if wanted and not experts:
         raise ConfigError(

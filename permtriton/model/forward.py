@@ -117,11 +117,7 @@ def _end(_module: nn.Module, _inputs: object, output: Any) -> None:
 
 @torch.no_grad()
 def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
-    """Returns samples whose ``tokens`` and ``longest`` are known; the model runs on the first one if it must be asked.
-
-    Raises:
-        CalibrationError: the model does not run on it.
-    """
+    """Returns samples with known ``tokens`` and ``longest``; if they are unknown, the model runs on the first one."""
     if samples.tokens:
         return samples
     try:
@@ -180,14 +176,7 @@ def max_tokens(model: PreTrainedModel) -> int | None:
 
 
 def check_length(model: PreTrainedModel, tokens: int, *, of_a_half: bool = False) -> None:
-    """Refuses sequences that are longer than the model can take.
-
-    Args:
-        of_a_half: whether the encoder or the decoder of an encoder-decoder alone reads them.
-
-    Raises:
-        CalibrationError: ``tokens`` is above the limit, which the message names.
-    """
+    """Refuses sequences that are longer than the model can take."""
     limit = max_tokens(model)
     if limit is not None and of_a_half:
         limit //= 2

@@ -71,12 +71,7 @@ def in_words(types: Mapping[str, int]) -> str:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads and checks the header of a GGUF file.
-
-    Raises:
-        MissingExtraError: a package that reads it is missing.
-        ModelError: the file is damaged, a part of a model, or claims absurdly many layers or experts.
-    """
+    """Reads and checks the header of a GGUF file."""
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
         file = _reader()(path)
@@ -107,9 +102,6 @@ def check_config(file: GgufFile, config: Any) -> None:
     GGUF has no field for the activation of T5 and for the scale of Gemma 2's queries: llama.cpp takes GELU where a
     feed-forward is gated, and knows Gemma 2 27B by its layers. transformers does not read the window of Phi-3; where a
     config has its window turned off, it stays so.
-
-    Raises:
-        ModelError: as `_refuse_others` and `_check_rotation`.
     """
     if config.model_type == "t5" and config.is_gated_act:
         config.feed_forward_proj, config.dense_act_fn = "gated-gelu", "gelu_new"
@@ -131,9 +123,6 @@ def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> No
     """Completes the tokenizer that transformers read from a file by what transformers leaves out of it.
 
     For LLaMA 3 and digits, it takes what llama.cpp takes; Qwen's originals normalize texts, and llama.cpp does not.
-
-    Args:
-        progress: what says that the ids of a text may be others than the original's.
     """
     backend, says = tokenizer.backend_tokenizer, file.header.get
     kind, split = says("tokenizer.ggml.model"), says("tokenizer.ggml.pre")
@@ -175,9 +164,6 @@ def _refuse_others(file: GgufFile, read: Mapping[str, Sequence[Any]]) -> None:
 
     Args:
         read: field, without the architecture -> the value that transformers reads, and others that mean the same.
-
-    Raises:
-        ModelError: naming the field.
     """
     for name, value in file.header.items():
         known = read.get(name.partition(".")[2], [value])
@@ -190,9 +176,6 @@ def _check_rotation(file: GgufFile, config: Any) -> None:
 
     For some architectures, transformers knows some of the fields only, and takes its defaults for the others. It does
     not read the factors of LLaMA 3.1 and later: the config gets the parameters that they follow from.
-
-    Raises:
-        ModelError: naming the field or the tensor.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope:

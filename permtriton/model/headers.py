@@ -35,11 +35,7 @@ class StoredTensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ModelError: the file is missing, too large, not JSON, or holds no object.
-    """
+    """Reads a JSON object."""
     if not os.path.isfile(path):  # which, unlike Path.is_file, takes names that are too long; a pipe would never end
         raise ModelError(f"{path} does not exist")
     with reading(f"{path} cannot be read as JSON, the file is damaged", ModelError):
@@ -54,11 +50,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in a folder: the only one, or those that the index names, all in that folder.
-
-    Raises:
-        ModelError: no weights, or an index that is damaged, incomplete or points outside the folder.
-    """
+    """Returns the files of weights in a folder: the only one, or those that the index names, all in that folder."""
     if (folder / WEIGHTS_FILE).is_file():  # which transformers reads then, whatever an index says
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
@@ -81,14 +73,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """Reads and checks the headers of a checkpoint that permtriton wrote: one file, or shards and their index.
-
-    Returns:
-        Tensor name -> description.
-
-    Raises:
-        ModelError: as `checkpoint_files`, a damaged file, or an index that differs from what the files hold.
-    """
+    """Reads and checks the headers of a checkpoint that permtriton wrote: one file, or shards and their index."""
     stored = read_headers(checkpoint_files(folder))
     index = folder / INDEX_FILE
     actual = {name: tensor.file.name for name, tensor in stored.items()}
@@ -103,14 +88,7 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """Reads and checks the headers of safetensors files. No tensor is allocated, whatever size a header claims.
-
-    Returns:
-        Tensor name -> description.
-
-    Raises:
-        ModelError: a damaged or truncated file, or a tensor that two files hold.
-    """
+    """Reads and checks the headers of safetensors files. No tensor is allocated, whatever size a header claims."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
         with (

@@ -55,14 +55,6 @@ def load_original(
     Args:
         saved: whether the model will be saved, so that what could not be saved is refused now, and what is copied
             then is fetched.
-        progress: what says which tensors of the checkpoint, and which files of the hub, are left out, and what
-            `load_processor` says.
-        unused: as `load_model` takes it.
-
-    Raises:
-        ModelError: permtriton compiled the model, its tokenizer or a config could not be saved again, or as
-            `load_model` and `load_processor`.
-        ConfigError: as `load_model`.
     """
     model = load_model(source, allow_compiled=False, progress=progress, unused=unused)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
@@ -89,15 +81,7 @@ def load_model(
     Args:
         allow_compiled: whether to accept a model that permtriton compiled; where not, weights that another tool
             quantized are dequantized if transformers can.
-        progress: as `load_original` takes it.
         unused: list to which the names of the tensors are added that the class does not use, such as heads.
-
-    Raises:
-        ModelError: no such folder, no config, no safetensors, an unknown class, sizes that do not fit the weights,
-            missing weights, weights that are integers, not finite or without their scales, a quantization that
-            transformers does not know, biases that the class does not use, any such tensor of a GGUF file, or a
-            compiled model that is not accepted.
-        ConfigError: an unknown dtype, or a device that is unknown or missing.
     """
     dtype, device = dtype_of(source), resolve_device(source.device)
     _refuse_pickles(source)
@@ -167,10 +151,6 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
 
     Args:
         allow_compiled: whether to accept a model that permtriton compiled, and build its original architecture.
-
-    Raises:
-        ModelError: no such folder, no config, an unknown class, sizes that no model has or that do not fit the weights
-            where these are there, or a compiled model that is not accepted.
     """
     stored = None
     with suppress(ModelError):  # no weights, or not all of them: the config is enough
@@ -312,11 +292,7 @@ def _check_config(source: Source, config: Any) -> None:
 
 
 def config_of(source: Source) -> Any:
-    """Returns a model's config; its weights need not be there.
-
-    Raises:
-        ModelError: no such model, its config is damaged, or as `check_config`.
-    """
+    """Returns a model's config; its weights need not be there."""
     _check_revision(source)
     if source.gguf is not None:
         cannot = f"{source.gguf.path}: transformers {transformers.__version__} cannot read it"
@@ -337,12 +313,7 @@ def config_of(source: Source) -> Any:
 
 
 def check_folder(source: Source) -> None:
-    """Refuses a path that is not a folder, and a folder that is not a model's.
-
-    Raises:
-        ModelError: saying which.
-        ConfigError: a revision of a folder.
-    """
+    """Refuses a path that is not a folder, and a folder that is not a model's."""
     if source.folder is None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             problem = "is not a folder" if os.path.exists(source.name) else "does not exist"

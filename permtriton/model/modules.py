@@ -25,9 +25,6 @@ def check_index(index: Tensor, channels: int, name: str) -> None:
     """Refuses an index that is not a permutation of ``channels`` channels.
 
     On the meta device only its shape and dtype are checked.
-
-    Raises:
-        ModelError: the index of ``name`` has another dtype or shape, or is not a permutation.
     """
     if index.dtype not in INDEX_DTYPES or index.shape != (channels,):
         raise ModelError(
@@ -61,11 +58,7 @@ class ChannelGather(_Indexed):
     """
 
     def __init__(self, index: Tensor) -> None:
-        """Copies an index ``[C]`` of any integer dtype; on the meta device its values are not checked.
-
-        Raises:
-            ModelError: ``index`` is not a permutation.
-        """
+        """Copies an index ``[C]`` of any integer dtype; on the meta device its values are not checked."""
         super().__init__()
         self._register_index(index, index.numel())
 
@@ -112,11 +105,7 @@ class PermutedRMSNorm(_PermutedNorm):
     """
 
     def __init__(self, weight: Tensor, eps: float, index: Tensor, offset: float = 0.0, kind: str = "rms") -> None:
-        """Shares ``weight`` if it is a Parameter.
-
-        Raises:
-            ModelError: ``index`` is not a permutation of the weight's channels.
-        """
+        """Shares ``weight`` if it is a Parameter."""
         super().__init__(weight, None, index, NormVariant(kind, eps, offset))
 
 
@@ -131,11 +120,7 @@ class PermutedLayerNorm(_PermutedNorm, nn.LayerNorm):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, index: Tensor, offset: float = 0.0) -> None:
-        """Shares ``weight`` and ``bias`` if they are Parameters.
-
-        Raises:
-            ModelError: ``index`` is not a permutation of the weight's channels.
-        """
+        """Shares ``weight`` and ``bias`` if they are Parameters."""
         super().__init__(weight, bias, index, NormVariant("layer", eps, offset))
         self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), eps, True
 
@@ -168,9 +153,6 @@ class GatheredLinear(nn.Linear):
         Args:
             linear: linear whose columns are in the order of ``x[..., gather_index]``, or of ``x`` without an index.
             gather_index: index of a new gather ``[in_features]``, or None.
-
-        Raises:
-            ModelError: ``gather_index`` is not a permutation of the input channels, or the weight is parametrized.
         """
         if parametrize.is_parametrized(linear, "weight"):
             raise ModelError("a linear with a parametrized weight cannot be shared: remove the parametrization first")
@@ -240,21 +222,12 @@ class SparseLinear(GatheredLinear):
         """Changes to the packed state; `unpack` restores the same weight bit for bit.
 
         The weight is no Parameter afterwards, so no optimizer may hold it.
-
-        Raises:
-            ModelError: the weight does not have the pattern, holds -0.0 or a value that is not finite, is parametrized
-                or is packed already.
         """
         self._refuse_packed()
         return self.set_packed(*pack(self.weight.detach(), pattern), pattern)
 
     def set_packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> Self:
-        """Changes to the packed state with a weight that is packed already; its content is not checked.
-
-        Args:
-            values: kept values, as `permtriton.kernels.packing.pack` returns them.
-            positions: their positions, as the same function returns them.
-        """
+        """Changes to the packed state with a weight that is packed already; its content is not checked."""
         del self.weight
         # Empty, because the code of models and of PEFT reads its dtype and its device.
         self.register_buffer("weight", values.new_empty(0), persistent=False)
@@ -324,11 +297,7 @@ class SparseLinear(GatheredLinear):
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Replaces the module ``name`` of ``model`` by ``module``, under every name that the model has for it.
-
-    Raises:
-        ModelError: the model has no module ``name``, or ``name`` is empty, which means the model itself.
-    """
+    """Replaces the module ``name`` of ``model`` by ``module``, under every name that the model has for it."""
     if not name:
         raise ModelError("the model itself cannot be replaced: expected the name of a module inside it")
     try:
@@ -353,16 +322,7 @@ def is_packed(module: nn.Module) -> TypeGuard[SparseLinear]:
 
 
 def from_norm(module: nn.Module, variant: NormVariant, index: Tensor) -> PermutedRMSNorm | PermutedLayerNorm:
-    """Returns the norm that computes ``module(x)[..., index]`` and shares its Parameter objects.
-
-    Args:
-        module: norm with a parameter ``weight`` and optionally a parameter ``bias``.
-        variant: norm that the module computes, as `permtriton.model.norms.match_norm` returns it.
-        index: ``[C]``, of any integer dtype.
-
-    Raises:
-        ModelError: ``index`` is not a permutation of the norm's channels.
-    """
+    """Returns the norm that computes ``module(x)[..., index]`` and shares its Parameter objects."""
     weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
     index = _on_device_of(weight, index)
     norm: PermutedRMSNorm | PermutedLayerNorm

@@ -52,11 +52,7 @@ def is_hub_name(model: str) -> bool:
 
 
 def checked_token(token: str | None) -> str | None:
-    """Returns a token of the hub without the space around it, such as the line break of the file that it was read from.
-
-    Raises:
-        ConfigError: it holds what no token does; the message does not show it, nor would the error of the hub's client.
-    """
+    """Returns a token of the hub without the white space around it, such as the line break at the end of a file."""
     if token is not None and not re.fullmatch(r"[!-~]+", token := token.strip()):
         raise ConfigError("`token=` is empty, or holds a space or a letter that no token of the hub has: check it")
     return token

@@ -23,9 +23,6 @@ def is_here(source: Source) -> bool:
     """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
 
     A folder that holds a config and nothing like weights says how large a model would be.
-
-    Raises:
-        ModelError: the name is neither a folder nor one that the hub can have.
     """
     if source.folder is not None and source.gguf_file is None and (source.folder / CONFIG_FILE).is_file():
         return any(file.suffix in WEIGHTS for file in source.folder.iterdir())
@@ -43,9 +40,6 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
 
     Returns:
         The model, in the dtype that `load_model` would give it, and its tokenizer or processor.
-
-    Raises:
-        ModelError: the hub holds no such model, or cannot be reached; or a tensor does not fit the config.
     """
     model = load_empty_model(source)
     stored = {}

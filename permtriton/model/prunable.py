@@ -16,10 +16,6 @@ def check_original(model: PreTrainedModel) -> None:
     """Refuses a model that is compiled already, that only compares others' outputs, or whose weights cannot change.
 
     One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
-
-    Raises:
-        ModelError: a module permutes channels or is packed, weights are on several devices, there is no last hidden
-            state, two parameters share memory, or a weight is not finite, in GGUF's blocks or of inference mode.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
@@ -53,21 +49,13 @@ def check_original(model: PreTrainedModel) -> None:
 
 
 def check_not_compiled(model: PreTrainedModel) -> None:
-    """Refuses a model in memory that was loaded from a folder which permtriton wrote.
-
-    Raises:
-        ModelError: its folder holds the record of a compilation.
-    """
+    """Refuses a model in memory that was loaded from a folder which permtriton wrote."""
     if model.name_or_path and os.path.isfile(os.path.join(model.name_or_path, REPORT_FILE)):
         raise compiled_already(Source(model.name_or_path))
 
 
 def check_loaded(model: PreTrainedModel) -> None:
-    """Refuses a model that was given in memory without its weights.
-
-    Raises:
-        ModelError: a weight is on the meta device.
-    """
+    """Refuses a model that was given in memory without its weights."""
     if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
         raise ModelError(
             f"{empty} of this {type(model).__name__} has no values (it is on the meta device): load the weights first, "
@@ -76,11 +64,7 @@ def check_loaded(model: PreTrainedModel) -> None:
 
 
 def check_weights(model: PreTrainedModel) -> None:
-    """Refuses weights that are complex, NaN or infinite.
-
-    Raises:
-        ModelError: a weight is not finite; the message names the first such parameter.
-    """
+    """Refuses weights that are complex, NaN or infinite."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             continue

@@ -19,9 +19,6 @@ class Reference:
         samples: at most `SEQUENCES` samples, of text with at most `TOKENS` tokens.
         output: first output on them, float32 on the CPU.
         unproved: why `check` could not prove that all hidden states have the order of the last one; else empty.
-
-    Raises:
-        CalibrationError: the outputs on the samples are not finite.
     """
 
     def __init__(self, model: PreTrainedModel, samples: Samples) -> None:
@@ -52,10 +49,6 @@ class Reference:
 
         Returns:
             The largest difference, relative to the largest output.
-
-        Raises:
-            VerificationError: a difference is larger than rounding explains, too many tokens go to other experts, or
-                the last hidden state is not in that order.
         """
         states: dict[str, list[Tensor]] = {}
 

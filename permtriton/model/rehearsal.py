@@ -14,13 +14,6 @@ def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
     """Refuses now what could not be saved at the end: saves all but the weights, and asks which of these are shared.
 
     Transformers checks some values of configs, and whether a class declares the weights that it shares, only there.
-
-    Args:
-        name: what the model is called in the error.
-        tokenizer: tokenizer or processor; None for none.
-
-    Raises:
-        ModelError: a config, the tokenizer or the weights could not be saved.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -38,10 +31,6 @@ def check_made_by_config(model: PreTrainedModel) -> None:
     """Refuses a model in memory whose class makes other parameters of its config: saved, it would load as another one.
 
     A module that was added is saved though no class reads it; weights that were untied are loaded as they are.
-
-    Raises:
-        ModelError: a parameter is missing, tied, replaced, of another shape, or a bias
-            that the class leaves out.
     """
     try:
         with torch.device("meta"):

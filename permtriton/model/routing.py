@@ -41,11 +41,7 @@ class Routing:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Replays the recorded choices inside the ``with`` block; the model must be called with the same token ids.
-
-        Raises:
-            VerificationError: the model's own choices differ so much that it cannot compute the same function.
-        """
+        """Replays the recorded choices inside the ``with`` block; the model must be called with the same token ids."""
         remaining = list(self._chosen)
 
         def replay(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:

@@ -31,10 +31,6 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
         inputs: token ids as ``input_ids`` (int64 ``[rows, tokens]``), which are cut in the middle; or the encoder's
             inputs and the decoder's ``labels`` or ``decoder_input_ids``; or the encoder's inputs alone (sound,
             images), to which the model itself writes the text.
-
-    Raises:
-        CalibrationError: a row holds one token only, the encoder has no inputs, or the model has no head to write a
-            text with.
     """
     inputs = dict(inputs)
     if takes_decoder_ids(model) and all(name == "labels" or name.startswith("decoder_") for name in inputs):
@@ -96,9 +92,6 @@ def divided(ids: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         ids: int64 ``[rows, tokens]``; of an odd number of tokens, the decoder gets one more.
-
-    Raises:
-        CalibrationError: a row holds one token only.
     """
     half = ids.shape[1] // 2
     if not half:

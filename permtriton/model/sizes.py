@@ -18,16 +18,7 @@ ELEMENTS_PER_STORED, MORE_ELEMENTS = 16, 2**24  # packed weights have fewer elem
 
 
 def check_counts(value: Any, where: str, key: str = "") -> None:
-    """Refuses a config that counts more layers, experts or labels than any model has, before its class is made of it.
-
-    Args:
-        value: content of config.json, or of an entry of it.
-        where: path of the file, for errors.
-        key: name of the entry.
-
-    Raises:
-        ModelError: naming the entry.
-    """
+    """Refuses a config with more layers, experts or labels than any model has, before its class makes lists of them."""
     if isinstance(value, dict):
         for name, inner in value.items():
             check_counts(inner, where, str(name))
@@ -43,10 +34,6 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
 
     Args:
         stored: tensors of the checkpoint, by name; None where the weights are not there.
-        name: name of the model, for errors.
-
-    Raises:
-        ModelError: the class cannot be built from this config, or it is too large.
     """
     with (
         reading(f"{name}: {model_class.__name__} cannot be built from config.json", ModelError),

@@ -67,12 +67,7 @@ class Source:
 
     @cached_property
     def gguf(self) -> GgufFile | None:
-        """The GGUF file that the model is read from, and dequantized; None where it is in safetensors.
-
-        Raises:
-            ConfigError: a file and a name of one inside are given, or the package gguf is missing.
-            ModelError: there is no such file, or it is damaged.
-        """
+        """The GGUF file that the model is read from, and dequantized; None where it is in safetensors."""
         if self.name.endswith(SUFFIX) and not os.path.isdir(self.name) and self.gguf_file is None:
             if not os.path.isfile(self.name):
                 raise ModelError(f"{self.name} does not exist: give a GGUF file, a Hugging Face model folder or a name")
@@ -131,11 +126,7 @@ class Source:
         return Path(self.location, file) if self.holds(file) else None
 
     def fetch(self, files: Iterable[str]) -> list[str]:
-        """Fetches files of a hub name into the cache; returns those that the hub may have, but could not be asked for.
-
-        Raises:
-            ModelError: as `fetched`.
-        """
+        """Fetches files of a hub name into the cache; returns those of which nobody knows whether the hub has them."""
         missing = [file for file in files if self.folder is None and self.find(file) is None]
         return [file for file in missing if try_to_load_from_cache(self.location, file, revision=self.revision) is None]
 
@@ -153,14 +144,7 @@ class Source:
 
 
 def fetched(location: str, file: str, hub: Mapping[str, str]) -> Path | None:
-    """Returns a file of a name on the hub; None where there is none, or it can neither be fetched nor is in the cache.
-
-    Args:
-        hub: as `Source.hub`.
-
-    Raises:
-        ModelError: the hub refuses the name, or drops the connection.
-    """
+    """Returns a file of a name on the hub; None where there is none, and where it is neither reachable nor cached."""
     advice = "check the name, the network, and the token (from hf auth login, or HF_TOKEN)"
     with reading(f"{location}: {file} cannot be fetched from the hub ({advice})", ModelError):
         path = cached_file(
@@ -175,14 +159,7 @@ def fetched(location: str, file: str, hub: Mapping[str, str]) -> Path | None:
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:
-    """Returns where the model that a caller gave is to be read from, or the model if it is loaded.
-
-    Args:
-        loading: the further arguments of `Source`.
-
-    Raises:
-        ConfigError: it is neither a name nor a model, or an argument has no effect on a loaded model.
-    """
+    """Returns where the model that a caller gave is to be read from, or the model if it is loaded."""
     if isinstance(model, str | Path):
         return Source(location_of(model), **loading)
     if not isinstance(model, PreTrainedModel):
@@ -198,11 +175,7 @@ def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | P
 
 
 def resolve_device(device: str) -> torch.device:
-    """Returns the device that ``auto``, ``cpu`` or ``cuda`` means on this machine.
-
-    Raises:
-        ConfigError: another name, or ``cuda`` without a usable GPU.
-    """
+    """Returns the device that ``auto``, ``cpu`` or ``cuda`` means on this machine."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device!r} is unknown: choose auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -213,11 +186,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def dtype_of(source: Source) -> torch.dtype | str:
-    """Returns the dtype that a model is loaded in, or ``auto``.
-
-    Raises:
-        ConfigError: the source names an unknown one.
-    """
+    """Returns the dtype that a model is loaded in, or ``auto``."""
     if source.dtype not in DTYPES:
         raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     return DTYPES[source.dtype]

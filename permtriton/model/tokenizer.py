@@ -23,14 +23,7 @@ MOST_TOKENS = 2**24
 
 
 def load_processor(source: Source, model: PreTrainedModel, progress: Progress | None = None) -> Any:
-    """Loads what makes a model's inputs: its tokenizer, or the processor of images or sound; None if there is none.
-
-    Args:
-        progress: as `load_tokenizer` takes it.
-
-    Raises:
-        ModelError: the folder holds one that cannot be loaded, or the connection to the hub is lost.
-    """
+    """Loads what makes a model's inputs: its tokenizer, or the processor of images or sound; None if there is none."""
     if model.main_input_name == "input_ids":
         return load_tokenizer(source, progress)
     problems: list[Exception] = []
@@ -71,14 +64,7 @@ def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer; returns None if there is none.
-
-    Args:
-        progress: what says which tokenizer of a GGUF file may give other ids than the original.
-
-    Raises:
-        ModelError: the folder holds a tokenizer that cannot be loaded, or the connection to the hub is lost.
-    """
+    """Loads the tokenizer; returns None if there is none."""
     try:
         quickly = nullcontext() if source.gguf is None else read_quickly()
         with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), quickly:

@@ -152,9 +152,6 @@ def reporter(progress: Shown) -> Progress:
     Args:
         progress: True for the bars of the command line, a function that is called with each `Event`, or a reporter;
             False and None report nothing.
-
-    Raises:
-        ConfigError: anything else.
     """
     if isinstance(progress, bool) or progress is None:
         return BarProgress() if progress else NoProgress()

@@ -16,13 +16,6 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
     Until then an earlier file stays as it was, and after a failure or an interruption the new one is removed. No link
     or file that someone put there is ever written to, as nobody can foresee the name.
-
-    Args:
-        write: Writes the content to the path that it is given.
-
-    Raises:
-        OSError: The disk is full or fails.
-        Exception: Whatever ``write`` raises.
     """
     temporary = path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(4)}.tmp")
     try:
@@ -36,11 +29,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder inside the ``with`` block, after whoever does; goes on without where there are none.
-
-    Raises:
-        OSError: The folder cannot be opened.
-    """
+    """Holds the lock of a folder inside the ``with`` block, once it is free; without locks, the block runs anyway."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -55,9 +44,6 @@ def sync(path: Path) -> None:
 
     Call it before a rename that replaces something. It costs as long as the disk takes for what is not yet written,
     which is little beside hours of work.
-
-    Raises:
-        OSError: The disk is full or fails; a write that seemed to succeed may fail only here.
     """
     if path.is_dir():
         for entry in path.iterdir():

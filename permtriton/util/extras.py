@@ -28,15 +28,7 @@ WHERE = " in the checkout of permtriton" * (RELEASE == ".")
 
 
 def require(what: str, *modules: str) -> None:
-    """Refuses work whose packages are not installed, before it starts.
-
-    Args:
-        what: what needs them, for the message.
-        modules: modules of `EXTRAS`.
-
-    Raises:
-        MissingExtraError: one is missing; the message says which extra has it.
-    """
+    """Refuses work whose packages are not installed, before it starts."""
     for module in modules:
         if find_spec(module) is None:
             extra = next(extra for extra, known in EXTRAS.items() if module in known)

@@ -8,11 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Inside the context, hooks are in place; they are removed at its end.
-
-    Args:
-        handles: what registering each of them returns.
-    """
+    """Inside the context, hooks are in place; they are removed at its end."""
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)

@@ -86,11 +86,7 @@ class Option:
         return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
 
     def convert(self, value: Any) -> Any:
-        """Returns the value that a user's text or number stands for; what does not fit stays as it is.
-
-        Raises:
-            ConfigError: a sparsity pattern, a number or a truth value that cannot be read.
-        """
+        """Returns the value that a user's text or number stands for; what does not fit stays as it is."""
         if self.type is NMPattern and not isinstance(value, NMPattern):
             return NMPattern.parse(value if isinstance(value, str) else shown(value))
         if self.several:
@@ -104,11 +100,7 @@ class Option:
         return float(value) if self.type is float and exact else value
 
     def check(self, value: Any) -> None:
-        """Checks type, choices and limits.
-
-        Raises:
-            ConfigError: the value is not allowed.
-        """
+        """Checks type, choices and limits."""
         if self.several:
             allowed = isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
         elif self.choices:
@@ -151,11 +143,7 @@ def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Checks every option of an instance.
-
-    Raises:
-        ConfigError: a value is not allowed.
-    """
+    """Checks every option of an instance."""
     for option in options_of(config):
         option.check(getattr(config, option.field))
 

@@ -23,22 +23,14 @@ def to_json(report: Any) -> str:
 
 
 def path_of(what: str, name: str | Path) -> Path:
-    """Returns a path that a caller gave as ``what``.
-
-    Raises:
-        ConfigError: it is neither text nor a path.
-    """
+    """Returns a path that a caller gave as ``what``."""
     if not isinstance(name, str | Path):
         raise ConfigError(f"{what} is a {type(name).__name__}: expected a path")
     return Path(name)
 
 
 def real_path(path: Path) -> Path:
-    """Returns the absolute path without links. A link that leads in a circle stays one: `Path.resolve` would raise.
-
-    Raises:
-        OutputError: no system has such a path.
-    """
+    """Returns the absolute path without links. A link that leads in a circle stays one: `Path.resolve` would raise."""
     try:
         return Path(os.path.realpath(path))
     except ValueError as error:
@@ -46,11 +38,7 @@ def real_path(path: Path) -> Path:
 
 
 def check_name(output: Path) -> None:
-    """Refuses a file or folder whose name other libraries, or the working files beside it, cannot have.
-
-    Raises:
-        OutputError: its path is not UTF-8, its name is too long, or it is a link that leads in a circle.
-    """
+    """Refuses a file or folder whose name other libraries, or the working files beside it, cannot have."""
     if real_path(output).is_symlink():
         raise OutputError(f"output {output} is a link that leads in a circle: choose another name")
     try:
@@ -73,14 +61,9 @@ def check_file(
     """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
 
     Args:
-        overwrite: whether an earlier file may be replaced, whoever wrote it.
         ours: returns whether an earlier file is a result that may be replaced in any case.
         reads: files and folders that the command reads: no earlier file among them is replaced, but for a result or an
             HTML page in such a folder. What is no path, such as a name on the hub, is passed over.
-
-    Raises:
-        OutputError: as `check_name`, or it may not be replaced, or is no plain file or a mount point, or its folder
-            does not exist or cannot be written.
     """
     check_name(output)
     if output.is_dir():
@@ -109,11 +92,7 @@ def is_mount_point(path: Path) -> bool:
 
 
 def check_parent(output: Path) -> None:
-    """Refuses an output whose folder does not take a file.
-
-    Raises:
-        OutputError: the folder does not exist, or cannot be written.
-    """
+    """Refuses an output whose folder does not take a file."""
     folder = real_path(output).parent
     if not folder.is_dir():
         raise OutputError(f"output {output}: the folder {folder} does not exist; make it first")
@@ -142,9 +121,6 @@ def write_file(output: Path, content: bytes) -> None:
     """Writes a file as `permtriton.util.durable.replace_file` does: an earlier one stays until the new one is whole.
 
     A link stays one: the file that it leads to is replaced.
-
-    Raises:
-        OutputError: it cannot be written.
     """
     try:
         replace_file(real_path(output), lambda temporary: temporary.write_bytes(content))
@@ -157,11 +133,6 @@ def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, rea
 
     Args:
         keys: keys that tell an earlier report of the same command, which may be replaced, from other files.
-        overwrite: whether any earlier file may be replaced, whoever wrote it.
-        reads: as `check_file` takes it.
-
-    Raises:
-        OutputError: another extension than .json, or as `check_file`.
     """
     if path.suffix != ".json":
         raise OutputError(f"output {path}: its extension is {path.suffix or 'missing'}; expected .json")
@@ -177,10 +148,6 @@ def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, rea
 
 
 def write_report_file(path: Path, report: Any) -> None:
-    """Writes a report as `write_file` does, in place of whatever is there.
-
-    Raises:
-        OutputError: the disk refuses.
-    """
+    """Writes a report as `write_file` does, in place of whatever is there."""
     check_file(path, overwrite=True)
     write_file(path, f"{to_json(report)}\n".encode())

@@ -71,7 +71,6 @@ def in_words(sparsity: str, own: Iterable[str], total: int) -> str:
     Args:
         sparsity: the pattern of those that have none of their own.
         own: the patterns of the others.
-        total: number of all.
     """
     others = " and ".join(f"{pattern} in {count}" for pattern, count in Counter(own).items())
     return f"{sparsity}, but {others} of {total} weights" if others else sparsity

@@ -16,11 +16,7 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
     Args:
         form: a ``TypedDict``, a dataclass, of which an instance is returned (a field with a default may be missing), or
             any other type that pydantic knows.
-        content: values as `json` reads them.
         refuse: makes the error from what is wrong, such as ``sites[0].index is 7, expected a valid list``.
-
-    Raises:
-        Exception: the error that ``refuse`` made.
     """
     from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
 
