@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from permtriton.passes.channel_ids import differs
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Rule, combine, contracted, joined, mapped, parts_of
-from permtriton.passes.ids import differs
+from permtriton.passes.graph_values import Crossed, IndexValue, ParameterValue, leaves
 from permtriton.passes.product_rules import NORMS, PRODUCTS
 from permtriton.passes.row_rules import index_add, index_put, joined_weights, known_size, summed_parts, taken_rows
-from permtriton.passes.values import Crossed, IndexValue, ParameterValue, leaves
 
 aten = torch.ops.aten
 

@@ -14,8 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from permtriton.passes.ids import both_unexpanded, differs, mix, numbered, of_several_axes, unexpanded, values_of
-from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
+from permtriton.passes.channel_ids import (
+    both_unexpanded,
+    differs,
+    mix,
+    numbered,
+    of_several_axes,
+    unexpanded,
+    values_of,
+)
+from permtriton.passes.graph_values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
 
 AxisKey = tuple[str, int]  # a parameter and one of its dimensions
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from permtriton.passes.channel_ids import differs, unexpanded
 from permtriton.passes.channels import Channels
-from permtriton.passes.ids import differs, unexpanded
-from permtriton.passes.values import Crossed, ParameterValue
+from permtriton.passes.graph_values import Crossed, ParameterValue
 
 Rule = Callable[[Channels, Any, Sequence[Any], dict[str, Any]], Any]
 

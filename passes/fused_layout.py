@@ -21,7 +21,7 @@ from permtriton.passes.graph import (
     tail,
 )
 from permtriton.passes.plan import Axis, ChannelSpace, Norm, Placement, Plan, Site
-from permtriton.passes.unseen import Unseen
+from permtriton.passes.untraced import Untraced
 from permtriton.util.permutation import identity
 
 
@@ -39,7 +39,7 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
     barriers = list(plan.barriers)
-    finder = _NormFinder(graph_module, model, plan.unseen)
+    finder = _NormFinder(graph_module, model, plan.untraced)
     needed = {site.name for site in plan.sites if site.space.frozen or id(site.space) in shared}
     within_heads = {site.name for site in plan.sites if len(site.space.segments) > 1 or site.copies > 1}
     own = {
@@ -59,7 +59,7 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
             barriers.append(f"{site.name} stays within its heads: {space_or_reason}")
     spaces = {id(site.space): site.space for site in plan.sites}  # in order of first use
     hidden = plan.hidden if plan.hidden and id(plan.hidden.space) in spaces else None
-    return Plan(plan.sites, list(spaces.values()), plan.patterns, plan.skipped, barriers, hidden, plan.unseen)
+    return Plan(plan.sites, list(spaces.values()), plan.patterns, plan.skipped, barriers, hidden, plan.untraced)
 
 
 def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:
@@ -85,15 +85,15 @@ class _NormFinder:
     """Finds which norms and linears of a model can gather.
 
     Args:
-        unseen: Names of the parameters that the trace did not use.
+        untraced: Names of the parameters that the trace did not use.
 
     Attributes:
         parameters: Parameter name -> the node that reads it.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, model: nn.Module, unseen: Sequence[str]) -> None:
+    def __init__(self, graph_module: fx.GraphModule, model: nn.Module, untraced: Sequence[str]) -> None:
         self.parameters = parameter_nodes(graph_module)
-        self._unseen = Unseen(model, {name for name, _ in model.named_parameters()} - set(unseen))
+        self._untraced = Untraced(model, {name for name, _ in model.named_parameters()} - set(untraced))
         self._model = model
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._names = Counter(id(module) for module in self._modules.values())  # a shared module has several
@@ -145,7 +145,7 @@ class _NormFinder:
         if source.meta["val"].dtype != decides.dtype:
             return None, []  # where dtypes are mixed, it rounds otherwise than the norm that would replace it
         own = {f"{name}.weight" for name in site.linears}
-        if self._unseen.reach([f"{path}.weight", *readers, *own], [site]):
+        if self._untraced.reach([f"{path}.weight", *readers, *own], [site]):
             return None, []  # what the trace did not run may read the norm's output, too
         return Norm(path, variant), [r for r in readers if r not in own]
 

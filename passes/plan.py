@@ -244,7 +244,7 @@ class Plan:
         skipped: name of a module or parameter that stays dense -> reason.
         barriers: reasons why channels could not be followed further, each once.
         hidden: the last hidden state, as a site that no linear reads; None where no space orders its channels.
-        unseen: names of the parameters that the trace did not use, such as an image projector's.
+        untraced: names of the parameters that the trace did not use, such as an image projector's.
     """
 
     sites: list[Site]
@@ -253,7 +253,7 @@ class Plan:
     skipped: dict[str, str] = field(default_factory=dict)
     barriers: list[str] = field(default_factory=list)
     hidden: Site | None = None
-    unseen: tuple[str, ...] = ()
+    untraced: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for space in self.spaces:

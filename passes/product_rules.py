@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from permtriton.passes.channel_ids import differs
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import Rule, combine, contracted, mapped
 from permtriton.passes.graph import source_of
-from permtriton.passes.ids import differs
-from permtriton.passes.values import IndexValue, LinearCall, ParameterValue
+from permtriton.passes.graph_values import IndexValue, LinearCall, ParameterValue
 
 aten = torch.ops.aten
 

@@ -27,11 +27,11 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
+from permtriton.passes.channel_ids import mix, numbered
 from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
 from permtriton.passes.channels import AxisKey, Channels, ContextChange, Joint
 from permtriton.passes.graph import INDEX, one_thread
-from permtriton.passes.ids import mix, numbered
-from permtriton.passes.values import Crossed, IndexValue, LinearCall, ParameterValue
+from permtriton.passes.graph_values import Crossed, IndexValue, LinearCall, ParameterValue
 
 aten = torch.ops.aten
 ZERO = {aten.new_zeros, aten.zeros, aten.zeros_like}

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from permtriton.passes.channel_ids import differs, of_several_axes
 from permtriton.passes.channels import Channels
 from permtriton.passes.combining import combine, mapped
 from permtriton.passes.graph import PERMUTE, SPARSE_LINEAR
-from permtriton.passes.ids import differs, of_several_axes
-from permtriton.passes.values import Crossed, ParameterValue, leaves
+from permtriton.passes.graph_values import Crossed, ParameterValue, leaves
 
 aten = torch.ops.aten
 # Operators whose rule takes ids of one row in place of rows whose number depends on data.

@@ -11,14 +11,14 @@ from torch import Tensor, fx, nn
 from permtriton.errors import ModelError, reasons_of
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.norms import match_norm
-from permtriton.passes.chosen import check_own_patterns, left_out, own_patterns
 from permtriton.passes.graph import module_name, one_thread
+from permtriton.passes.graph_values import LinearCall
 from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site, layer_of
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.residual import Residual, residual_readers
 from permtriton.passes.routed import ranked_products, routed_nodes
-from permtriton.passes.unseen import Unseen
-from permtriton.passes.values import LinearCall
+from permtriton.passes.select_linears import check_own_patterns, left_out, own_patterns
+from permtriton.passes.untraced import Untraced
 from permtriton.util.sparsity import NMPattern
 
 
@@ -39,8 +39,8 @@ def find_sites(
     Args:
         hidden: Graph node of the last hidden state; only linears that feed it are pruned.
         sparsity: N:M pattern; the number of input channels must be a multiple of the group.
-        pattern: Other patterns for some linears, as `permtriton.passes.chosen.own_patterns` takes them.
-        targets: The only linears to prune, as `permtriton.passes.chosen.left_out` takes them; nothing for all.
+        pattern: Other patterns for some linears, as `permtriton.passes.select_linears.own_patterns` takes them.
+        targets: The only linears to prune, as `permtriton.passes.select_linears.left_out` takes them; nothing for all.
         ignore: Linears to leave dense, whether ``targets`` names them or not.
     """
     linears = _linears(provenance, model)
@@ -65,17 +65,17 @@ def find_sites(
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # such as tables of sines
-    unseen = Unseen(model, {parameter for parameter, _ in provenance.axes})
+    untraced = Untraced(model, {parameter for parameter, _ in provenance.axes})
     for space in spaces:
         readers = [site for site in sites if site.space is space]
-        if not space.frozen and (reason := unseen.reach([axis.parameter for axis in space.axes], readers)):
+        if not space.frozen and (reason := untraced.reach([axis.parameter for axis in space.axes], readers)):
             space.freeze(reason)
         fixed = unsaved & {axis.parameter for axis in space.axes}
         if not space.frozen and fixed:
             space.freeze(f"{min(fixed)} is not saved with the model, so that its order cannot change")
     pruned = {name: patterns[name] for site in sites for name in site.linears}
     located = builder.located(provenance.hidden)
-    return Plan(sites, spaces, pruned, skipped, provenance.barriers, located, tuple(unseen.shapes))
+    return Plan(sites, spaces, pruned, skipped, provenance.barriers, located, tuple(untraced.shapes))
 
 
 def _linears(provenance: Provenance, model: nn.Module) -> dict[str, nn.Module]:

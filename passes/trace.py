@@ -27,7 +27,7 @@ from permtriton.errors import ModelError
 from permtriton.model.beside import embeds
 from permtriton.model.core import ENCODER_STATE, check_towers, has_head, recorded_states
 from permtriton.model.forward import without_cache
-from permtriton.passes.branches import Answers, converted, samples_like
+from permtriton.passes.recorded_branches import Answers, converted, samples_like
 from permtriton.passes.trace_inputs import examples
 
 OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
@@ -51,7 +51,7 @@ class Traced:
             ``[1, TRACE_TOKENS]``). Every parameter is one ``get_attr`` node whose target is its first name in
             ``model.named_parameters()`` and whose value is the model's own ``nn.Parameter``; buffers and constants are
             ``get_attr`` nodes, too. Its ``meta`` has `OTHER_VALUES` where the model selects rows by values: the graph
-            takes all of them (`permtriton.passes.branches`).
+            takes all of them (`permtriton.passes.recorded_branches`).
         outputs: positions in that tuple of what others read: the model's own outputs, and the last hidden state where
             the model is one of sentence-transformers.
         hidden: position of the last hidden state in that tuple.

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from permtriton.driver.result import CompiledModel as CompiledModel
     from permtriton.errors import PermTritonError as PermTritonError
     from permtriton.evaluation.evaluate import Evaluated as Evaluated
+    from permtriton.finetune.keep_pattern import KeepPattern as KeepPattern
+    from permtriton.finetune.keep_pattern import KeptPattern as KeptPattern
+    from permtriton.finetune.keep_pattern import MergedAdapter as MergedAdapter
+    from permtriton.finetune.keep_pattern import keep_pattern as keep_pattern
     from permtriton.methods.compile_config import CompileConfig as CompileConfig
-    from permtriton.methods.train.keep_pattern import KeepPattern as KeepPattern
-    from permtriton.methods.train.keep_pattern import KeptPattern as KeptPattern
-    from permtriton.methods.train.keep_pattern import MergedAdapter as MergedAdapter
-    from permtriton.methods.train.keep_pattern import keep_pattern as keep_pattern
     from permtriton.recipe import config_from as config_from
     from permtriton.recipe import recipes as recipes
     from permtriton.util.progress import Event as Event
@@ -48,10 +48,10 @@ _MODULES = {
     "DryRun": "driver.job",
     "Evaluated": "evaluation.evaluate",
     "Event": "util.progress",
-    "KeepPattern": "methods.train.keep_pattern",
-    "KeptPattern": "methods.train.keep_pattern",
+    "KeepPattern": "finetune.keep_pattern",
+    "KeptPattern": "finetune.keep_pattern",
     "Masks": "checkpoint.masks",
-    "MergedAdapter": "methods.train.keep_pattern",
+    "MergedAdapter": "finetune.keep_pattern",
     "NMPattern": "util.sparsity",
     "PermTritonError": "errors",
     "adapt": "api",
@@ -63,7 +63,7 @@ _MODULES = {
     "export": "api",
     "find_plan": "api",
     "inspect": "api",
-    "keep_pattern": "methods.train.keep_pattern",
+    "keep_pattern": "finetune.keep_pattern",
     "read_masks": "checkpoint.masks",
     "recipes": "recipe",
     "report": "api",

@@ -35,7 +35,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("permtriton.running",),
     ("permtriton.methods",),
     ("permtriton.checkpoint",),
-    ("permtriton.serving", "permtriton.methods.train.keep_pattern"),
+    ("permtriton.serving", "permtriton.finetune"),
     ("permtriton",),
     ("permtriton.api",),
     ("permtriton.cli",),

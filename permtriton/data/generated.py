@@ -24,7 +24,7 @@ KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 AT_ONCE = 4 * 2**30  # bytes of what is kept of the texts that are written together, at most, unless it is one text
 
 
-def why_not_generated(model: PreTrainedModel, samples: Samples) -> str:
+def generation_refusal(model: PreTrainedModel, samples: Samples) -> str:
     """Returns why a model cannot write further samples; empty if it can."""
     name = type(model).__name__
     if takes_decoder_ids(model):
@@ -66,7 +66,7 @@ def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
     It is the first ``tokens`` tokens of each sample in turn, then the next ones of each, and so on, behind the special
     tokens that each sample begins with.
     """
-    assert samples.ids is not None, "see `why_not_generated`"
+    assert samples.ids is not None, "see `generation_refusal`"
     text, before = samples.ids[:, samples.counted], samples.ids[:, : samples.counted.start]
     number = torch.arange(written(count))
     row, tokens = number % len(samples), min(tokens, text.shape[1])

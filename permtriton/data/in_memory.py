@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
 from permtriton.data.columns import documents_in
-from permtriton.data.media import Processor, read_by
+from permtriton.data.media import Processor, inputs_for
 from permtriton.data.samples import Samples
 from permtriton.data.text import Documents, calibration_samples
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
@@ -122,7 +122,7 @@ def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
     given = data if isinstance(data, Mapping) else {model.main_input_name: data}
     with reading("data cannot be made into tensors", CalibrationError):
         tensors = {name: torch.as_tensor(values) for name, values in given.items()}
-    return read_by(model, tensors)
+    return inputs_for(model, tensors)
 
 
 def _joined(batches: list[dict[str, Tensor]]) -> Samples:

@@ -44,13 +44,13 @@ def stored_samples(
     if os.path.exists(source) and not os.path.isfile(source):  # a pipe might never end
         raise CalibrationError(f"{source} is no plain file: give a {TENSORS} file")
     with reading(f"{source} cannot be read", CalibrationError):
-        stored = Samples(read_by(model, load_file(source)))
+        stored = Samples(inputs_for(model, load_file(source)))
     order = _drawn(len(stored), count, generator, source)
     left = order[len(stored) if count is None else count :]
     return replace(stored[order[:count]], surplus=stored[left] if left.numel() and stored.is_text else None)
 
 
-def read_by(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def inputs_for(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors without labels that the model does not read, and without a mask that masks nothing."""
     labels = takes_decoder_ids(model)
     return {

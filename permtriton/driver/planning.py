@@ -17,10 +17,10 @@ from permtriton.methods.step import FLOAT32, ModelSizes, without_gradients
 from permtriton.model.core import has_head
 from permtriton.model.experts import share_sent, stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
-from permtriton.passes.chosen import NOT_NAMED
 from permtriton.passes.fused_layout import fused_plan
 from permtriton.passes.plan import Plan, Site, layer_modules, layer_names, linear_module, sequential_groups
 from permtriton.passes.provenance import propagate
+from permtriton.passes.select_linears import NOT_NAMED
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
 from permtriton.running import ranks
@@ -135,7 +135,7 @@ def plan_model(
         The plan, and the graph that it was made from.
 
     Raises:
-        ConfigError: as `permtriton.passes.chosen.left_out`.
+        ConfigError: as `permtriton.passes.select_linears.left_out`.
         ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
     """
     with unstacked_experts(model) as experts:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.pruned import pruned_parameters
-from permtriton.data.generated import BEGINNING, beginnings, generated_text, why_not_generated
+from permtriton.data.generated import BEGINNING, beginnings, generated_text, generation_refusal
 from permtriton.data.held_out import prepared
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
@@ -232,7 +232,7 @@ def planned(model: PreTrainedModel, given: Given, workspace: Workspace) -> Plann
             workspace.progress.say(line)
         ranks.check_shares(len(samples), ranks.count())
         samples = with_tokens(model, samples.to("cpu"))
-        if config.generated and (reason := why_not_generated(model, samples)):
+        if config.generated and (reason := generation_refusal(model, samples)):
             config = _without_text(config, reason, workspace.progress)
     if config.layout == "fused" and not any(step.stage is Stage.ORDER for step in config.steps):
         workspace.progress.say(f"layout fused has no effect: no step of {config.recipe} orders channels")

@@ -143,7 +143,7 @@ class TunedValues(Trainable):
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
         own = {id(each) for part in body_of(model) for each in part.parameters()}
         vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1 and id(each) in own}
-        super().__init__({name: each for name, each in vectors.items() if name not in plan.unseen})
+        super().__init__({name: each for name, each in vectors.items() if name not in plan.untraced})
         self._linears, self._dtype = _linears(model, plan), model.dtype
         starts = {name: vector.detach() for name, vector in self._parameters.items()}
         starts |= {name: torch.zeros_like(weight_in_out(each[0])[0]) for name, each in self._linears.items()}

@@ -9,7 +9,7 @@ import permtriton.passes.plan
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.driver.pipeline import compile_model
 from permtriton.passes.plan import Plan
-from permtriton.passes.unseen import Unseen
+from permtriton.passes.untraced import Untraced
 
 from . import off_path, zoo
 from .folders import bits
@@ -48,7 +48,7 @@ def test_permuting_changes_no_output_off_the_traced_path(name, layout):
 def test_the_stream_stays_and_the_reason_names_the_parameter(name):
     plan = find_plan(off_path.build(name), PATTERN)
     (stream,) = (space for space in plan.spaces if space.name == "stream")
-    assert stream.reason.split(" ")[0] in plan.unseen
+    assert stream.reason.split(" ")[0] in plan.untraced
     assert "token ids alone do not reach" in stream.reason
 
 
@@ -80,11 +80,11 @@ def test_only_parameters_in_reach_and_of_a_multiple_of_the_width_count(inside, o
     site = permtriton.passes.plan.Site("down", ("layers.0.mlp.down",), 16, torch.arange(16), space)
     used = {name for name, _ in model.named_parameters() if "adapter" not in name}
     names = ["layers.0.mlp.up.weight", "layers.0.mlp.up.bias", "layers.0.mlp.down.weight"]
-    assert bool(Unseen(model, used).reach(names, [site])) == reached
+    assert bool(Untraced(model, used).reach(names, [site])) == reached
 
 
 @pytest.mark.slow
-def test_an_unseen_reader_of_a_norm_keeps_the_norm_in_order():
+def test_an_untraced_reader_of_a_norm_keeps_the_norm_in_order():
     """GPT-2's cross-attention has a norm of its own, which the graph does not show."""
     plan = find_plan(off_path.build("gpt2_cross"), PATTERN, layout="fused")
     assert all(space.norm is None for space in plan.spaces)

@@ -1,8 +1,8 @@
-"""Unseen parameters: those that the trace did not use, and the channels that they may reach with other inputs.
+"""Untraced parameters: those that the trace did not use, and the channels that they may reach with other inputs.
 
 A trace runs on token ids. What a model does with images, with an encoder's states or with an adapter is not in the
 graph, but an image projector writes into the residual stream, and a cross-attention reads it. A channel space may
-therefore move only if no unseen parameter can carry its channels. A parameter is near enough to do so
+therefore move only if no untraced parameter can carry its channels. A parameter is near enough to do so
 
 * for channels that stay inside one layer (an MLP's intermediate channels, a head's values), if it belongs to the lowest
   module that contains all that writes or reads them;
@@ -19,14 +19,14 @@ from torch import nn
 from permtriton.passes.plan import Site, layer_of
 
 
-class Unseen:
+class Untraced:
     """The parameters of a model that a trace did not use.
 
     Args:
         used: Names of the parameters that the graph uses.
 
     Attributes:
-        shapes: Parameter name -> shape, for the unseen parameters with more than one element.
+        shapes: Parameter name -> shape, for the untraced parameters with more than one element.
     """
 
     def __init__(self, model: nn.Module, used: Collection[str]) -> None:
@@ -34,7 +34,7 @@ class Unseen:
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in used and p.numel() > 1}
 
     def reach(self, names: Iterable[str], readers: Sequence[Site]) -> str:
-        """Returns the reason why a space may not move: an unseen parameter that may carry its channels; else ""."""
+        """Returns the reason why a space may not move: an untraced parameter that may carry its channels; else ""."""
         scope = _common_module(names)
         if not layer_of(self._model, scope):
             scope = ""

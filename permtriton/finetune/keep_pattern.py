@@ -30,6 +30,7 @@ from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.name import is_hub_name
+from permtriton.model.prunable import check_loaded
 from permtriton.model.source import Source
 from permtriton.running import ranks
 from permtriton.util.permutation import moved
@@ -63,12 +64,13 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
-    inner = _unwrapped(model)
+    inner: Any = _unwrapped(model)
     source = Source(str(getattr(inner, "name_or_path", ""))).at_commit(getattr(inner, "config", None))
     exists = source.revision or not is_hub_name(source.name)  # else it may be a folder that is gone
     record = find_record(source.name, source.hub) if exists else None
     if record is not None:
         fetch_beside(source)  # now, and not when the trained model is saved
+    check_loaded(inner)
     _refuse_untrainable(inner)
     _refuse_dense_adapters(model, inner, record)
     weights = _recorded(inner, record) if record else _recognized(inner)
@@ -97,7 +99,7 @@ class _Weight:
         if parameter is None or isinstance(parameter, DTensor) or parameter.ndim < 2:  # FSDP1 leaves flat parts
             raise ModelError(
                 f"the {self.key} of a {type(self.owner).__name__} is no whole parameter any more, so that its N:M "
-                "pattern cannot be kept: parametrize nothing, and use DDP in place of FSDP"
+                "pattern cannot be kept: parametrize nothing, and use DDP in place of FSDP or tensor parallelism"
             )
         return parameter
 
@@ -141,18 +143,11 @@ class KeptPattern:
         self._weights, self.record = weights, record
         self.patterns = {name: weight.pattern for name, weight in weights.items()}
         self._model = weakref.ref(model)  # the hook would keep it in memory
-        self._began = False
         self._hook = register_optimizer_step_post_hook(self._after_step)
         weakref.finalize(model, self.remove).atexit = False
 
-    def __reduce__(self) -> Any:
-        raise ModelError("what keeps a model's zeros cannot be copied or pickled: call keep_pattern on the copy")
-
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not self._began and (model := self._model()) is not None:
-            _refuse_liger(model)  # whose norms Trainer puts in only when training begins
-            self._began = True
         # Of this optimizer alone: the backward pass of another model may still need its weights as they are.
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for weight in self._weights.values():
@@ -285,34 +280,23 @@ class KeepPattern(TrainerCallback):
 
 def _unwrapped(model: Any) -> nn.Module:
     """Returns the model inside what torch.compile, DDP and PEFT wrap around it."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        else:
-            return model
+    if hasattr(model, "_orig_mod"):
+        return _unwrapped(model._orig_mod)
+    if isinstance(model, DistributedDataParallel):
+        return _unwrapped(model.module)
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return _unwrapped(model.get_base_model()) if is_peft else model
 
 
 def _refuse_untrainable(model: nn.Module) -> None:
-    if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
-        raise ModelError(f"{empty} has no values, so where it is zero is not known: load the weights first")
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise ModelError("tensor parallelism divides weights, so that their zeros cannot be kept: use DDP")
     for name, module in model.named_modules():
         if is_packed(module) or hasattr(module, "quantization_scheme"):
             raise ModelError(
                 f"{name}: packed weights and weights in 8 bits cannot be trained: write the packed folder with "
                 "permtriton export --format dense and load that, or load the folder that was quantized"
             )
-
-
-def _refuse_liger(model: nn.Module) -> None:
-    for name, module in model.named_modules():
         forward = getattr(vars(module).get("forward"), "__module__", "")
-        if is_permuted(module) and forward.startswith("liger_kernel"):
+        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer put it there before it called us
             raise ModelError(
                 f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
                 "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
