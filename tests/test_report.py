@@ -14,7 +14,6 @@ from permtriton.checkpoint.record import read_record
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
-from permtriton.evaluation import report_sections as sections
 from permtriton.evaluation.report import page_of, report
 from permtriton.evaluation.report_folders import read_folders
 from permtriton.kernels.nm_mask import top_n_mask
@@ -131,23 +130,6 @@ def test_every_section_says_what_was_recorded(folders, whole):
     losses = [epoch["loss"] for epoch in learned["history"]]
     assert f"from {losses[0]:.4f} to {losses[-1]:.4f} in 2 epochs" in parts["search"]
     assert parts["importance"].count("<svg") == 2
-    assert "a gather, 256 bytes per token" in parts["orders"]
-    assert "Speed at run time is not measured" in parts["details"]
-    assert f"{sum(record['seconds'].values()):,.1f}" in parts["details"]
-    assert "permtriton compile" in parts["repeat"]
-    assert record["versions"]["torch"] in parts["details"]
-
-
-def test_stages_are_in_the_order_in_which_they_ran(folders, tmp_path):
-    def stages(*names: str):
-        return lambda record: record.update(seconds=dict.fromkeys(names, 1.0))
-
-    first = changed(folders["wanda"], tmp_path / "a", stages("trace", "mask", "save"))
-    second = changed(folders["learned"], tmp_path / "b", stages("trace", "learned", "mask", "prove", "save"))
-    tables = sections.details(read_folders([first, second])).tables
-    found = next(table for table in tables if table.caption == "Seconds by stage")
-    assert [cells[0] for cells in found.rows] == ["in all", "trace", "mask", "save", "learned", "prove"]
-    assert [cells[1] for cells in found.rows] == ["3.0", "1.0", "1.0", "1.0", "–", "–"]
 
 
 def test_text_from_files_is_text(folders, tmp_path):
@@ -190,15 +172,6 @@ def test_numbers_of_different_texts_are_not_compared(folders):
         "The folders were measured on different texts, or in different ways. Their numbers do not compare."
     ]
     assert not any("dense 5.5" in picture.svg for picture in page.sections[0].pictures)
-
-
-def test_a_folder_that_was_trained_says_so(folders):
-    found = read_folders([folders["portable"], folders["wanda"]])
-    found[0].record["trained"] = "somewhere"
-    *_, details, repeat = page_of(found, None).sections
-    assert ("trained after pruning", "with its zeros kept", "–") in details.tables[0].rows
-    assert "How a folder was trained after pruning is not recorded" in repeat.text
-    assert "trained" not in page_of(read_folders([folders["wanda"]]), None).sections[-1].text
 
 
 def test_folders_are_told_apart(folders, tmp_path):

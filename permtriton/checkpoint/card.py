@@ -122,7 +122,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
             else []
         ),
         f"```\n{report['command']}\n```",
-        "All options, every permutation and all checks: see `permtriton.json`, or `permtriton report FOLDER`.",
+        "All options, every permutation and all checks: see `permtriton.json`. Plots: `permtriton report FOLDER`.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -74,9 +74,6 @@ def page_of(
             sections.search(folders),
             sections.importance(folders),
             *([sections.masks(corners)] if corners else []),
-            sections.orders(folders),
-            sections.details(folders),
-            sections.repeat(folders),
         ],
         warnings=warnings,
     )

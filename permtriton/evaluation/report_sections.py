@@ -1,14 +1,12 @@
 """The sections of a report: each function makes one of what the folders record, with its words, figures and tables."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from permtriton.checkpoint.card import checks, facts
-from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.evaluation.compare_methods import DENSE, FUSED
 from permtriton.evaluation.compare_results import Cell, columns
 from permtriton.evaluation.report_folders import Compiled, MaskCorner
@@ -29,10 +27,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """A table, whose rows may have a colour each, and which may be ``folded`` until the reader opens it.
-
-    Cells of a row that are all the same, but for the first one, are shown once.
-    """
+    """A table, whose rows may have a colour each, and which may be ``folded`` until the reader opens it."""
 
     caption: str
     head: Sequence[str]
@@ -50,7 +45,6 @@ class Section:
     text: str
     pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
-    code: Sequence[str] = ()
 
 
 def numbers(values: Sequence[float | None], digits: int = 3) -> list[str]:
@@ -302,93 +296,3 @@ def masks(corners: Sequence[MaskCorner]) -> Section:
     words = [(corner, f"Kept weights of {corner.linear} in {corner.label}") for corner in corners]
     pictures = [Picture(bitmap(corner.kept.tolist()), alt, corner.label) for corner, alt in words]
     return Section("masks", "Masks", text, pictures)
-
-
-def orders(folders: Sequence[Compiled]) -> Section:
-    """Where permutations went, what they cost at run time, and what stays dense."""
-    ends = _merged(folders, _ends)
-    left = _merged(folders, lambda each: [*each.record["skipped"].items(),
-                                          *(("barrier", why) for why in each.record["barriers"])])  # fmt: skip
-    text = (
-        "A folded permutation is part of the weights, and one that a norm writes costs no extra bytes: both are free. "
-        "A gather copies its input once per linear; its bytes are counted in 16 bits, read and written."
-    )
-    which = ("folders",) if len(folders) > 1 else ()
-    tables = [
-        Table("Permutations, * for every layer", ("permutation", "where it ends", "moved", *which), ends),
-        Table("Left dense, or in its order", ("what", "why", *which), left),
-        beside(folders, _cost, "Cost at run time"),
-    ]
-    return Section("orders", "Orders of channels", text, tables=tables)
-
-
-def _merged(
-    folders: Sequence[Compiled], rows_of: Callable[[Compiled], Iterable[tuple[str, ...]]]
-) -> list[tuple[str, ...]]:
-    """Returns the rows of all folders, each once, and which folders have it if there are several."""
-    labels_by_row: dict[tuple[str, ...], list[str]] = {}
-    for folder in folders:
-        for row in rows_of(folder):
-            labels_by_row.setdefault(row, []).append(folder.label)
-    if len(folders) == 1:
-        return list(labels_by_row)
-    return [(*row, "all" if len(of) == len(folders) else "; ".join(of)) for row, of in labels_by_row.items()]
-
-
-def _ends(folder: Compiled) -> Iterator[tuple[str, ...]]:
-    spaces = [space for space in folder.record["permutations"] if space["moved"] or space["reason"]]
-    cells = [(space["name"], destination(space), f"{space['channels']:,}") for space in spaces]
-    for row, members in grouped(cells):
-        moved = [spaces[number]["moved"] for number in members]
-        span = f"{min(moved):,}" + (f" to {max(moved):,}" if max(moved) > min(moved) else "")
-        yield (*row[:2], f"{span} of {row[2]}")
-
-
-def details(folders: Sequence[Compiled]) -> Section:
-    """What was done, how long each stage took, and what was compared with the dense model."""
-    text = (
-        "A folder is only written if every check passes; differences are relative to the largest output. Speed at run "
-        "time is not measured."
-    )
-    tables = [
-        beside(folders, facts, "What was done"),
-        beside(folders, _stages, "Seconds by stage"),
-        beside(folders, checks, "What was verified"),
-    ]
-    return Section("details", "Done and verified", text, tables=tables)
-
-
-def _stages(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "in all", f"{sum(record['seconds'].values()):,.1f}"
-    for stage, seconds in record["seconds"].items():
-        yield stage, f"{seconds:,.1f}"
-
-
-def repeat(folders: Sequence[Compiled]) -> Section:
-    """The commands."""
-    text = (
-        "The same command on the same machine gives the same result. Sums depend on the processor and the number of "
-        "threads, and so, a little, do orders that are searched or learned."
-    )
-    if any("trained" in folder.record for folder in folders):
-        text += " How a folder was trained after pruning is not recorded: its command gives the model before that."
-    code = ["\n".join(dict.fromkeys(folder.record["command"] for folder in folders))]
-    return Section("repeat", "Repeat it", text, code=code)
-
-
-def beside(
-    folders: Sequence[Compiled], rows_of: Callable[[Mapping[str, Any]], Iterable[tuple[str, str]]], caption: str
-) -> Table:
-    """Returns a table with a row per name that a record has, and a column per folder."""
-    found = [dict(rows_of(folder.record)) for folder in folders]
-    names = dict.fromkeys(name for rows in found for name in rows)
-    cells = [(name, *(rows.get(name, "–") for rows in found)) for name in names]
-    return Table(caption, ("", *(folder.label for folder in folders)), cells)
-
-
-def _cost(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "gathers", f"{sum(space['gathers'] for space in record['permutations']):,}"
-    yield "bytes per token", f"{sum(space['bytes_per_token'] for space in record['permutations']):,}"
-    order = record["hidden_states"]
-    words = "in a new order; permtriton.json has its inverse" if order["permuted"] else "in the dense model's order"
-    yield "hidden states", f"in an order that is not known ({order['why']})" if "why" in order else words
