@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags, first_line
+from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags
 from permtriton.util.bars import PlainConsole, discard, err, printable, visible
 from permtriton.util.output_files import to_json
 from permtriton.util.progress import without_other_bars
@@ -26,13 +25,6 @@ AGAIN = (
     "the same command, started again, continues after the last round, epoch, layer or row that was finished (without "
     "--restart, and compare without --overwrite)"
 )
-# What errors of limits that were set for the process say -> what it was refused.
-LIMITS = {
-    "can't start new thread": "another thread (ulimit -u, or the limits of a container)",
-    "failed to map segment": "memory for a library (ulimit -v)",
-}
-
-
 UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assignment]
 
 out = PlainConsole(markup=False, emoji=False)
@@ -48,10 +40,7 @@ def _signal_of(interruption: KeyboardInterrupt) -> int:
 
 @contextmanager
 def _ending_as_interrupted() -> Iterator[None]:
-    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless the caller has them ignored.
-
-    One that arrives inside a finalizer (``__del__``), where Python drops every exception, is sent again.
-    """
+    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless the caller has them ignored."""
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     handled = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
 
@@ -60,23 +49,11 @@ def _ending_as_interrupted() -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the cleaning up
         raise _Ended(number)
 
-    def take() -> None:
-        for number in handled:
-            signal.signal(number, end)
-
-    def dropped(what: Any) -> None:
-        if not isinstance(what.exc_value, KeyboardInterrupt):
-            report(what)
-            return
-        take()
-        threading.Timer(0.1, os.kill, (os.getpid(), _signal_of(what.exc_value))).start()  # once the finalizer has ended
-
-    report, sys.unraisablehook = sys.unraisablehook, dropped
-    take()
+    for number in handled:
+        signal.signal(number, end)
     try:
         yield
     finally:
-        sys.unraisablehook = report
         for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
@@ -125,8 +102,6 @@ def _what_failed(error: Exception, to_lower: Callable[[], str]) -> str:
         if sys.__stdout__ and sys.__stdout__ is sys.stdout:
             discard(sys.__stdout__)  # what it still holds
         return f"standard output, or a temporary file, cannot be written: {error.strerror}"
-    if limit := next((LIMITS[words] for words in LIMITS if words in str(error)), None):
-        return f"the system refuses {limit}: {first_line(error)}"
     if "torch" not in sys.modules:  # importing it takes seconds
         return ""
     from permtriton.running.micro_batch import is_out_of_memory, out_of_memory

@@ -2,11 +2,7 @@
 
 import errno
 import os
-import resource
 import shutil
-import subprocess
-from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,7 +10,6 @@ from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from permtriton.cli.main import app
-from permtriton.driver import identity
 
 from .desk import RUNNER, check_refusal
 from .world import nothing_loads
@@ -47,19 +42,6 @@ def test_another_run_is_refused_until_it_restarts(desk, interrupted):
     assert result.exit_code == 0, result.stderr
     assert "continuing" not in result.stderr
     assert [path.name for path in desk.folder.iterdir()] == ["out"]
-
-
-@pytest.mark.slow
-def test_a_state_of_another_version_is_refused(desk, interrupted, monkeypatch):
-    run_identity = identity.run_identity
-
-    def other(*arguments: object) -> dict[str, object]:
-        found = run_identity(*arguments)
-        return {**found, "versions": {**found["versions"], "permtriton": "9.9"}}
-
-    monkeypatch.setattr(identity, "run_identity", other)
-    words = (f"belongs to another run: permtriton was {metadata.version('permtriton')} and is 9.9", "--restart")
-    desk.refuses(desk.compile(*QUICK), str(interrupted), *words)
 
 
 def test_two_compilations_of_one_output(desk, monkeypatch):
@@ -97,47 +79,6 @@ def test_a_full_disk_keeps_what_was_found(desk, interrupted, monkeypatch):
     assert (result.exit_code, [path.name for path in desk.folder.iterdir()]) == (0, ["out"])
 
 
-def test_a_folder_in_which_no_file_can_be_made(desk):
-    """What the system says of it, /proc may be written."""
-    for arguments in (desk.compile(output=Path("/proc/x")), ["export", str(desk.out), "--output", "/proc/x"]):
-        desk.refuses(arguments, "output /proc/x: the folder /proc cannot be written: No such file or directory")
-
-
-def test_a_limit_on_the_size_of_files_is_no_fault_of_the_model(desk):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for limit in (100, 5_000):  # the config that is saved for a try, and the weights
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-        try:
-            result = RUNNER.invoke(app, desk.compile())
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        check_refusal(result.exit_code, result.stderr, ("File too large",))
-        assert [path.name for path in desk.folder.iterdir()] == ["out"]
-
-
-@pytest.fixture
-def read_only(desk) -> Iterator[Path]:
-    """A mount that is read only, as far as this process may make one."""
-    place = desk.folder / "mount"
-    place.mkdir()
-    mount = ("mount", "--bind", "-o", "ro", str(place), str(place))
-    if not shutil.which("mount") or subprocess.run(mount, stderr=subprocess.DEVNULL, check=False).returncode:
-        pytest.skip("this process may not mount")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_a_mount_that_is_read_only(desk, read_only):
-    result = "cannot be written: Read-only file system"
-    for arguments in (
-        desk.compile(output=read_only / "out"),
-        ["compare", str(desk.model), "--output", str(read_only / "t.json")],
-        ["evaluate", str(desk.model), "--output", str(read_only / "t.json")],
-        ["report", str(desk.out), "--output", str(read_only / "r.html")],
-    ):
-        desk.refuses(arguments, str(read_only), result)
-
-
 @pytest.mark.slow
 def test_standard_output_that_has_no_such_characters(desk, tmp_path):
     """As in a locale of an old encoding, such as a Turkish one; what depends on it otherwise is nothing of ours."""
@@ -163,13 +104,3 @@ def test_a_text_that_may_not_be_read(desk, monkeypatch):
 
     monkeypatch.setattr(Path, "read_text", refuse)
     desk.refuses(desk.compile(), str(desk.text), "cannot be read: Permission denied")
-
-
-def test_other_files_that_may_not_be_read(desk, monkeypatch):
-    """An error of the system that nothing else explains names its file, too."""
-
-    def refuse(*_args: object, **_options: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/somewhere/file")
-
-    monkeypatch.setattr("permtriton.driver.job.read_held_out", refuse)
-    desk.refuses(desk.compile(), "/somewhere/file: Permission denied")

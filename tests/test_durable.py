@@ -58,27 +58,6 @@ def test_after_a_failure_the_earlier_file_is_all_there_is(tmp_path, error):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "earlier")]
 
 
-@pytest.mark.parametrize("name", WRITERS)
-def test_no_name_that_can_be_foreseen_is_written_to(tmp_path, name):
-    """A link or a file that someone put under the temporary name of another writer stays as it is."""
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / f".{name}.tmp").symlink_to("precious")
-    WRITERS[name](tmp_path / name)
-    assert (tmp_path / "precious").read_text() == "mine"
-    (tmp_path / f".{name}.tmp").unlink()
-    (tmp_path / f".{name}.tmp").write_text("mine, too")
-    WRITERS[name](tmp_path / name)
-    assert (tmp_path / f".{name}.tmp").read_text() == "mine, too"
-    assert {path.name for path in tmp_path.iterdir()} == {"precious", f".{name}.tmp", name}
-
-
-def test_a_link_in_place_of_the_output_is_replaced_not_followed(tmp_path):
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "file").symlink_to("precious")
-    replace_file(tmp_path / "file", lambda path: path.write_text("new"))
-    assert [(tmp_path / name).read_text() for name in ("precious", "file")] == ["mine", "new"]
-
-
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 @pytest.mark.parametrize("name", [name for name in WRITERS if name != "state.safetensors"])  # for its owner only
 def test_a_file_has_the_mode_that_the_user_gives_new_files(tmp_path, name, umask, mode):

@@ -62,23 +62,6 @@ for line in sys.stdin:
         compile(**job)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-FINALIZER = """
-import os, signal, sys, time, typer
-from permtriton.cli.console import clear_errors
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests in the background ignores it
-
-class Resource:
-    def __del__(self):
-        os.kill(os.getpid(), int(sys.argv[1]))
-
-try:
-    with clear_errors(lambda: ""):
-        Resource()
-        time.sleep(30)
-except typer.Exit as end:
-    sys.exit(end.exit_code)
-"""
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 RENAMES = ("os.rename",)
 QUICK = ("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-data", "none", "--overwrite")
@@ -204,14 +187,3 @@ def test_a_signal_to_end_is_taken_as_an_interruption(compilations, tmp_path):
         assert compilations.run(tmp_path, options) == 0, compilations.log
         assert "continuing after round" in compilations.log
         assert weights(tmp_path) == expected
-
-
-@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT], ids=lambda kind: kind.name)
-@pytest.mark.slow
-def test_a_signal_inside_a_finalizer_is_not_lost(kind):
-    """Python drops every exception there."""
-    done = subprocess.run(
-        [sys.executable, "-c", FINALIZER, str(kind.value)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 128 + kind, done.stderr
-    assert done.stderr == "error: interrupted: no half-written output is left\n"

@@ -4,7 +4,6 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -106,21 +105,6 @@ def test_an_output_that_holds_what_is_read_is_refused(desk, no_work, read):
     desk.refuses(desk.compile(read, text), "holds", "read.txt, which is read: choose another folder")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_link_that_leads_in_a_circle_is_no_output(desk, no_work, command):
-    link = desk.folder / f"circle{SUFFIXES.get(command, '')}"
-    link.symlink_to(link)
-    desk.refuses(every_output(desk, str(link))[command], "is a link that leads in a circle: choose another name")
-
-
-@pytest.mark.parametrize("command", ["compile", "dry run", "export", "report", "evaluate", "inspect"])
-def test_a_link_that_leads_in_a_circle_is_no_model(desk, command):
-    link = desk.folder / "circle"
-    link.symlink_to(link)
-    given = {"dry run": ["compile", link, "--dry-run"]}.get(command, [command, link])
-    desk.refuses([str(word) for word in given], "circle")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_result_is_replaced_by_one_of_its_kind_only(tmp_path, kind):
     path, keys = tmp_path / "t.json", KINDS[kind][0]
@@ -153,14 +137,6 @@ def test_an_earlier_file_survives_a_full_disk(tmp_path, monkeypatch, failing):
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("t.json", "earlier")]
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"[" * 100_000, b"\xff\xfe", b'"\0', b"\0", b"null"])
-def test_what_cannot_be_read_is_no_result(tmp_path, content):
-    path = tmp_path / "t.json"
-    path.write_bytes(content)
-    with pytest.raises(OutputError, match="exists: choose another file"):
-        check_report_file(path, evaluate.REPORT_KEYS, overwrite=False)
-
-
 def test_what_is_no_file_is_never_replaced(tmp_path):
     (tmp_path / "folder").mkdir()
     for path, words in ((Path("/dev/null"), "is no plain file"), (tmp_path / "folder", "is a folder")):
@@ -180,15 +156,6 @@ def test_a_link_stays_one(desk):
     assert compare.Comparison.of("demo", args, {}).place == desk.folder / "data" / ".t.json.rows.json"
 
 
-@pytest.mark.parametrize("command", ["evaluate", "compare", "report"])
-def test_a_mount_point_is_no_output_file(desk, no_work, monkeypatch, command):
-    """A container may mount a single file, which the system lists and `os.path.ismount` misses."""
-    file = desk.write(f"mounted{SUFFIXES[command]}", "earlier")
-    mounted = SimpleNamespace(mountpoint=str(file))
-    monkeypatch.setattr("psutil.disk_partitions", lambda all: [mounted])
-    desk.refuses([*commands(desk, file)[command], "--overwrite"], "is a mount point", "choose another name")
-
-
 # -- names ---------------------------------------------------------------------------------------------------------
 
 
@@ -205,12 +172,3 @@ def every_output(desk: Desk, output: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_name_is_not_the_default(desk, no_work, command):
     desk.refuses(every_output(desk, "")[command], "the name of an output is empty")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("o\udcff\udcfe", "is not UTF-8"), ("x" * 201, "bytes, but at most 200 fit")],
-)
-def test_names_that_cannot_be_written(desk, no_work, command, name, words):
-    desk.refuses(every_output(desk, str(desk.folder / (name + SUFFIXES.get(command, ""))))[command], words)

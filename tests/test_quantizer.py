@@ -90,14 +90,6 @@ def test_generates_and_saves_again(place, tmp_path, name, fused):
     assert folders.differing(folders.state(expected), folders.state(load(tmp_path / "again"))) == []
 
 
-def test_a_saved_plain_model_needs_no_permtriton(place, tmp_path):
-    load(place("llama", "packed")).save_pretrained(tmp_path)
-    assert "permtriton" not in (tmp_path / "config.json").read_text()
-    assert set(load_file(tmp_path / "model.safetensors")) == set(
-        load_file(place("llama", "saved") / "model.safetensors")
-    )
-
-
 @pytest.mark.parametrize(
     ("stored", "dtype", "fused"),
     [

@@ -2,12 +2,10 @@
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from permtriton.checkpoint import registration
 from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig
 from permtriton.checkpoint.quantizer import PermTritonQuantizer
 
@@ -55,73 +53,6 @@ def test_importing_registers_in_any_order(order):
     result = subprocess.run(
         [sys.executable, "-c", ORDERS[order]], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
-    assert result.returncode == 0, result.stderr
-
-
-# Two threads import at once, each in a fork of a process that has everything else loaded. The finder pauses the
-# import system where threads switch, so that each looks for the other's modules while they are executed.
-RACE = """
-import importlib, os, pkgutil, random, sys, threading, time
-sys.modules["transformers.quantizers.auto"] = None  # all but this one
-try:
-    import transformers.quantizers
-except ImportError:
-    pass
-path = [os.path.join(next(iter(sys.modules["transformers"].__path__)), "quantizers")]
-package = importlib.util.module_from_spec(importlib.machinery.ModuleSpec("transformers.quantizers", None))
-package.__path__ = path
-sys.modules["transformers.quantizers"] = package
-import safetensors.torch, torch, transformers.modeling_rope_utils, transformers.utils.quantization_config, triton
-from transformers import AutoConfig
-for module in pkgutil.iter_modules(path, "transformers.quantizers."):
-    if module.name not in sys.modules:
-        importlib.import_module(module.name)
-del sys.modules["transformers.quantizers.auto"]
-
-class Slow:
-    def find_spec(self, name, path, target=None):
-        if name.startswith(("permtriton", "transformers.quantizers")):
-            time.sleep(random.random() / 100)
-
-order, repetitions = sys.argv[1].split(","), int(sys.argv[2])
-sys.setswitchinterval(1e-5)
-for seed in range(repetitions):
-    child = os.fork()
-    if not child:
-        random.seed(seed)
-        failed = []
-        if seed % 2:
-            import permtriton
-        sys.meta_path.insert(0, Slow())
-        def work(name):
-            try:
-                importlib.import_module(name)
-            except BaseException as error:
-                failed.append(f"{name}: {error!r}")
-        threads = [threading.Thread(target=work, args=[name]) for name in order]
-        for thread in threads:
-            thread.start()
-            time.sleep(random.random() / 100)
-        for thread in threads:
-            thread.join(30)
-        failed += [f"{thread.name} waits for ever" for thread in threads if thread.is_alive()]
-        auto = sys.modules.get("transformers.quantizers.auto")
-        for name in ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING"):
-            if "permtriton" not in getattr(auto, name, ()):
-                failed.append(f"not in {name}")
-        print(*failed, sep="\\n", end="", file=sys.stderr, flush=True)
-        os._exit(bool(failed))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, f"repetition {seed}"
-"""
-NAMES = ["transformers.quantizers.auto", "permtriton.checkpoint.quantizer"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("order", [NAMES, NAMES[::-1]], ids=["theirs first", "ours first"])
-@pytest.mark.slow
-def test_threads_may_import_both_at_once(order, soak):
-    code = [sys.executable, "-c", RACE, ",".join(order), "100" if soak else "4"]
-    result = subprocess.run(code, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -217,15 +148,3 @@ def test_what_is_registered_becomes_ours_when_used():
     assert type(auto.AutoHfQuantizer.from_config(config, pre_quantized=True)) is PermTritonQuantizer
     assert issubclass(auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD], QuantizationConfigMixin)
     assert issubclass(auto.AUTO_QUANTIZER_MAPPING[METHOD], HfQuantizer)
-
-
-def test_registering_twice_from_threads_changes_nothing():
-    from transformers.quantizers import auto
-
-    before = auto.AUTO_QUANTIZER_MAPPING["permtriton"]
-    threads = [threading.Thread(target=registration.register_with_transformers) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert auto.AUTO_QUANTIZER_MAPPING["permtriton"] is before

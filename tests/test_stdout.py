@@ -56,26 +56,10 @@ def test_what_is_saved_stays_where_standard_output_is_full(desk, command, more):
     assert (saved / "config.json").is_file() if saved == desk.out else "perplexity" in saved.read_text()
 
 
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-@pytest.mark.slow
-def test_a_full_standard_output_of_a_command_that_saves_nothing(desk):
-    code, said = into_full_disk(["inspect", str(desk.model), "--graph"])
-    check_refusal(code, said, (UNPRINTED,))
-    assert "Exception ignored" not in said
-
-
 @pytest.mark.slow
 def test_a_pipe_that_nobody_reads_is_no_error(desk):
     said = "reading the sizes of the model, not its weights\n"
     assert into_closed_pipe(["inspect", str(desk.model), "--graph"]) == (0, said)
-
-
-@pytest.mark.slow
-def test_a_pipe_that_nobody_reads_stops_no_work(desk):
-    arguments, saved = saving(desk)["compile"]
-    code, said = into_closed_pipe(arguments)
-    assert (code, "error" in said) == (0, False)
-    assert saved.exists()
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
@@ -89,19 +73,6 @@ def test_a_comparison_is_kept_until_it_is_printed(desk, monkeypatch):
     code, said = started(arguments, subprocess.DEVNULL)
     assert (code, "2 of 2 results" in said) == (0, True), said
     assert [path.name for path in desk.folder.iterdir()] == ["out"]
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("arguments", [(), ("compile", "--help")], ids=" ".join)
-@pytest.mark.slow
-def test_help_that_cannot_be_printed(arguments):
-    code, said = into_full_disk(list(arguments))
-    assert (code, said) == (2, f"error: {UNPRINTED}\n")
-
-
-@pytest.mark.slow
-def test_help_that_nobody_reads():
-    assert into_closed_pipe(["compile", "--help"]) == (1, "")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")

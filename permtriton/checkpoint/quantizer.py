@@ -210,26 +210,17 @@ class PermTritonQuantizer(HfQuantizer):
             )
 
     def _refuse_dividing(self, model: Any) -> None:
-        if (getattr(model, "_tp_size", None) or 1) > 1:
-            if self._packed:
-                raise ModelError(
-                    "packed checkpoints cannot be divided by tensor parallelism: export the model as dense "
-                    "(permtriton export --format dense), or leave tp_plan out"
-                )
-            if self.quantization_config.gathers:
-                raise ModelError(
-                    "linears that gather their inputs cannot be divided by tensor parallelism: compile the model in "
-                    "the layout portable, or leave tp_plan out"
-                )
-        if (getattr(model, "_fsdp_size", None) or 1) > 1:
-            if self._packed:
-                raise ModelError(
-                    "packed checkpoints cannot be divided by FSDP2 while they are loaded: export the model as dense "
-                    "(permtriton export --format dense)"
-                )
+        sizes = {"tensor parallelism": "_tp_size", "FSDP2": "_fsdp_size"}
+        by = next((way for way, size in sizes.items() if (getattr(model, size, None) or 1) > 1), None)
+        if by and self._packed:
             raise ModelError(
-                "a model of the layout fused cannot be divided by FSDP2 while it is loaded: load it whole and call "
-                "fully_shard, or compile the model in the layout portable"
+                f"packed checkpoints cannot be divided by {by} while they are loaded: export the model as dense "
+                "(permtriton export --format dense)"
+            )
+        if by and (self.quantization_config.gathers or by == "FSDP2"):
+            raise ModelError(
+                f"a model of the layout fused cannot be divided by {by} while it is loaded: compile the model in the "
+                "layout portable, or load it whole"
             )
 
     def _replace(
@@ -287,18 +278,13 @@ class PermTritonQuantizer(HfQuantizer):
         return stored
 
     def _check_loaded(self, model: Any) -> None:
-        """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions.
-
-        Folders of earlier versions hold an index as int16.
-        """
+        """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions."""
         state = model.state_dict(keep_vars=True)
         loaded = {name for name in self._shapes if getattr(state[name], "_is_hf_initialized", False)}
         self.refuse_missing(model, set(self._shapes) - loaded)
         for name, shape in self._shapes.items():
             if tuple(state[name].shape) not in self._allowed(model, name):
                 raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
-            if name.endswith(".index") and state[name].dtype == torch.int16:
-                state[name].data = state[name].data.to(self._dtypes[name])
             if not state[name].is_floating_point() and state[name].dtype != self._dtypes[name]:
                 raise ModelError(f"{name} is stored as {state[name].dtype}, expected {self._dtypes[name]}")
             state[name].data = state[name].data.view(shape)

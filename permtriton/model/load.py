@@ -128,8 +128,6 @@ def load_model(
     _note_unused(model, without_place | _ignored(model, stored), progress, unused)
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
-    if source.gguf is None and _quantization(config) is None:
-        _check_floating(model, stored)
     check_weights(model)
     if source.gguf is not None:
         _check_tensors(model, source.gguf, without_place)
@@ -230,22 +228,6 @@ def _is_not_zero(stored: Mapping[str, StoredTensor], name: str) -> bool:
         return True
     with safe_open(stored[name].file, framework="pt") as file:
         return bool((file.get_tensor(name) != 0).any())
-
-
-def _check_floating(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuses integers in place of weights: transformers takes quantized weights for large numbers without a config.
-
-    It also takes the real parts of complex numbers. Masks and positions, which old checkpoints hold, are no weights.
-    """
-    parameters = [f".{name}" for name, _ in model.named_parameters()]
-    for name, tensor in stored.items():
-        if tensor.dtype.startswith(("I", "U", "BOOL", "C")) and (
-            name.endswith(".weight") or any(each.endswith(f".{name}") for each in parameters)
-        ):
-            raise ModelError(
-                f"{tensor.file}: {name} is {tensor.dtype}, expected floating-point weights: quantized weights mean "
-                "nothing without their scales, and config.json has no quantization_config; give a dequantized model"
-            )
 
 
 def _is_compiled(config: Any) -> bool:

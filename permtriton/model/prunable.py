@@ -64,15 +64,11 @@ def check_loaded(model: PreTrainedModel) -> None:
 
 
 def check_weights(model: PreTrainedModel) -> None:
-    """Refuses weights that are complex, NaN or infinite."""
+    """Refuses weights that are NaN or infinite."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             continue
         values = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # torch has no isfinite of float8
-        if parameter.is_complex():
-            raise ModelError(
-                f"{name} is {parameter.dtype}, expected floating-point weights: permtriton prunes no other"
-            )
         if not bool(values.isfinite().all()):
             bad = int((~values.isfinite()).sum())
             raise ModelError(

@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from permtriton.errors import ModelError, first_line, reading, shown
+from permtriton.errors import ModelError, first_line, reading
 from permtriton.model.gguf_file import complete_tokenizer, read_quickly
 from permtriton.model.source import PROCESSOR_FILES, Source
 from permtriton.util.progress import NoProgress, Progress
@@ -19,7 +19,6 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 REMADE = ("tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json")  # where it is saved
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
-MOST_TOKENS = 2**24
 
 
 def load_processor(source: Source, model: PreTrainedModel, progress: Progress | None = None) -> Any:
@@ -103,10 +102,7 @@ def _without_sentencepiece(source: Source) -> Path | None:
 
 
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses absurd ids: saving lists all ids below the largest one, and the process would die of it.
-
-    It also refuses a vocabulary of special tokens only, which transformers makes up where no file holds one.
-    """
+    """Refuses a vocabulary of special tokens only, which transformers makes up where no file holds one."""
     vocabulary: dict[str, int] = {}
     with suppress(NotImplementedError):  # a tokenizer with code of its own
         vocabulary = tokenizer.get_vocab()
@@ -115,12 +111,6 @@ def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> Non
         raise ModelError(
             f"{source.name}: its tokenizer has special tokens only, expected words or parts of words: the file of its "
             "vocabulary is missing or damaged"
-        )
-    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", 0))
-    if largest >= MOST_TOKENS:
-        raise ModelError(
-            f"{source.name}: its tokenizer gives {shown(token)} the id {largest}, expected less than {MOST_TOKENS}: it "
-            "is damaged"
         )
 
 

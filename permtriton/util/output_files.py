@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from permtriton.errors import ConfigError, OutputError, PermTritonError, shown
+from permtriton.errors import ConfigError, OutputError, PermTritonError
 from permtriton.util.durable import replace_file
 
 LONGEST = 200  # bytes of a name; file systems take 255, and working files add up to 50
@@ -31,20 +31,11 @@ def path_of(what: str, name: str | Path) -> Path:
 
 def real_path(path: Path) -> Path:
     """Returns the absolute path without links. A link that leads in a circle stays one: `Path.resolve` would raise."""
-    try:
-        return Path(os.path.realpath(path))
-    except ValueError as error:
-        raise OutputError(f"the path {shown(str(path))} cannot be used: {error}") from None
+    return Path(os.path.realpath(path))
 
 
 def check_name(output: Path) -> None:
-    """Refuses a file or folder whose name other libraries, or the working files beside it, cannot have."""
-    if real_path(output).is_symlink():
-        raise OutputError(f"output {output} is a link that leads in a circle: choose another name")
-    try:
-        str(output).encode()
-    except UnicodeEncodeError:
-        raise OutputError(f"the path of output {output} is not UTF-8: choose another one") from None
+    """Refuses a file or folder whose name is so long that the working files beside it could not have theirs."""
     if (size := len(output.name.encode())) > LONGEST:
         raise OutputError(
             f"output {output.name[:40]}... has {size} bytes, but at most {LONGEST} fit: choose a shorter name"
@@ -71,8 +62,6 @@ def check_file(
     if output.exists():
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
-        if is_mount_point(real_path(output)):
-            raise OutputError(f"output {output} is a mount point, which no new file can replace: choose another name")
         for read in map(Path, filter(os.path.exists, reads)):  # which takes names that are too long
             within = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
             inside = within and output.suffix != ".html" and not ours(output)
