@@ -11,7 +11,6 @@ from permtriton.cli import compare as module
 from permtriton.cli.main import app
 
 from .desk import RUNNER, Desk, check_refusal
-from .folders import read_only
 from .world import nothing_loads
 
 TASK = """
@@ -111,19 +110,6 @@ def test_a_second_run_is_refused_before_the_work(desk, monkeypatch, output, lock
     with FileLock(desk.folder / lock):
         result = RUNNER.invoke(app, command(desk, "--methods", "magnitude", *output))
         check_refusal(result.exit_code, result.stderr, (lock, "is being written by another process"))
-
-
-def test_a_folder_that_cannot_be_written_is_refused_before_the_work(desk, monkeypatch):
-    nothing_loads(monkeypatch)
-    read_only(monkeypatch)
-    desk.refuses(command(desk), str(desk.folder), "finished results are kept", "Read-only file system", "--output")
-    desk.refuses(command(desk, "--output", "t.json"), "t.json", "cannot be written: Read-only file system")
-
-
-def test_a_folder_in_place_of_kept_results(desk):
-    (desk.folder / ".t.json.rows.json").mkdir()
-    result = RUNNER.invoke(app, command(desk, "--methods", "magnitude", "--output", "t.json"))
-    check_refusal(result.exit_code, result.stderr, (".t.json.rows.json", "--overwrite"))
 
 
 def test_the_best_row_is_named_with_its_measure():

@@ -231,17 +231,6 @@ def test_a_damaged_file_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("place", "value"), [("cosine", "low"), ("tasks", []), ("peak_bytes", 1.5), ("method", 3), ("seconds", None)]
-)
-def test_values_of_another_type_are_refused(tmp_path, finished, place, value):
-    stored = json.loads(finished)
-    list(stored.values())[1][place] = value
-    (tmp_path / "rows.json").write_text(json.dumps(stored))
-    with pytest.raises(OutputError, match=r"holds no results that can be continued.*--overwrite"):
-        ResultFile(tmp_path / "rows.json", {}).read()
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"values": []}, "values is"),

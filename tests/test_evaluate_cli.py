@@ -112,20 +112,6 @@ def test_the_order_of_hidden_states_is_read_from_the_folder(compiled, options, t
     assert json.loads(run(folder, *options[:4], "--json"))["cosine"] < 0.5 < right
 
 
-@pytest.mark.parametrize(
-    ("stored", "words"),
-    [
-        ([], "hidden_states is"),
-        ({"permuted": False, "index": [1, 0]}, "has 2 channels, but the last hidden state of the dense model has 16"),
-    ],
-)
-def test_a_damaged_order_is_refused(desk, compiled, stored, words):
-    folder = Path(shutil.copytree(compiled["portable"], desk.folder / "model"))
-    edit_json(folder / "permtriton.json", lambda report: report.update(hidden_states=stored))
-    arguments = ["evaluate", folder, "--against", desk.model, "--eval-data", desk.text]
-    desk.refuses([str(argument) for argument in arguments], "hidden_states", words)
-
-
 # -- outputs -------------------------------------------------------------------------------------------------------
 
 

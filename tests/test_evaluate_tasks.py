@@ -4,7 +4,6 @@ import json
 import math
 import re
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -100,17 +99,6 @@ def test_special_tokens_stand_before_a_question_once_and_after_it_never(folder, 
     assert choice.scores["acc"].value == right / 4
     total = sum(-score("", row["text"]) for row in TEXTS) / sum(len(row["text"]) for row in TEXTS)
     assert text.scores["bits_per_byte"].value == pytest.approx(total / math.log(2), rel=1e-5)
-
-
-def test_the_example_tasks_are_made_by_their_script():
-    import runpy
-
-    made = runpy.run_path(str(EXAMPLES.parent / "make_tasks.py"))
-    text = (made["demo"].FOLDER / "heldout.txt").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines(keepends=True) if line.strip()]
-    for name, make in (("demo_continuation", "questions"), ("demo_text", "documents")):
-        stored = [json.loads(line) for line in (EXAMPLES / f"{name}.jsonl").read_text().splitlines()]
-        assert stored == made[make](lines)
 
 
 def test_tasks_are_made_of_any_paragraphs(tmp_path, model, tokenizer):
@@ -228,17 +216,6 @@ def test_an_unknown_task_is_named_with_those_like_it(folder, monkeypatch):
         Tasks(["foxes", "fox"], folder=folder)
 
 
-def test_a_folder_that_has_the_tasks_is_all_that_is_looked_at(folder, monkeypatch):
-    manager = library.TaskManager
-
-    def of_the_folder(include_path, include_defaults=True):
-        assert not include_defaults, "lm-eval's own tasks were looked at"
-        return manager(include_path=include_path, include_defaults=include_defaults)
-
-    monkeypatch.setattr(library, "TaskManager", of_the_folder)
-    Tasks(["foxes", "dogs"], folder=folder)
-
-
 def test_missing_data_and_broken_tasks_are_one_line(tmp_path, model, tokenizer):
     write_task(tmp_path / "t", "lost", CHOICE, QUESTIONS)
     (tmp_path / "t" / "lost.jsonl").unlink()
@@ -248,12 +225,3 @@ def test_missing_data_and_broken_tasks_are_one_line(tmp_path, model, tokenizer):
     with pytest.raises(TaskError, match="tasks broken cannot be") as caught:
         Tasks(["broken"], folder=tmp_path / "t").run(model, tokenizer)
     assert "\n" not in str(caught.value)
-
-
-def test_no_hub_is_one_line(tmp_path, monkeypatch):
-    write_task(tmp_path / "t", "far", {**CHOICE, "dataset_path": "some/where"}, QUESTIONS)
-    monkeypatch.setattr(
-        "datasets.load_dataset", Mock(side_effect=ConnectionError("Couldn't reach the Hub\nmore lines"))
-    )
-    with pytest.raises(TaskError, match=r"tasks far cannot be loaded: ConnectionError: Couldn't reach the Hub; check"):
-        Tasks(["far"], folder=tmp_path / "t")

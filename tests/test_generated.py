@@ -60,21 +60,6 @@ def test_the_text_continues_the_samples_and_depends_on_the_seed_alone(monkeypatc
     assert torch.equal(text(model), found), "three at a time"
 
 
-@pytest.mark.slow
-def test_memory_that_runs_out_changes_nothing(monkeypatch):
-    found, write, sizes = text(), generated._write, []
-
-    def scarce(model, starts, *more):
-        sizes.append(len(starts))
-        if len(starts) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return write(model, starts, *more)
-
-    monkeypatch.setattr(generated, "_write", scarce)
-    assert torch.equal(text(), found)
-    assert max(sizes) > 5
-
-
 def test_the_worst_tenth_is_dropped():
     model, count = tiny_model(), 18
     starts = beginnings(Samples.of(IDS), count, 4)
@@ -82,13 +67,6 @@ def test_the_worst_tenth_is_dropped():
     every = generated_text(model, starts, len(starts), 12, 0, NoProgress())
     expected = surprises(model, every, 4).argsort()[:count].sort().values
     assert torch.equal(text(model, count), every[expected])
-
-
-def test_the_surprises_are_those_of_a_run_without_a_cache():
-    model, starts = tiny_model(), beginnings(Samples.of(IDS), 9, 4)
-    numbers = torch.rand(len(starts), 12, dtype=torch.float64)
-    found, surprise = generated._write(model, starts, numbers, lambda steps=1, note="": None)
-    torch.testing.assert_close(surprise.float(), surprises(model, found, 4), rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_are_drawn_as_often_as_the_model_expects():
@@ -201,16 +179,6 @@ def test_text_of_another_run_is_refused(tmp_path):
         with pytest.raises(OutputError, match=r"distill.* belongs to another run: the dense model wrote another text"):
             compiled("mask,distill", resume_path=path)
     assert trained.is_file()
-
-
-def test_damaged_text_is_refused(tmp_path):
-    path = tmp_path / "state.safetensors"
-    compiled("mask,distill", resume_path=path, distill_epochs=1)
-    state = path.with_suffix(".generated.safetensors")
-    content = state.read_bytes()
-    state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(OutputError, match="is damaged: its content is not what was written; delete the file"):
-        compiled("mask,distill", resume_path=path, distill_epochs=1)
 
 
 # -- what cannot write -------------------------------------------------------------------------------------------------

@@ -131,14 +131,6 @@ def test_a_model_whose_config_counts_no_layers_is_compared(tmp_path, monkeypatch
     assert [row["method"] for row in found["rows"]] == ["dense", "magnitude"]
 
 
-def test_inspect_reads_only_the_config(vit, capsys, tmp_path):
-    from permtriton.cli import main
-
-    (tmp_path / "config.json").write_bytes((vit / "config.json").read_bytes())
-    main.app(["inspect", str(tmp_path), "--json"], standalone_mode=False)
-    assert "vit.layers.0.mlp.fc2" in {site["name"] for site in json.loads(capsys.readouterr().out)["sites"]}
-
-
 # -- sources -------------------------------------------------------------------------------------------------------
 
 

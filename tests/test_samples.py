@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from permtriton import config_from
 from permtriton.data.samples import Samples
-from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 
-from . import media, zoo
+from . import zoo
 
 IDS = zoo.token_ids(5, 7)
 PAIR = {"input_ids": IDS, "decoder_input_ids": IDS[:, :4]}
@@ -55,13 +53,3 @@ def test_every_tensor_counts_in_the_hash():
 def test_what_are_no_samples(inputs):
     with pytest.raises(CalibrationError, match="one row per sample"):
         Samples.of(inputs)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "words"),
-    [({"pixels": torch.zeros(2, 3, 16, 16)}, "pixels is no argument of ViTModel: it takes pixel_values"),
-     ({"pixel_values": torch.zeros(2, 3, 16, 16) + torch.nan}, "NaN or infinite")],
-)  # fmt: skip
-def test_inputs_that_a_model_does_not_take(inputs, words):
-    with pytest.raises(CalibrationError, match=words):
-        compile_model(media.build("vit"), None, config_from({}, "mask"), ids=inputs)

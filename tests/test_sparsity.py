@@ -21,19 +21,3 @@ def test_text_that_is_no_pattern(text):
 def test_patterns_that_are_not_possible(kept, group):
     with pytest.raises(ConfigError, match=f"{kept}:{group}"):
         NMPattern(kept, group)
-
-
-@pytest.mark.parametrize(("kept", "group", "sparsity"), [(2, 4, 0.5), (4, 8, 0.5), (1, 4, 0.75), (3, 4, 0.25)])
-def test_sparsity_is_the_part_that_becomes_zero(kept, group, sparsity):
-    assert NMPattern(kept, group).sparsity == sparsity
-
-
-@pytest.mark.parametrize("pattern", [NMPattern(2, 4), NMPattern(8, 16)])
-def test_text_reads_back(pattern):
-    assert NMPattern.parse(str(pattern)) == pattern
-
-
-def test_is_a_value():
-    assert len({NMPattern(2, 4), NMPattern(2, 4), NMPattern(4, 8)}) == 2
-    with pytest.raises(AttributeError):
-        NMPattern(2, 4).kept = 1

@@ -11,21 +11,16 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 import permtriton
-from permtriton import config_from, find_plan
-from permtriton.config import CalibrationConfig
+from permtriton import config_from
 from permtriton.data.generated import beginnings
 from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import special_tokens_of
-from permtriton.data.text import all_windows, calibration_samples, held_out_windows, line_of_ids_without
+from permtriton.data.text import calibration_samples, held_out_windows, line_of_ids_without
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.measure.objective import LOSSES, dense_objective
-from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.run import Run
 from permtriton.model.seq2seq import divided
-from permtriton.passes.plan import linear_module
-from permtriton.util.progress import NoProgress
-from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 from .sentences import SENTENCE, trained_tokenizer
@@ -98,14 +93,6 @@ def test_none_cuts_as_the_literature_does(kind):
     assert held_out.ids.flatten().tolist() == stream[: held_out.ids.numel()]
     assert held_out.special.words == samples.special.words == "without special tokens"
     assert samples.counted == slice(0, None)
-
-
-def test_what_is_drawn_first_does_not_depend_on_what_else_is_read():
-    config = CalibrationConfig("text", 4, 16)
-    documents = [f"{SENTENCE} {number} " * 3 for number in range(30)]
-    first, more = (all_windows(config, tokenizer_of("both"), 290, 0, documents, surplus).ids for surplus in (4, 9))
-    assert torch.equal(more[: len(first)], first)
-    assert len(more) > len(first)
 
 
 def test_a_sequence_of_one_document_has_them_too():
@@ -184,16 +171,6 @@ def test_row_weights_count_no_special_position(kind):
     gradients = embedded[0].grad.abs().sum(-1)
     assert not gradients[:, -1].any()
     assert gradients[:, :-1].all()
-
-
-def test_statistics_count_them_as_all_others():
-    """Half of the positions here are special; each is in what is measured."""
-    samples = drawn("CLS and SEP", sequence_length=4)
-    (site, *_), read = find_plan(model(), NMPattern(2, 4)).sites, []
-    with linear_module(model(), site.linears[0]).register_forward_hook(lambda _, inputs, __: read.append(inputs[0])):
-        logits_of(samples.ids)
-    norms = channel_norms(model(), [site], samples, 4, NoProgress())
-    torch.testing.assert_close(norms[site.name], (read[0].flatten(0, 1).square().sum(0) / 4).sqrt())
 
 
 # -- encoder-decoders --------------------------------------------------------------------------------------------------
