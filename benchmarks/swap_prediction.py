@@ -29,7 +29,7 @@ from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
-from permtriton.data.text import calibration_ids
+from permtriton.data.text import all_windows
 from permtriton.demo import FOLDER
 from permtriton.kernels.nm_mask import nm_mask_backward
 from permtriton.kernels.swap_gains import swap_gains
@@ -62,7 +62,8 @@ def main() -> None:
     config = config_from({"layout": args.layout, "seed": args.seed, "samples": args.samples}, model="demo")
     model, tokenizer = load_original(Source(str(FOLDER)))
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
-    ids = calibration_ids(config.calibration, tokenizer, vocabulary, args.seed)
+    windows = all_windows(config.calibration, tokenizer, vocabulary, args.seed)
+    ids = windows.inputs["input_ids"][: args.samples]
     plan = find_plan(model, config.sparsity, layout=args.layout)
     statistics_of = site_statistics(model, plan, config.importance, Samples.of(ids), 16, NoProgress())
     importances = importances_of(model, plan, config.importance, statistics_of)

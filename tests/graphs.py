@@ -154,8 +154,6 @@ class Compiled:
     plan: Plan
     indices: dict[str, Tensor]
     importances: dict[str, ImportanceFactors]
-    source: str
-    source_after: str
     graph_module: fx.GraphModule
     permuted: dict[str, int] = field(default_factory=dict)  # node counts after the permutation passes
     results: list[PassResult] = field(default_factory=list)
@@ -163,16 +161,11 @@ class Compiled:
     printed: list[str] = field(default_factory=list)
 
 
-def described(graph_module: fx.GraphModule) -> str:
-    return f"{graph_module.graph}{[(name, id(p)) for name, p in graph_module.named_parameters()]}{graph_module.meta}"
-
-
 @functools.cache
 def compiled(name: str, layout: str) -> Compiled:
     model, plan, graph_module = private(name, layout)
     indices, importances = zoo.random_indices(plan), random_importances(plan, model)
-    source, dense = described(graph_module), run(graph_module)
-    found = Compiled(model, plan, indices, importances, source, "", graph_module, outputs=[dense])
+    found = Compiled(model, plan, indices, importances, graph_module, outputs=[run(graph_module)])
 
     def observe(result: PassResult) -> None:
         result.graph_module.graph.lint()
@@ -182,7 +175,7 @@ def compiled(name: str, layout: str) -> Compiled:
         assert len(listing.listing(result.graph_module)) == len(result.graph_module.graph.nodes)
 
     permuted = run_passes(graph_module, permutation_passes(moves_of(plan, indices)), observe)
-    found.permuted, found.source_after = counted(permuted), described(graph_module)
+    found.permuted = counted(permuted)
     zoo.fold(model, plan, indices)
     passes = pruning_passes(plan, moved_importances(plan, model, indices, importances))
     found.graph_module = run_passes(absorb_folds(permuted), passes, observe)

@@ -103,11 +103,6 @@ def test_a_fold_that_leaves_one_out_is_named_at_the_node_that_joins(left_out, no
     assert after.first_new(BEFORE) == node
 
 
-def test_only_the_gate_is_folded():
-    after = channel_unions(permuted(("gate.weight", 0)))
-    assert after.first_new(BEFORE) == "mul"
-
-
 def test_a_join_that_is_lost_is_a_difference():
     graph_module = graph_of()
     multiply = node_named(graph_module, "mul")

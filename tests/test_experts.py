@@ -116,11 +116,6 @@ def test_the_experts_and_the_router_read_the_stream(name):
         assert {f"{linear}.weight" for linear in first} <= readers
 
 
-def test_nothing_is_frozen():
-    _, plan = unstacked("mixtral")
-    assert [space.frozen for space in plan.spaces if space.frozen] == []
-
-
 @plain
 def test_folding_leaves_the_outputs(name):
     model, plan = unstacked(name)
@@ -226,12 +221,3 @@ def test_replaying_sends_tokens_where_they_went():
         assert not torch.allclose(holder.experts(tokens, other, weights)[0], expected[0], rtol=1e-3)
         with routing.replayed():
             assert torch.allclose(holder.experts(tokens, other, weights), expected, rtol=1e-4, atol=1e-4)
-
-
-# -- the pipeline ------------------------------------------------------------------------------------------------------
-
-RECIPES = {
-    "heuristic,mask": {"importance": "ria"},
-    "heuristic,learned,mask": {"importance": "wanda", "learn_epochs": 1, "learn_batch_size": 4, "learn_block_size": 16},
-    "heuristic,sparsegpt": {"importance": "obs"},
-}

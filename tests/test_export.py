@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from permtriton.checkpoint import storing
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
-from permtriton.errors import ConfigError, ModelError, OutputError, PermTritonError, VerificationError
+from permtriton.errors import ConfigError, OutputError, PermTritonError, VerificationError
 from permtriton.model.headers import read_checkpoint
 
 from . import folders
@@ -212,16 +212,6 @@ def test_what_is_wrong_is_named_and_nothing_is_left(source, tmp_path, case):
         export(source, tmp_path / "out", "packed")
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_a_changed_packed_file_is_refused(sources, tmp_path):
-    export(sources["portable"], tmp_path / "packed")
-    path = tmp_path / "packed" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(ModelError, match="SHA-256"):
-        export(tmp_path / "packed", tmp_path / "dense", "dense")
 
 
 def test_where_it_may_write(sources, source, tmp_path):

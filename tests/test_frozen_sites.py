@@ -14,18 +14,6 @@ from . import zoo
 from .kernel_inputs import TWO_FOUR
 
 
-@pytest.mark.slow
-def test_a_stream_that_is_an_output_keeps_its_order_and_the_rest_moves():
-    plan = zoo.planned("bert")[1]
-    assert {space.name: bool(space.frozen) for space in plan.spaces} == {
-        "stream": True,
-        "encoder.layer.0.attention.output.dense": False,
-        "encoder.layer.0.output.dense": False,
-        "encoder.layer.1.attention.output.dense": False,
-        "encoder.layer.1.output.dense": False,
-    }
-
-
 def test_heads_that_hold_no_whole_groups_are_frozen():
     plan = find_plan(zoo.build("llama", head_dim=12), NMPattern(4, 8))
     frozen = {space.name: space.reason for space in plan.spaces}

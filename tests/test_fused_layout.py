@@ -147,20 +147,6 @@ def test_the_hidden_state_keeps_its_order(case):
     torch.testing.assert_close(ordered, dense, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.slow
-def test_no_permutation_leaves_the_modules_alone():
-    result, dense = compiled("bert", recipe="mask"), zoo.build("bert")
-    assert [(n, type(module)) for n, module in result.model.named_modules()] == [
-        (n, type(module)) for n, module in dense.named_modules()
-    ]
-    expected = dict(dense.named_parameters())
-    for parameter, value in result.model.named_parameters():
-        assert torch.equal(value, torch.where(value != 0, expected[parameter], 0)), parameter
-    portable = compile_model(zoo.build("bert"), None, config_from(recipe="mask"), ids=zoo.token_ids())
-    for parameter, value in portable.model.named_parameters():
-        assert torch.equal(value, result.model.get_parameter(parameter)), "no order, no difference between layouts"
-
-
 # -- running it --------------------------------------------------------------------------------------------------------
 
 
@@ -176,20 +162,6 @@ def test_generation_with_a_cache(case):
     dense = zoo.build(name).generate(prompt, **options)
     assert torch.equal(in_order(name, result).generate(prompt, **options), dense), "without masks, the dense model's"
     assert not torch.equal(cached, dense)
-
-
-@torch.no_grad()
-@pytest.mark.slow
-def test_batches_with_padding():
-    _, result = case_of("llama learned")
-    prompt = zoo.token_ids(1, 6)
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prompt], 1)
-    attention = (padded != 0).long()
-    both = torch.cat([padded, zoo.token_ids(1, 9, seed=3)])
-    attention = torch.cat([attention, torch.ones(1, 9, dtype=torch.int64)])
-    alone = result.model(input_ids=prompt).logits[0, -1]
-    together = result.model(input_ids=both, attention_mask=attention).logits[0, -1]
-    torch.testing.assert_close(together, alone, rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
@@ -219,30 +191,9 @@ def test_a_norm_that_runs_twice_is_not_fused():
 
 
 @pytest.mark.slow
-def test_a_saved_fused_model_needs_permtriton(tmp_path):
-    """A plain checkpoint cannot hold a gather, so the saved config must require permtriton."""
-    _, result = case_of("llama learned")
-    path = result.save_pretrained(tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    assert config["quantization_config"]["quant_method"] == "permtriton"
-    assert len(config["quantization_config"]["norms"]) == 2 * zoo.LAYERS
-
-
-@pytest.mark.slow
 def test_a_fused_model_is_not_compiled_again():
     model = zoo.build("llama")
     config = config_from({**HEURISTIC, "layout": "fused"})
     compiled = compile_model(model, None, config, ids=zoo.token_ids())
     with pytest.raises(ModelError, match=r"compiled already.*input_layernorm.*original model"):
         compile_model(compiled.model, None, config, ids=zoo.token_ids())
-
-
-@pytest.mark.slow
-def test_the_models_own_save_pretrained_keeps_its_order(tmp_path):
-    model = zoo.build("llama")
-    config = config_from({**HEURISTIC, "layout": "fused"})
-    compiled = compile_model(model, None, config, ids=zoo.token_ids())
-    expected = zoo.outputs(compiled.model, zoo.token_ids())
-    compiled.model.save_pretrained(tmp_path / "saved")
-    reloaded = type(model).from_pretrained(tmp_path / "saved").eval()
-    assert all(torch.equal(a, b) for a, b in zip(expected, zoo.outputs(reloaded, zoo.token_ids()), strict=True))

@@ -167,10 +167,6 @@ def test_it_says_what_it_does_before_torch_is_imported():
     assert said.splitlines()[0] == "reading the sizes of the model, not its weights"
 
 
-def test_every_mode_reads_the_config_alone(configs, model):
-    assert [path.name for path in model.iterdir()] == ["config.json"]
-
-
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 

@@ -52,12 +52,6 @@ def test_exact_passes_leave_the_outputs(name, layout):
             assert difference < 1e-5, result.name
 
 
-@every_case
-def test_the_traced_graph_is_left_alone(name, layout):
-    case = compiled(name, layout)
-    assert case.source == case.source_after
-
-
 @dataclass(frozen=True)
 class Counts:
     """The permutations left in one layer, and outside all layers.
@@ -103,20 +97,6 @@ def test_expected_fold_counts(name, layout):
         "packs": sparse,
         "masks": sparse,
     }
-
-
-@every_case
-def test_node_counts_are_recorded(name, layout):
-    case = compiled(name, layout)
-    for earlier, later in zip(case.results, case.results[1:], strict=False):
-        if later.name != "insert_masks":  # folded permutations leave the graph before it
-            assert earlier.after == later.before
-    inserted, masked = case.results[0].changes, case.results[3].changes
-    sites = [site for site in case.plan.sites if not site.space.frozen]
-    linears = sum(len(site.linears) for site in sites)
-    assert inserted["permtriton.permute.default"] == linears + len(sites)
-    assert set(inserted) == {"permtriton.permute.default"}
-    assert masked["permtriton.nm_mask.default"] == len(list(case.plan.linears()))
 
 
 # -- graph and modules -------------------------------------------------------------------------------------------------

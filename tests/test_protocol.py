@@ -1,4 +1,4 @@
-"""`protocol=paper`: the samples, windows and tasks of the literature, with stand-ins for the hub."""
+"""`protocol=wanda`: the samples, windows and tasks of the literature, with stand-ins for the hub."""
 
 import random
 
@@ -9,7 +9,7 @@ import torch
 import permtriton
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import read_held_out
-from permtriton.data.text import calibration_ids
+from permtriton.data.text import all_windows
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.protocol import PROTOCOLS, measured_by
 
@@ -68,7 +68,7 @@ def published(texts, tokenizer, count, length, seed):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_sequences_are_drawn_within_one_document_as_published(hub, tokenizer, seed):
     config = CalibrationConfig("c4", samples=5, sequence_length=100, one_document=True)
-    found = calibration_ids(config, tokenizer, len(tokenizer), seed)
+    found = all_windows(config, tokenizer, len(tokenizer), seed).inputs["input_ids"]
     texts = datasets.load_dataset()["text"]
     assert found.tolist() == published(texts, tokenizer, 5, 100, seed)
     whole = [tokenizer(text)["input_ids"] for text in texts]
@@ -80,17 +80,17 @@ def test_sequences_are_drawn_within_one_document_as_published(hub, tokenizer, se
 def test_no_document_is_long_enough(hub, tokenizer):
     config = CalibrationConfig("c4", samples=5, sequence_length=10**5, one_document=True)
     with pytest.raises(CalibrationError, match=r"no document with more than 100,000 tokens.*`sequence_length=`"):
-        calibration_ids(config, tokenizer, len(tokenizer), 0)
+        all_windows(config, tokenizer, len(tokenizer), 0)
 
 
 def test_one_word_sets_all():
     config = permtriton.config_from({**PROTOCOLS["wanda"].options})
     chosen = config.calibration
     assert (chosen.calibration, chosen.samples, chosen.sequence_length, chosen.one_document) == ("c4", 128, 2048, True)
-    text, window, tasks = measured_by("paper", None, None, None)
+    text, window, tasks = measured_by("wanda", None, None, None)
     assert (text, window) == ("wikitext2", 2048)
     assert tasks == ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
-    assert measured_by("paper", "c4", 4096, "none") == ("c4", 4096, "none")
+    assert measured_by("wanda", "c4", 4096, "none") == ("c4", 4096, "none")
     assert measured_by(None, None, None, None) == (None, None, None)
     assert measured_by("permllm", None, None, None)[2] == (
         "hellaswag",
@@ -127,7 +127,7 @@ def test_windows_have_the_length_that_was_asked_for(hub, tokenizer):
 
 @pytest.mark.slow
 def test_the_seven_tasks_run(here, hub):
-    found = permtriton.evaluate("model", "none", protocol="paper")
+    found = permtriton.evaluate("model", "none", protocol="wanda")
     assert [task.name for task in found.tasks] == list(PROTOCOLS["wanda"].tasks)
     assert all(0 <= task.scores["acc"].value <= 1 for task in found.tasks)
     assert {each["path"] for each in hub} == set(DOCUMENTS)
@@ -151,9 +151,9 @@ def test_all_three_commands_take_it(here, hub):
     from permtriton.cli.main import app
 
     words = (
-        ["compile", "model", "--protocol", "paper", *SMALL, "--recipe", "mask", "--output", "out"],
-        ["evaluate", "out", "--protocol", "paper", "--tasks", "none", "--json"],
-        ["compare", "model", "--protocol", "paper", "--tasks", "none", *SMALL, "--methods", "wanda", "--window", "512"],
+        ["compile", "model", "--protocol", "wanda", *SMALL, "--recipe", "mask", "--output", "out"],
+        ["evaluate", "out", "--protocol", "wanda", "--tasks", "none", "--json"],
+        ["compare", "model", "--protocol", "wanda", "--tasks", "none", *SMALL, "--methods", "wanda", "--window", "512"],
     )
     results = [RUNNER.invoke(app, each) for each in words]
     assert [each.exit_code for each in results] == [0, 0, 0], [each.stderr for each in results]

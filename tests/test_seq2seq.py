@@ -4,10 +4,7 @@ import pytest
 import torch
 from transformers import (
     BartConfig,
-    BartForCausalLM,
     BartForConditionalGeneration,
-    DynamicCache,
-    EncoderDecoderCache,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
@@ -27,7 +24,7 @@ from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.passes.plan import Placement
 
-from .zoo import VOCABULARY, fold, random_indices, randomize, token_ids
+from .zoo import VOCABULARY, randomize, token_ids
 
 T5 = {
     "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
@@ -181,26 +178,3 @@ def test_sequences_may_fill_both_halves():
     assert max_tokens(build("bart")) == 32
     with pytest.raises(CalibrationError, match="32 positions"):
         check_samples(build("bart"), token_ids(2, 33))
-
-
-def test_a_decoder_alone_needs_a_cache_for_each_attention():
-    """transformers gives BartForCausalLM one cache for both, with which the dense model, too, writes other tokens."""
-    torch.manual_seed(0)
-    sizes = {**BART, "max_position_embeddings": 64}
-    model = BartForCausalLM(BartConfig(**sizes, is_decoder=True, add_cross_attention=True)).eval()
-    randomize(model)
-    states = torch.randn(2, 5, 32)
-
-    def written(**options: object) -> list[list[int]]:
-        limits = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-        return model.generate(token_ids(2, 6), encoder_hidden_states=states, **limits, **options).tolist()
-
-    def caches() -> EncoderDecoderCache:
-        return EncoderDecoderCache(DynamicCache(), DynamicCache())
-
-    plain = written(use_cache=False)
-    assert written() != plain, "the limit in docs/architectures.md is gone"
-    assert written(past_key_values=caches()) == plain
-    plan = find_plan(model, NMPattern(2, 4))
-    fold(model, plan, random_indices(plan))
-    assert written(use_cache=False) == written(past_key_values=caches()) == plain

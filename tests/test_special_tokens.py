@@ -251,10 +251,10 @@ def test_the_record_and_the_card_say_what_was_done(tmp_path):
 
 
 def test_the_literatures_protocol_has_none_and_says_so():
-    given = permtriton.recipe.overrides_of({}, protocol="paper")
+    given = permtriton.recipe.overrides_of({}, protocol="wanda")
     assert given["special_tokens"] == "none"
     found = permtriton.evaluate(
-        model(), DOCUMENTS, tokenizer=tokenizer_of("BOS"), window=16, protocol="paper", tasks="none"
+        model(), DOCUMENTS, tokenizer=tokenizer_of("BOS"), window=16, protocol="wanda", tasks="none"
     )
     assert "without special tokens" in str(found)
     with pytest.raises(ConfigError, match="`special_tokens=` is 'bos': expected one of auto, none"):

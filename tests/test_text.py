@@ -17,7 +17,6 @@ from permtriton.data.samples import Samples
 from permtriton.data.text import (
     HUB_DATASETS,
     all_windows,
-    calibration_ids,
     calibration_samples,
     fitted,
     held_out_windows,
@@ -54,6 +53,10 @@ def _cache(tmp_path, monkeypatch):
 
 def config(source, samples=4, sequence_length=16) -> CalibrationConfig:
     return CalibrationConfig(str(source), samples, sequence_length)
+
+
+def calibration_ids(source: CalibrationConfig, *arguments: object, **options: object) -> torch.Tensor:
+    return all_windows(source, *arguments, **options).ids[: source.samples]
 
 
 def held_out_ids(*arguments: object) -> torch.Tensor:

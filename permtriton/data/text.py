@@ -61,17 +61,6 @@ INTEGERS = (
 )  # fmt: skip
 
 
-def calibration_ids(
-    config: CalibrationConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocabulary: int,
-    seed: int,
-    documents: Documents | None = None,
-) -> Tensor:
-    """Draws calibration sequences, int64 ``[samples, sequence_length]``: the first of `all_windows`."""
-    return all_windows(config, tokenizer, vocabulary, seed, documents).inputs["input_ids"][: config.samples]
-
-
 def all_windows(
     config: CalibrationConfig,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -124,7 +113,7 @@ def _mixed_windows(
     generator, wanted = torch.Generator().manual_seed(seed), config.samples * length
     cut_off = length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
     stream, ends = encoder.stream(documents, surplus * wanted + cut_off, generator)
-    end = next((each for each in ends if each >= SURPLUS * wanted), ends[-1])  # of what is mixed, whatever follows
+    end = next((end for end in ends if end >= SURPLUS * wanted), ends[-1])  # of what is mixed, whatever follows
     windows = end // length
     if windows < config.samples:
         raise CalibrationError(

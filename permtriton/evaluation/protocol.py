@@ -42,10 +42,8 @@ PROTOCOLS = {
         ("hellaswag", "arc_easy", "arc_challenge", "openbookqa", "rte"),
     ),
 }
-ALIASES = {"paper": "wanda"}  # an earlier name
-ON_DEMO = Protocol(
-    {}, DEMO, None, None
-)  # the demo model's own text and sizes: it speaks no English but that of its text
+# The demo model's own text and sizes: it speaks no English but that of its text.
+ON_DEMO = Protocol({}, DEMO, None, None)
 
 
 def protocol_of(name: str | None, model: str = "") -> Protocol | None:
@@ -56,9 +54,9 @@ def protocol_of(name: str | None, model: str = "") -> Protocol | None:
     """
     if name is None:
         return None
-    if (known := ALIASES.get(name, name)) not in PROTOCOLS:
+    if name not in PROTOCOLS:
         raise ConfigError(f"protocol {shown(name)} is unknown: choose {' or '.join(PROTOCOLS)}, or leave it out")
-    return ON_DEMO if model == DEMO else PROTOCOLS[known]
+    return ON_DEMO if model == DEMO else PROTOCOLS[name]
 
 
 def measured_by(

@@ -38,9 +38,6 @@ from permtriton.model.expert_linears import (
 )
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # what configs call their number
-# Attributes that the decorator gives to classes of experts: the only supported value, and the meaning of any other. A
-# class without the decorator is taken to have the supported values.
-SUPPORTED = {"has_post_expert_norm": (False, "it has a norm after each expert")}
 
 
 @dataclass(frozen=True)
@@ -213,9 +210,8 @@ def _release(stacked: nn.Module) -> None:
 
 def _unsupported(module: nn.Module) -> str:
     """Returns why a module with 3-D parameters cannot be unstacked; empty if it can."""
-    unusual = [meaning for flag, (value, meaning) in SUPPORTED.items() if getattr(module, flag, value) != value]
-    if unusual:
-        return f"{', '.join(unusual)}, which is not supported"
+    if getattr(module, "has_post_expert_norm", False):
+        return "it has a norm after each expert, which is not supported"
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     names = projections(module)
     if set(tensors) not in ({*names}, {*names, *map(bias_of, names)}):
