@@ -337,9 +337,9 @@ def _softmax(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, An
 
 
 def _choice(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    for each in leaves((args, kwargs)):
-        if isinstance(each, (Tensor, Crossed, ParameterValue, IndexValue)):
-            c.separate(c.ids_of(each), f"{target} selects among them by position")
+    for leaf in leaves((args, kwargs)):
+        if isinstance(leaf, (Tensor, Crossed, ParameterValue, IndexValue)):
+            c.separate(c.ids_of(leaf), f"{target} selects among them by position")
     return fx.node.map_aggregate(c.node.meta["val"], c.opaque_like)  # type: ignore[arg-type]
 
 

@@ -128,7 +128,7 @@ class Channels:
             return value
         if np.prod(value.shape) == 1:
             return torch.full(value.shape, self._scalars.setdefault(value.name, int(self.opaque(()))))
-        stored = [d for d, own in enumerate(value.dims) if own is not None]
+        stored = [d for d, stored_dim in enumerate(value.dims) if stored_dim is not None]
         dim = max((d for d in stored if value.shape[d] > 1), default=stored[-1]) if dim is None else dim
         for other in stored:
             if other != dim:
@@ -137,16 +137,16 @@ class Channels:
 
     def axis(self, value: ParameterValue, dim: int) -> Tensor:
         """Returns the channels of one stored dimension of a parameter, in the parameter's current shape."""
-        own, order = value.dims[dim], value.orders[dim]
-        assert own is not None, f"{value.name} has no dimension at position {dim}"
-        key = (value.name, own)
+        stored, order = value.dims[dim], value.orders[dim]
+        assert stored is not None, f"{value.name} has no dimension at position {dim}"
+        key = (value.name, stored)
         self.used[key] = None
         ids = self._ids[self.starts[key] : self.starts[key] + self.sizes[key]]
         return ids if order is None else ids[order]
 
     def axes(self, value: ParameterValue) -> list[Tensor]:
         """Returns the channels of every stored dimension of a parameter."""
-        return [self.axis(value, dim) for dim, own in enumerate(value.dims) if own is not None]
+        return [self.axis(value, dim) for dim, stored in enumerate(value.dims) if stored is not None]
 
     def opaque(self, shape: tuple[int, ...]) -> Tensor:
         """Returns new ids of something that is no channel, each of them different."""

@@ -89,7 +89,7 @@ def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], 
     """
     if not any(c.any_channel(other) for other in others):
         return  # each then meets the other's values one by one
-    move = [any(each) for each in zip(*(_channels_differ(c, other) for other in others), strict=True)]
+    move = [any(differing) for differing in zip(*(_channels_differ(c, other) for other in others), strict=True)]
     for part in parts:
         if not c.any_channel(part):
             continue
@@ -155,8 +155,8 @@ def _carrying(c: Channels, parameter: ParameterValue, others: Sequence[Tensor]) 
     ndim = len(parameter.shape)
     dims = [
         dim
-        for dim, own in enumerate(parameter.dims)
-        if own is not None
+        for dim, stored in enumerate(parameter.dims)
+        if stored is not None
         and parameter.shape[dim] > 1
         and any(ids.ndim >= ndim - dim and differs(ids)[dim - ndim] and c.any_channel(ids) for ids in others)
     ]

@@ -42,14 +42,14 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
     finder = _NormFinder(graph_module, model, plan.untraced)
     needed = {site.name for site in plan.sites if site.space.frozen or id(site.space) in shared}
     within_heads = {site.name for site in plan.sites if len(site.space.segments) > 1 or site.copies > 1}
-    own = {
+    own_orders = {
         site.name: _own_space(finder, site)
         for site in plan.sites
         if site.name in needed or (site.name in within_heads and o_proj == "free")
     }
-    gathered = {id(site.space) for site in plan.sites if isinstance(own.get(site.name), ChannelSpace)}
+    gathered = {id(site.space) for site in plan.sites if isinstance(own_orders.get(site.name), ChannelSpace)}
     for site in plan.sites:
-        space_or_reason = own.get(site.name)
+        space_or_reason = own_orders.get(site.name)
         if isinstance(space_or_reason, ChannelSpace):
             site.space, site.units = space_or_reason, identity(site.channels)
         elif space_or_reason and site.name in needed and (site.space.frozen or id(site.space) in gathered):
@@ -144,10 +144,10 @@ class _NormFinder:
         decides = norm.get_parameter("weight") if variant.kind == "rms" else read.meta["val"]
         if source.meta["val"].dtype != decides.dtype:
             return None, []  # where dtypes are mixed, it rounds otherwise than the norm that would replace it
-        own = {f"{name}.weight" for name in site.linears}
-        if self._untraced.reach([f"{path}.weight", *readers, *own], [site]):
+        weights = {f"{name}.weight" for name in site.linears}
+        if self._untraced.reach([f"{path}.weight", *readers, *weights], [site]):
             return None, []  # what the trace did not run may read the norm's output, too
-        return Norm(path, variant), [r for r in readers if r not in own]
+        return Norm(path, variant), [r for r in readers if r not in weights]
 
 
 def _weights_that_read(source: fx.Node) -> list[str] | None:

@@ -101,11 +101,11 @@ def run_passes(
     graph_module = copied(graph_module)
     graph_module.graph.eliminate_dead_code()
     unions = channel_unions(graph_module)
-    for each in passes:
-        name = (each.func if isinstance(each, partial) else each).__name__
+    for apply in passes:
+        name = (apply.func if isinstance(apply, partial) else apply).__name__
         before = count_operators(graph_module)
         with one_thread():
-            graph_module = each(graph_module)
+            graph_module = apply(graph_module)
         graph_module.graph.eliminate_dead_code()
         graph_module.graph.lint()
         graph_module.recompile()

@@ -268,8 +268,8 @@ class Plan:
 
     def sparsity(self, default: NMPattern) -> str:
         """Returns the patterns of its linears in words, beside the one of those that have none of their own."""
-        own = [str(pattern) for pattern in self.patterns.values() if pattern != default]
-        return in_words(str(default), own, len(self.patterns))
+        others = [str(pattern) for pattern in self.patterns.values() if pattern != default]
+        return in_words(str(default), others, len(self.patterns))
 
     def sites_of(self, space: ChannelSpace) -> list[Site]:
         """Returns the sites that ``space`` orders."""

@@ -34,15 +34,15 @@ def _linear(c: Channels, x: Any, weight: Any, bias: Any = None) -> Any:
 
 def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
     """Joins dimension 1 of a weight with the last dimension of what it is multiplied with, and records the product."""
-    columns, own = c.axis(weight, 1), weight.dims[1]
+    columns, stored = c.axis(weight, 1), weight.dims[1]
     channels, problem = c.channels_of(x)
     if problem:
         c.separate(x, problem)
         c.separate(columns, problem)
     else:
         c.unite(columns, channels, attached=True)
-    assert own is not None
-    c.linears.append(LinearCall(weight.name, own, c.node, _source(c.node, weight.name), problem))
+    assert stored is not None
+    c.linears.append(LinearCall(weight.name, stored, c.node, _source(c.node, weight.name), problem))
 
 
 def _one_order(c: Channels, x: Tensor) -> Tensor:

@@ -204,11 +204,11 @@ class _Interpreter(fx.Interpreter):
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return False
-        inputs = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
+        inputs = [before for before in node.all_input_nodes if isinstance(before.meta.get("val"), Tensor)]
         if not _is_empty(value):
             return not self._emptied.isdisjoint(inputs)
         constant = getattr(node.target, "overloadpacket", None) in CONSTANT
-        if not constant and any(not _is_empty(each.meta["val"]) or each in self._emptied for each in inputs):
+        if not constant and any(not _is_empty(before.meta["val"]) or before in self._emptied for before in inputs):
             self._emptied.add(node)
         return False
 
@@ -267,8 +267,8 @@ def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[Con
     joints = mix(np.arange(len(channels.joints)))
     reason = "the channels that move with each are joined in another order"
     return [
-        ContextChange(joint.a, mix(which[joint.a] ^ mix(which[joint.b]) ^ mix(joint.places + own)), reason)
-        for joint, own in zip(channels.joints, joints, strict=True)
+        ContextChange(joint.a, mix(which[joint.a] ^ mix(which[joint.b]) ^ mix(joint.places + mixed)), reason)
+        for joint, mixed in zip(channels.joints, joints, strict=True)
         if number[joint.a].any() or number[joint.b].any()
     ]
 

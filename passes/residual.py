@@ -39,8 +39,8 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
     holders = {path[: dot.start()] for path in inside for dot in re.finditer(r"\.", path)}
     readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)  # activation -> first node and name of each
     for path, nodes in inside.items():
-        before = {each for node in nodes for each in node.all_input_nodes if module_name(each) != path}
-        inputs = {source_of(each) for each in before if each.op != "get_attr"}
+        before = {before_it for node in nodes for before_it in node.all_input_nodes if module_name(before_it) != path}
+        inputs = {source_of(value) for value in before if value.op != "get_attr"}
         if len(inputs) == 1 and path not in holders:  # what a module with submodules computes need not read its input
             readers[inputs.pop()].append((nodes[0], path))
 
@@ -52,7 +52,7 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
         if len(paths) != 1 or {module_name(user) for user in node.users} != paths:
             return None, ""
         (path,) = paths
-        ends = [each for each in inside[path] if any(module_name(user) != path for user in each.users)]
+        ends = [value for value in inside[path] if any(module_name(user) != path for user in value.users)]
         return (ends[0] if len(ends) == 1 else None), path
 
     def reader(product: fx.Node, layer: str) -> Residual:

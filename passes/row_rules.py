@@ -36,7 +36,7 @@ def known_size(node: fx.Node, packet: Any) -> bool:
     """
     values = leaves([node.meta.get("val"), *(before.meta.get("val") for before in node.all_input_nodes)])
     sizes = [value.shape[int(packet in BY_ROWS) :] if isinstance(value, Tensor) else [value] for value in values]
-    return not any(isinstance(size, torch.SymInt) for each in sizes for size in each)
+    return not any(isinstance(size, torch.SymInt) for shape in sizes for size in shape)
 
 
 def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any]) -> Tensor | None:
@@ -51,7 +51,7 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
         None unless all rows hold the same channels, and no channel decides which are taken.
     """
     dims = _indexed(dim, index)
-    if any(differs(x)[each] for each in dims) or not c.all_channels(x):
+    if any(differs(x)[position] for position in dims) or not c.all_channels(x):
         return None
     c.touch(x)
     rest = x
@@ -71,7 +71,7 @@ def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, A
         if node[0].meta["val"].dtype == torch.bool and source.ndim <= rest:  # type: ignore[index]
             return combine(c, [args[0], args[2], index.view(*index.shape, *[1] * rest)])
         fits = source.ndim == rest + 1 and not differs(source)[0] and not c.any_channel(index)
-        if fits and not any(differs(x)[each] for each in dims):
+        if fits and not any(differs(x)[position] for position in dims):
             return combine(c, [x, source[0].expand(x.shape)])
     return c.barrier(f"{target} by an index without known values", (args, kwargs))
 
@@ -91,14 +91,14 @@ def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> 
     shape = list(first.shape)
     shape[dim] = sum(weight.shape[dim] for weight in weights)
     parts = []
-    for each in range(len(shape)):
-        axes = [c.axis(weight, each) for weight in weights]
-        if each != dim:
+    for number in range(len(shape)):
+        axes = [c.axis(weight, number) for weight in weights]
+        if number != dim:
             for axis in axes[1:]:
                 c.unite(axes[0], axis)
-        ids = torch.cat(axes) if each == dim else axes[0]
+        ids = torch.cat(axes) if number == dim else axes[0]
         c.touch(ids)
-        parts.append(ids.view([-1 if position == each else 1 for position in range(len(shape))]).expand(shape))
+        parts.append(ids.view([-1 if position == number else 1 for position in range(len(shape))]).expand(shape))
     return Crossed(tuple(parts))
 
 

@@ -25,8 +25,8 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
         ignore: patterns of linears that stay dense, whether ``targets`` names them or not.
     """
     ignored = {name: f"{IGNORED}{pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
-    wanted = _named(linears, "targets", targets) or linears
-    return ignored | {name: NOT_NAMED for name in linears if name not in wanted and name not in ignored}
+    targeted = _named(linears, "targets", targets) or linears
+    return ignored | {name: NOT_NAMED for name in linears if name not in targeted and name not in ignored}
 
 
 def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:

@@ -45,8 +45,8 @@ def find_sites(
     """
     linears = _linears(provenance, model)
     skipped = left_out(linears, targets, ignore)
-    own = own_patterns(linears, pattern)
-    patterns = dict.fromkeys(linears, sparsity) | {name: NMPattern.of_some(text)[1] for name, text in own.items()}
+    given = own_patterns(linears, pattern)
+    patterns = dict.fromkeys(linears, sparsity) | {name: NMPattern.of_some(text)[1] for name, text in given.items()}
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
     sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
     for call in provenance.linears:
@@ -56,7 +56,7 @@ def find_sites(
     for call in _prunable(calls, provenance, model, feeding, patterns, skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, feeding, skipped)
-    check_own_patterns(own, pattern, skipped)
+    check_own_patterns(given, pattern, skipped)
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
@@ -141,7 +141,7 @@ def _special(provenance: Provenance, model: nn.Module) -> dict[str, str]:
 
 def _returns_one_tensor(module: nn.Module) -> bool:
     """Whether a linear returns its product, unlike a router of a class derived from ``nn.Linear``."""
-    if type(module).forward in [each.forward for each in LINEAR_MODULES]:
+    if type(module).forward in [kind.forward for kind in LINEAR_MODULES]:
         return True
     tensors = {name: parameter.detach().to("meta") for name, parameter in module.named_parameters()}
     try:
@@ -154,7 +154,7 @@ def _returns_one_tensor(module: nn.Module) -> bool:
 
 def _holds(module: nn.Module | None, parameter: nn.Parameter) -> bool:
     """Whether a module that calls a linear has the parameter as its own; modules of several layers may share it."""
-    return module is not None and any(own is parameter for own in module.parameters(recurse=False))
+    return module is not None and any(candidate is parameter for candidate in module.parameters(recurse=False))
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
@@ -168,7 +168,7 @@ def _module_at(model: nn.Module, path: str) -> nn.Module | None:
         try:
             part = re.fullmatch(r"slice\((.+), (.+), (.+)\)", name)
             if part and isinstance(module, nn.ModuleList):
-                module = module[slice(*(None if each == "None" else int(each) for each in part.groups()))]
+                module = module[slice(*(None if number == "None" else int(number) for number in part.groups()))]
             else:
                 module = module.get_submodule(name)
         except (AttributeError, ValueError):
@@ -220,7 +220,7 @@ def _depths(graph: fx.Graph, products: Collection[fx.Node]) -> dict[fx.Node, int
     """Returns node -> the most ``products`` on one way through the graph to it, itself included."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        depths[node] = max((depths[each] for each in node.all_input_nodes), default=0) + (node in products)
+        depths[node] = max((depths[before] for before in node.all_input_nodes), default=0) + (node in products)
     return depths
 
 
@@ -249,7 +249,7 @@ class _SpaceBuilder:
         problem = next((call.problem for call in calls if call.problem), "")
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
-        layers = {layer_of(model, each) for each in names}
+        layers = {layer_of(model, name) for name in names}
         alone = len(names) == count == 1 and "" not in layers
         residual, norm = self._residual(model, calls[0].node, *layers) if alone else (Residual(), None)
         site = Site(
@@ -267,18 +267,18 @@ class _SpaceBuilder:
             residual_variant=norm,
             residual_factor=residual.factor,
         )
-        for group in dict.fromkeys(self._patterns[each].group for each in names):
+        for group in dict.fromkeys(self._patterns[name].group for name in names):
             if not space.frozen and (problem := _arrangement_problem(site, group)):
                 space.freeze(problem)
         return site
 
     def _residual(self, model: nn.Module, product: fx.Node, layer: str) -> tuple[Residual, NormVariant | None]:
         """Returns what a product is added to, and the norm that it passes before; nothing where it passes else."""
-        found = self._residual_reader(product, layer)
-        if not found.norm:
-            return found, None
-        norm = match_norm(model.get_submodule(found.norm), product.meta["val"].shape[-1])
-        return (Residual(), None) if norm is None else (found, norm)
+        residual = self._residual_reader(product, layer)
+        if not residual.norm:
+            return residual, None
+        norm = match_norm(model.get_submodule(residual.norm), product.meta["val"].shape[-1])
+        return (Residual(), None) if norm is None else (residual, norm)
 
     def _space(self, name: str, labels: np.ndarray, problem: str) -> tuple[ChannelSpace, np.ndarray]:
         """Returns the space of a site's input channels and the unit at each of them, int64 ``[channels]``.

@@ -148,10 +148,14 @@ def _remedy(model: PreTrainedModel) -> str:
     main, taken = model.main_input_name, inspect.signature(model.forward).parameters
     if main == "input_ids" or "input_ids" not in taken:
         return "Check config.json, and that transformers alone can run the model"
-    more = [name for name, each in taken.items() if name not in CONTROLS | {main} and each.kind is not each.VAR_KEYWORD]
+    others = [
+        name
+        for name, parameter in taken.items()
+        if name not in CONTROLS | {main} and parameter.kind is not parameter.VAR_KEYWORD
+    ]
     return (
         f"Calibrate it on a mapping of input_ids and {main}, one row for each sample, and what else it needs of "
-        f"{', '.join(more) or 'its inputs'}: in Python by ids=, on the command line by a .safetensors file of these "
+        f"{', '.join(others) or 'its inputs'}: in Python by ids=, on the command line by a .safetensors file of these "
         "tensors"
     )
 
@@ -248,7 +252,9 @@ def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> Expor
     exported = torch.export.export(module, inputs, named, strict=False)
     targets = {node.target for node in exported.graph.nodes}
     schemas = [getattr(target, "_schema", None) for target in targets]
-    rewritten = _vmap_increment_nesting in targets or any(each is not None and each.is_mutable for each in schemas)
+    rewritten = _vmap_increment_nesting in targets or any(
+        schema is not None and schema.is_mutable for schema in schemas
+    )
     return exported.run_decompositions({}) if rewritten else exported
 
 

@@ -61,8 +61,8 @@ def _write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: 
     config = read_json(folder / CONFIG_FILE)
     architecture = str((config.get("architectures") or [""])[0])
     auto_map = {} if hasattr(transformers, architecture) else config.get("auto_map") or {}
-    own = next((loader for loader, code in auto_map.items() if str(code).endswith(f".{architecture}")), None)
-    content = model_card(report, architecture, loads_with, name, own).encode("utf-8", "replace")
+    loader_class = next((loader for loader, code in auto_map.items() if str(code).endswith(f".{architecture}")), None)
+    content = model_card(report, architecture, loads_with, name, loader_class).encode("utf-8", "replace")
     path.write_bytes(content)
     return hashlib.sha256(content).hexdigest()
 

@@ -257,7 +257,7 @@ class PermTritonQuantizer(HfQuantizer):
         changed = {owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())}
         changed |= set(filter(is_permuted, model.modules()))
         around = {module for module in model.modules() if changed & set(module.children())}
-        for module in changed | {each for each in around if not each._non_persistent_buffers_set}:
+        for module in changed | {module for module in around if not module._non_persistent_buffers_set}:
             # transformers then does not initialize it: some classes ask for weights' shapes, which differ here.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
@@ -301,9 +301,9 @@ class PermTritonQuantizer(HfQuantizer):
         tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # not both names are missing
         names = sorted(name for name in missing - tied if not (ignored and re.search(ignored, name)))
         if names:
-            more = f" and {len(names) - 1} more" if names[1:] else ""
+            others = f" and {len(names) - 1} more" if names[1:] else ""
             raise ModelError(
-                f"the checkpoint holds no weights for {names[0]}{more}, which {type(model).__name__} needs: the "
+                f"the checkpoint holds no weights for {names[0]}{others}, which {type(model).__name__} needs: the "
                 "checkpoint is incomplete, config.json is damaged, or the checkpoint belongs to another class"
             )
 

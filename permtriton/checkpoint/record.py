@@ -100,9 +100,9 @@ def described_sparsity(record: Mapping[str, Any]) -> str:
 
 def recorded_weights(record: Mapping[str, Any]) -> dict[str, PrunedWeight]:
     """Returns pruned parameter -> its input dimension and pattern."""
-    own, sparsity = record.get("patterns", {}), record["config"]["sparsity"]
+    patterns, sparsity = record.get("patterns", {}), record["config"]["sparsity"]
     dims = record["pruned_weights"].items()
-    return {name: PrunedWeight(dim, NMPattern.parse(own.get(name, sparsity))) for name, dim in dims}
+    return {name: PrunedWeight(dim, NMPattern.parse(patterns.get(name, sparsity))) for name, dim in dims}
 
 
 def read_record(folder: Path) -> Record:

@@ -12,8 +12,8 @@ COLUMNS = ("input_ids", "text", "messages", "conversations")  # the last two hol
 def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
     """Returns the token ids at whose positions the mask, as a tokenizer that pads gives it, is not 0."""
     with reading(f"{place}: its attention_mask cannot be used", CalibrationError):
-        ids, mask = (each.tolist() if hasattr(each, "tolist") else each for each in (ids, mask))
-        return [each for each, kept in zip(ids, mask, strict=True) if kept]
+        ids, mask = (values.tolist() if hasattr(values, "tolist") else values for values in (ids, mask))
+        return [token for token, kept in zip(ids, mask, strict=True) if kept]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def documents_in(
         column_of: returns the column of a name.
         wanted: name of the column that holds the documents; empty for the first of `COLUMNS` that is there.
     """
-    column = wanted or next((each for each in COLUMNS if each in names), "text")
+    column = wanted or next((name for name in COLUMNS if name in names), "text")
     if column not in names:
         raise CalibrationError(
             f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or "

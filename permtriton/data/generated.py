@@ -98,7 +98,7 @@ def generated_text(
             return torch.cat(texts), torch.cat(surprises)
 
         share = MicroBatch(texts_at_once(model, tokens, len(starts))).run(write)
-    texts, surprises = (ranks.join(each, len(starts)) for each in share)
+    texts, surprises = (ranks.join(parts, len(starts)) for parts in share)
     if not bool(surprises.isfinite().all()):
         raise CalibrationError(
             "the text that the dense model writes is not finite: activations overflow (try "

@@ -52,7 +52,7 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
         column: column of the dataset; None for ``input_ids`` or ``text``.
         split: name of the dataset in the dictionary.
     """
-    if isinstance(data, Mapping) and data and all(hasattr(each, "column_names") for each in data.values()):
+    if isinstance(data, Mapping) and data and all(hasattr(table, "column_names") for table in data.values()):
         if split not in data:
             got = f"split is {shown(split)}" if split is not None else "no split is named"
             raise CalibrationError(

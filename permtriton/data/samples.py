@@ -101,7 +101,7 @@ class Samples:
 
     def joined(self, *others: "Samples") -> "Samples":
         """Returns these samples and then others with the same arguments."""
-        parts = [each.inputs for each in (self, *others)]
+        parts = [samples.inputs for samples in (self, *others)]
         return replace(
             self, inputs={name: torch.cat([part[name] for part in parts]) for name in self.inputs}, surplus=None
         )

@@ -59,8 +59,8 @@ class SpecialTokens:
         """Returns rows of ids, int64 ``[rows, tokens of text]``, with the special tokens around each."""
         if self.labels is None:
             return self._joined(rows)
-        own, theirs = self._sizes
-        first = (rows.shape[1] + own + theirs) // 2 - own
+        size, label_size = self._sizes
+        first = (rows.shape[1] + size + label_size) // 2 - size
         return torch.cat([self._joined(rows[:, :first]), self.labels._joined(rows[:, first:])], 1)
 
     def _joined(self, rows: Tensor) -> Tensor:
@@ -87,23 +87,23 @@ def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = Fa
     if choice == "none" or tokenizer is None:
         return NONE
     with reading("the model's tokenizer does not tokenize", CalibrationError), unchanged(tokenizer):
-        found = _found(tokenizer, "text")
+        special = _found(tokenizer, "text")
         if not halves:
-            return found
+            return special
         labels = _found(tokenizer, "text_target")
-    if not found and not labels:
-        return found
-    same = (labels.before, labels.after) == (found.before, found.after)
-    words = found.words.replace("each", "each half", 1)
+    if not special and not labels:
+        return special
+    same = (labels.before, labels.after) == (special.before, special.after)
+    words = special.words.replace("each", "each half", 1)
     if not same:
-        words = f"{found.words}, its labels {labels.words.removeprefix('each ')}"
-    return replace(found, labels=labels, words=words)
+        words = f"{special.words}, its labels {labels.words.removeprefix('each ')}"
+    return replace(special, labels=labels, words=words)
 
 
 def _found(tokenizer: Any, argument: str) -> SpecialTokens:
     whole, bare = (tokenizer(**{argument: PROBE}, add_special_tokens=flag)["input_ids"] for flag in (True, False))
     starts = range(len(whole) - len(bare) + 1)
-    start = next((each for each in starts if whole[each : each + len(bare)] == bare), None)
+    start = next((number for number in starts if whole[number : number + len(bare)] == bare), None)
     if start is None or len(whole) == len(bare):
         return NONE
     before, after = tuple(whole[:start]), tuple(whole[start + len(bare) :])

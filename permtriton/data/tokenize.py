@@ -45,18 +45,18 @@ class Encoder:
         if not len(documents):
             raise CalibrationError(f"{self.source} is empty: no text to use")
         order = torch.randperm(len(documents), generator=generator).tolist() if generator else range(len(documents))
-        found, ends = list[Tensor](), list[int]()
+        parts, ends = list[Tensor](), list[int]()
         for position in order:
             with reading(f"{self.source}: document {position + 1} cannot be read", CalibrationError):
                 document = documents[position]
             ids = self.one(document, position)
-            found.append(torch.cat([torch.tensor(self.special.end, dtype=ids.dtype), ids]) if found else ids)
-            ends.append(found[-1].numel() + (ends[-1] if ends else 0))
+            parts.append(torch.cat([torch.tensor(self.special.end, dtype=ids.dtype), ids]) if parts else ids)
+            ends.append(parts[-1].numel() + (ends[-1] if ends else 0))
             if wanted is not None and ends[-1] >= wanted:
                 break
         if not ends[-1]:
             raise CalibrationError(f"{self.source} is empty: no text to use")
-        return self.checked(torch.cat(found)), ends
+        return self.checked(torch.cat(parts)), ends
 
     def one(self, document: Any, number: int, *, ended: bool = True) -> Tensor:
         """Returns the ids of a document, not yet checked; ``ended`` is as for `token_ids`."""
@@ -68,7 +68,7 @@ class Encoder:
             ids = token_ids(document, self.tokenizer, self.source, ended=ended and whole, special=whole)
             return self.special.bare(ids)
         document = document.tolist() if hasattr(document, "tolist") else document
-        if isinstance(document, list | tuple) and document and all(isinstance(each, Mapping) for each in document):
+        if isinstance(document, list | tuple) and document and all(isinstance(turn, Mapping) for turn in document):
             return self.special.bare(self._conversation(document, place))
         if isinstance(document, list | tuple) and all(type(i) is int and -(2**63) <= i < 2**63 for i in document):
             return torch.tensor(document, dtype=torch.int64)
@@ -128,10 +128,10 @@ def token_ids(
             around = special_tokens_of(tokenizer) if special else NONE
             inner = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in parts]
             listed = [around.before, *inner, around.after]
-            ids = torch.cat([torch.tensor(each, dtype=torch.int64) for each in listed])
+            ids = torch.cat([torch.tensor(part, dtype=torch.int64) for part in listed])
         else:
-            found = tokenizer(text, add_special_tokens=special, verbose=False)
-            ids = torch.tensor(found["input_ids"], dtype=torch.int64)
+            encoded = tokenizer(text, add_special_tokens=special, verbose=False)
+            ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
         last = ids[-2:].tolist()
         behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # the end token, such as a language

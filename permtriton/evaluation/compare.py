@@ -302,14 +302,14 @@ def compare(
     # All texts are read before the first compilation, so that one that cannot be read costs no work.
     runs = {row: [run_of(row, seed) for seed in seeds] for row in rows}
     if kept.results:
-        keys = [kept.key(), *(key for each in runs.values() for key, _ in each)]
+        keys = [kept.key(), *(key for row_runs in runs.values() for key, _ in row_runs)]
         known = sum(key in kept.results for key in keys)
         progress.say(f"{known} of {len(keys)} results (a row with one seed each) are kept in {kept.path}")
     dense = kept.get(kept.key(), partial(benchmark.measured, benchmark.dense, None, progress))
     results = [Row.of(None, [dense])]
     finished(results[0])
-    for row, each in runs.items():
-        results.append(Row.of(row, [kept.get(key, compiled) for key, compiled in each]))
+    for row, row_runs in runs.items():
+        results.append(Row.of(row, [kept.get(key, compiled) for key, compiled in row_runs]))
         finished(results[-1])
     return results
 
@@ -324,7 +324,7 @@ def _methods(words: Words) -> list[Method]:
     """Returns the methods: names, as `_parts`, and lists of steps."""
     if words is None or isinstance(words, str):
         return list(_parts(words, "methods"))
-    return [part for each in words for part in (_parts(each, "methods") if isinstance(each, str) else [each])]
+    return [part for method in words for part in (_parts(method, "methods") if isinstance(method, str) else [method])]
 
 
 def _parts(words: Words, name: str = "") -> list[str]:

@@ -120,9 +120,9 @@ def _name(method: Method) -> str:
 
 
 def _step_name(step: Step) -> str:
-    own = [option.name for option in fields(step) if getattr(step, option.name) != option.default]  # type: ignore[arg-type]
-    options = ", ".join(f"{name}={getattr(step, name)}" for name in own)
-    return step.name + f" ({options})" * bool(own)
+    changed = [option.name for option in fields(step) if getattr(step, option.name) != option.default]  # type: ignore[arg-type]
+    options = ", ".join(f"{name}={getattr(step, name)}" for name in changed)
+    return step.name + f" ({options})" * bool(changed)
 
 
 def row_configs(
@@ -143,7 +143,7 @@ def row_configs(
     """
     option = None if ablate is None else _ablated(ablate)
     methods = methods or (tuple(METHODS) if ablate is None else (DEFAULT,))
-    found = []
+    rows = []
     for pattern in patterns or [config_from({**options, "recipe": DEFAULT}, model=model).sparsity]:
         for method in methods:
             settings = settings_of(method)
@@ -151,15 +151,15 @@ def row_configs(
             config = config_from(fixed, model=model)
             row = RowConfig(_name(method), str(pattern), "", config, frozenset(settings))
             if option is None:
-                found.append(row)
+                rows.append(row)
                 continue
             if not has_effect(option, config):
                 raise ConfigError(f"--ablate {ablate} has no effect on the method {row.method}: choose other --methods")
             for text in values:
                 config = config_from({**fixed, option.name: text}, model=model)
                 setting = f"{option.name} {text if option.several else option.convert(text)}"
-                found.append(replace(row, pattern=str(config.sparsity), setting=setting, config=config))
-    return list(dict.fromkeys(found))
+                rows.append(replace(row, pattern=str(config.sparsity), setting=setting, config=config))
+    return list(dict.fromkeys(rows))
 
 
 def _ablated(name: str) -> Option:

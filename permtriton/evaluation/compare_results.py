@@ -139,8 +139,8 @@ class Row(Distances):
             known = [value for value in values if value is not None]
             return statistics.fmean(known) if len(known) == len(measured) else None
 
-        values = [each.cosine if each.perplexity is None else each.perplexity for each in measured]
-        peaks = [each.peak_bytes for each in measured if each.peak_bytes is not None]
+        values = [run.cosine if run.perplexity is None else run.perplexity for run in measured]
+        peaks = [run.peak_bytes for run in measured if run.peak_bytes is not None]
         return cls(
             method=config.method if config else DENSE,
             pattern=config.pattern if config else "",
@@ -149,13 +149,13 @@ class Row(Distances):
             values=values,
             mean=statistics.fmean(values),
             spread=statistics.stdev(values) if len(values) > 1 else 0.0,
-            **{name: mean(getattr(each, name) for each in measured) for name in DISTANCES},
-            tasks={name: mean(each.tasks[name] for each in measured) for name in measured[0].tasks},
-            accuracy=mean(each.accuracy for each in measured),
-            seconds=round(sum(each.seconds for each in measured), 1),
-            compile_seconds=round(sum(each.compile_seconds for each in measured), 1),
+            **{name: mean(getattr(run, name) for run in measured) for name in DISTANCES},
+            tasks={name: mean(run.tasks[name] for run in measured) for name in measured[0].tasks},
+            accuracy=mean(run.accuracy for run in measured),
+            seconds=round(sum(run.seconds for run in measured), 1),
+            compile_seconds=round(sum(run.compile_seconds for run in measured), 1),
             peak_bytes=max(peaks) if len(peaks) == len(measured) else None,
-            by_seed=[asdict(each) for each in measured],
+            by_seed=[asdict(run) for run in measured],
         )
 
     def to_dict(self) -> dict[str, Any]:

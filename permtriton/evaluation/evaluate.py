@@ -91,10 +91,10 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
     eval_data = selected(args.eval_data, args.text_column, args.split)
     name, tokenizer, against = "", args.tokenizer, args.against
     hidden_order = None if args.hidden_order is None else _checked_order(model, args.hidden_order)
-    own = {"gguf_file": args.gguf_file, "revision": args.revision}
-    loading = {name: value for name, value in args.loading.items() if name not in own}
+    location = {"gguf_file": args.gguf_file, "revision": args.revision}
+    loading = {name: value for name, value in args.loading.items() if name not in location}
     of_the_dense = against is not None and isinstance(model, PreTrainedModel)  # they say how that one is loaded
-    source = source_of(model, **({} if of_the_dense else loading), **own)
+    source = source_of(model, **({} if of_the_dense else loading), **location)
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
@@ -166,7 +166,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
     with shown.stage("load", 0):
         dense, dense_tokenizer = load.load_original(against, progress=shown)
     tokenizers = map(tokenizer_of, (tokenizer, dense_tokenizer))
-    vocabularies = [each.get_vocab() for each in tokenizers if hasattr(each, "get_vocab")]
+    vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers if hasattr(tokenizer, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
         raise ModelError(
             "the tokenizers of both models have different vocabularies, so the same text is not the same for them: "

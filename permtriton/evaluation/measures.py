@@ -122,7 +122,7 @@ class Distances:
     )
 
 
-DISTANCES: Mapping[str, Distance] = {each.name: each.metadata["distance"] for each in fields(Distances)}
+DISTANCES: Mapping[str, Distance] = {member.name: member.metadata["distance"] for member in fields(Distances)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,11 @@ def measure_samples(
     distances = {}
     if dense is not None:
         check_comparable(model, dense, samples.tokens)
-        distances = {name: each for name, each in DISTANCES.items() if model.can_generate() or each.output != "logits"}
+        distances = {
+            name: distance
+            for name, distance in DISTANCES.items()
+            if model.can_generate() or distance.output != "logits"
+        }
     count, first, counted = len(samples), first_predicted(model, samples), samples.counted
     turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # the same for all ranks, which may run in step
 
@@ -177,19 +181,21 @@ def measure_samples(
             for part in ranks.parts(turns, size):
                 rows, new = samples[part % count], int((part < count).sum())  # the last turns may repeat windows
                 started = time.perf_counter()
-                own = _outputs(model, rows, hidden=dense is not None)
+                actual = _outputs(model, rows, hidden=dense is not None)
                 if model.device.type == "cuda":
                     torch.cuda.synchronize(model.device)
                 sums["seconds"] += time.perf_counter() - started
-                expected = None if dense is None else own if dense is model else _outputs(dense, rows, hidden=True)
-                for name, outputs in {"loss": own, "dense_loss": expected}.items():
+                expected = None if dense is None else actual if dense is model else _outputs(dense, rows, hidden=True)
+                for name, outputs in {"loss": actual, "dense_loss": expected}.items():
                     if outputs is not None and tokens is not None:
                         sums[name] += next_token_loss(outputs["logits"][:new], tokens[part[:new]], first)
                 if expected is not None:
                     expected = {**expected, "hidden": _in_order(expected["hidden"], hidden_order)}
-                    sums["positions"] += own["hidden"][:new, counted].shape[:-1].numel()
+                    sums["positions"] += actual["hidden"][:new, counted].shape[:-1].numel()
                     for name, distance in distances.items():
-                        output, dense_output = (each[distance.output][:new, counted] for each in (own, expected))
+                        output, dense_output = (
+                            outputs[distance.output][:new, counted] for outputs in (actual, expected)
+                        )
                         sums[name] += distance.total(output, dense_output.to(output.device))
                 advance(len(rows))
         return sums
@@ -199,7 +205,9 @@ def measure_samples(
     measures = Measures(
         perplexity=perplexity_of(model, sums["loss"], number),
         dense_perplexity=None if dense is None else perplexity_of(dense, sums["dense_loss"], number),
-        **{name: _finite(each.short, sums[name] / sums["positions"], model) for name, each in distances.items()},
+        **{
+            name: _finite(distance.short, sums[name] / sums["positions"], model) for name, distance in distances.items()
+        },
     )
     return measures, sums["seconds"]
 
@@ -267,10 +275,10 @@ def _change(model: PreTrainedModel, window: Tensor) -> float:
 
 def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int) -> None:
     """Refuses a dense model that is not one of the same kind and size as the model, or takes shorter windows."""
-    texts = [each.config.get_text_config() for each in (model, dense)]
+    texts = [network.config.get_text_config() for network in (model, dense)]
     facts: dict[str, list[Any]] = {
-        "has a vocabulary of {}": [getattr(each, "vocab_size", None) for each in texts],
-        "has a hidden size of {}": [getattr(each, "hidden_size", None) for each in texts],
+        "has a vocabulary of {}": [getattr(config, "vocab_size", None) for config in texts],
+        "has a hidden size of {}": [getattr(config, "hidden_size", None) for config in texts],
         "{}": [_kind(model), _kind(dense)],
     }
     for what, (own, expected) in facts.items():
@@ -353,9 +361,9 @@ class HeldOutMeasure:
         stream.forward()
         total, first = 0.0, first_predicted(model, self.samples)
         with self._progress.stage("evaluate", len(self.samples)) as advance, without_cache(model):
-            for rows, hidden, own in zip(batches, stream.hidden, tokens.split(self._batch), strict=True):
+            for rows, hidden, targets in zip(batches, stream.hidden, tokens.split(self._batch), strict=True):
                 with stream.returning(hidden):
                     logits = model(**rows.to(model.device, model.dtype).inputs).logits
-                total += next_token_loss(logits, own, first)
+                total += next_token_loss(logits, targets, first)
                 advance(len(rows))
         return perplexity_of(model, total, tokens.numel())

@@ -64,8 +64,8 @@ def page_of(
     lead, group = sections.verdict(folders), folders[0].pattern
     if all(folder.pattern == group for folder in folders):
         lead += f" Of every {group.group} consecutive weights of a row, {group.kept} are kept"
-        own = any("patterns" in folder.record for folder in folders)
-        lead += ", but in linears with a pattern of their own." if own else "."
+        mixed = any("patterns" in folder.record for folder in folders)
+        lead += ", but in linears with a pattern of their own." if mixed else "."
     return Page(
         title=f"{', '.join(models)} at {', '.join(patterns)}{count}",
         lead=lead,

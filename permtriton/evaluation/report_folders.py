@@ -64,8 +64,8 @@ class Compiled(Folder):
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
     """Reads what permtriton recorded in each folder."""
     compiled = [Compiled.open(folder) for folder in folders]
-    for each, label in zip(compiled, _labels([real_path(each.path) for each in compiled]), strict=True):
-        each.label = label
+    for folder, label in zip(compiled, _labels([real_path(folder.path) for folder in compiled]), strict=True):
+        folder.label = label
     return compiled
 
 
@@ -102,12 +102,12 @@ def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 12
     """
     masks = {folder.label: Masks(folder.record, folder.pruned, folder.tensor) for folder in folders}
     if linear is None:
-        common = set[str].intersection(*(set(each.linears) for each in masks.values()))
+        common = set[str].intersection(*(set(of_folder.linears) for of_folder in masks.values()))
         names = [name for name in next(iter(masks.values())).linears if name in common]
         linear = next((name for name in reversed(names) if layer_number(name) == layer_number(names[0])), "")
     if not linear:
         return []
-    for label, each in masks.items():
-        if linear not in each.linears:
-            raise ConfigError(f"{label} prunes no linear {linear!r}; the names are such as {each.linears[-1]}")
-    return [MaskCorner(label, linear, each.mask(linear)[:size, :size]) for label, each in masks.items()]
+    for label, of_folder in masks.items():
+        if linear not in of_folder.linears:
+            raise ConfigError(f"{label} prunes no linear {linear!r}; the names are such as {of_folder.linears[-1]}")
+    return [MaskCorner(label, linear, of_folder.mask(linear)[:size, :size]) for label, of_folder in masks.items()]

@@ -42,7 +42,7 @@ def colour(number: int) -> str:
 
 def legend(series: Sequence[Series]) -> list[tuple[str, str]]:
     """Returns the colour and the name of each thing that series are of."""
-    return list({each.name: (each.colour, each.name) for each in series}.values())
+    return list({curve.name: (curve.colour, curve.name) for curve in series}.values())
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def chart(
         reference: name and value of a horizontal line.
     """
     left, right, top, bottom = EDGES
-    points = [point for each in series for point in each.points]
+    points = [point for curve in series for point in curve.points]
     values = [y for _, y in points] + ([reference[1]] if reference else [])
     xs = Scale.around([x for x, _ in points], left + 8, right - 8, log=log[0])
     ys = Scale.around(values, bottom, top + LINE, log=log[1])
@@ -119,9 +119,9 @@ def chart(
         height = ys.place(reference[1])
         parts.append(_line(left, height, right, "--ink", ' stroke-dasharray="5 4"'))
         parts.append(_text(left + 4, height - 5, reference[0], colour="--ink"))
-    drawn = [[(xs.place(x), ys.place(y)) for x, y in each.points] for each in series]
-    for each, places in zip(series, drawn, strict=True):
-        parts += _series(each, places)
+    drawn = [[(xs.place(x), ys.place(y)) for x, y in curve.points] for curve in series]
+    for curve, places in zip(series, drawn, strict=True):
+        parts += _series(curve, places)
     parts += _labels(series, drawn)
     return _svg(parts, f"0 0 {WIDTH} {HEIGHT}")
 
@@ -154,8 +154,8 @@ def _series(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[s
 def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, float]]]) -> Iterator[str]:
     """Yields the labels: right of their points, or left where there is no room, and above those in the way."""
     taken: list[tuple[float, float, float]] = []
-    for each, places in zip(series, drawn, strict=True):
-        for (x, y), label in zip(places, each.labels, strict=False):
+    for curve, places in zip(series, drawn, strict=True):
+        for (x, y), label in zip(places, curve.labels, strict=False):
             width = len(label) * LETTER
             left, height = x + 6 if x + 6 + width < WIDTH else x - 6 - width, y - 6
             while any(left < end and start < left + width and abs(height - at) < LINE for start, end, at in taken):

@@ -78,15 +78,15 @@ def verdict(folders: Sequence[Compiled]) -> str:
 def measures_of(folders: Sequence[Compiled]) -> list[tuple[Any, ...]]:
     """Returns in which ways the folders that were measured were: measure, model, text and the dense model's value."""
     measured = [(folder, folder.record["evaluation"]) for folder in folders if "dense" in folder.record["evaluation"]]
-    ways = ((each["measure"], folder.model, each.get("text"), f"{each['dense']:.4g}") for folder, each in measured)
+    ways = ((entry["measure"], folder.model, entry.get("text"), f"{entry['dense']:.4g}") for folder, entry in measured)
     return list(dict.fromkeys(ways))
 
 
 def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Section:
     """How good the dense and the compiled models are, what they took, and the result of ``permtriton compare``."""
     evaluations = [folder.record["evaluation"] for folder in folders]
-    measures = dict.fromkeys(each["measure"] for each in evaluations if "dense" in each)
-    measured = [(each["dense"], each["compiled"]) if "dense" in each else (None, None) for each in evaluations]
+    measures = dict.fromkeys(entry["measure"] for entry in evaluations if "dense" in entry)
+    measured = [(entry["dense"], entry["compiled"]) if "dense" in entry else (None, None) for entry in evaluations]
     ratios = [compiled / dense if dense and compiled is not None else None for dense, compiled in measured]
     cells = zip(
         (folder.label for folder in folders),
@@ -107,7 +107,7 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     for folder in folders:
         if folder.is_quantized:
             text += f" {folder.label}: measured before its weights lost bits; permtriton evaluate measures it as it is."
-    texts = dict.fromkeys(Path(each["text"]).name for each in evaluations if {"dense", "text"} <= each.keys())
+    texts = dict.fromkeys(Path(entry["text"]).name for entry in evaluations if {"dense", "text"} <= entry.keys())
     caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
     tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]
     pictures = list(_quality(folders, measured, name))
@@ -188,8 +188,8 @@ def search(folders: Sequence[Compiled]) -> Section:
     for number, folder in enumerate(folders):
         for step in folder.record["steps"]:
             by_step.setdefault(step["name"], []).append((number, folder, step))
-    found = [draw(name, reports) for draw in (_history, _errors) for name, reports in by_step.items()]
-    pictures = [picture for picture in found if picture is not None]
+    drawn = [draw(name, reports) for draw in (_history, _errors) for name, reports in by_step.items()]
+    pictures = [picture for picture in drawn if picture is not None]
     text = (
         "How the loss on the calibration text fell while an order was searched or learned or kept weights were "
         "trained, and the error of each layer. Step 0 is the state before. Losses of different steps do not compare."
@@ -215,7 +215,7 @@ def _history(name: str, reports: Reports) -> Picture | None:
             words.append(f"{folder.label}: {last['moved']:,} channels are elsewhere after {place}.")
     if not series:
         return None
-    both = any(each.look == "dashed" for each in series)
+    both = any(curve.look == "dashed" for curve in series)
     caption = f"Step {name}: loss by {unit}{'; dashed on its samples, solid held out' * both}. {' '.join(words)}"
     points = series[0].points
     alt = f"Step {name}: from {points[0][1]:.4f} to {points[-1][1]:.4f} in {len(points) - 1} {unit}s"

@@ -41,7 +41,7 @@ def modules_of(source: Source) -> list[str]:
 def _named(path: Path) -> list[str]:
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         named = [PurePosixPath(entry["path"]) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        return [str(each) for each in named if each.parts and ".." not in each.parts and not each.is_absolute()]
+        return [str(path) for path in named if path.parts and ".." not in path.parts and not path.is_absolute()]
     return []
 
 
@@ -69,11 +69,11 @@ def left_out(source: Source) -> list[str]:
     if source.gguf is not None or source.folder is None or source.name == DEMO:
         return []
     modules = modules_of(source)
-    own = {file.name for file in checkpoint_files(source.folder)}
-    inside = {WITH_THE_TOKENIZER, *(each.split("/")[0] for each in modules)}
-    folders = [f"{each.name}/" for each in source.folder.iterdir() if each.is_dir() and each.name not in inside]
-    files = [name for name, comes in _files(source.folder, modules) if not comes and name not in own]
-    return [each for each in sorted([*folders, *files]) if not each.startswith((".", "_")) and not _is(each, WRITTEN)]
+    weights = {file.name for file in checkpoint_files(source.folder)}
+    inside = {WITH_THE_TOKENIZER, *(name.split("/")[0] for name in modules)}
+    folders = [f"{path.name}/" for path in source.folder.iterdir() if path.is_dir() and path.name not in inside]
+    files = [name for name, comes in _files(source.folder, modules) if not comes and name not in weights]
+    return [name for name in sorted([*folders, *files]) if not name.startswith((".", "_")) and not _is(name, WRITTEN)]
 
 
 def _files(folder: Path, modules: list[str]) -> Iterator[tuple[str, bool]]:

@@ -57,9 +57,11 @@ def output_and_states(
         except Exception:  # of any kind, from a class that has none to return; an error of another cause comes again
             result = model(**arguments)
     named = {name: result[name] or () for name in STATES if isinstance(result, Mapping) and name in result}
-    tensors = {name: [each for each in states if isinstance(each, Tensor)] for name, states in named.items()}
-    tensors |= {LAST: [each for each in last[-1:] if isinstance(each, Tensor)], EMBEDDED: embedded}
-    return result[0].float().cpu(), {name: [each.float().cpu() for each in states] for name, states in tensors.items()}
+    tensors = {name: [state for state in states if isinstance(state, Tensor)] for name, states in named.items()}
+    tensors |= {LAST: [state for state in last[-1:] if isinstance(state, Tensor)], EMBEDDED: embedded}
+    return result[0].float().cpu(), {
+        name: [state.float().cpu() for state in states] for name, states in tensors.items()
+    }
 
 
 def relative_difference(expected: Tensor, got: Tensor) -> float:
@@ -78,7 +80,7 @@ def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
     if expected.shape != got.shape:
         return False
     tokens = tuple(range(expected.ndim - 1))
-    size_C, error_C = (each.double().square().mean(tokens).sqrt() for each in (expected, got - expected))
+    size_C, error_C = (values.double().square().mean(tokens).sqrt() for values in (expected, got - expected))
     rounding = TOLERANCE[dtype] * size_C.median()
     return bool((error_C <= (size_C / 2).clamp_min(rounding)).all())  # NaN, too, is refused
 

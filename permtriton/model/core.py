@@ -70,8 +70,8 @@ def check_towers(model: PreTrainedModel) -> None:
     """Refuses a model that only compares the outputs of several others, as CLIP does: it has no last hidden state."""
     inner = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
     returned = inspect.signature(model.forward).return_annotation
-    outputs = [each for each in get_args(returned) or (returned,) if dataclasses.is_dataclass(each)]
-    embeddings = [field.name for each in outputs for field in dataclasses.fields(each) if "_embeds" in field.name]
+    outputs = [kind for kind in get_args(returned) or (returned,) if dataclasses.is_dataclass(kind)]
+    embeddings = [field.name for output in outputs for field in dataclasses.fields(output) if "_embeds" in field.name]
     if len(inner) > 1 and len(embeddings) > 1:
         first = next(iter(inner))
         towers = " and ".join(f"{name} ({type(child).__name__})" for name, child in inner.items())
@@ -119,5 +119,5 @@ def recorded_embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         embedded.extend([output] if isinstance(output, Tensor) else [])
 
     tables = [table] if taken and isinstance(table, nn.Module) else []
-    with hooked(each.register_forward_hook(add) for each in tables):
+    with hooked(module.register_forward_hook(add) for module in tables):
         yield embedded

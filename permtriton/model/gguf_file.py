@@ -76,8 +76,8 @@ def read_gguf(path: Path) -> GgufFile:
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
         file = _reader()(path)
         stored = {
-            str(each.name): StoredTensor(path, each.tensor_type.name, tuple(map(int, reversed(each.shape))))
-            for each in file.tensors
+            str(tensor.name): StoredTensor(path, tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))))
+            for tensor in file.tensors
         }
         if "split.count" in file.fields and (parts := file.fields["split.count"].contents()) > 1:
             raise ModelError(f"{path} is one of {parts} parts: merge them with llama-gguf-split --merge")
@@ -91,7 +91,7 @@ def read_gguf(path: Path) -> GgufFile:
         factors = {
             str(e.name): e.data.tolist() for e in file.tensors if e.name.startswith(FACTORS) and (e.data != 1).any()
         }
-        biases = frozenset(str(each.name) for each in file.tensors if each.name.endswith(".bias") and each.data.any())
+        biases = frozenset(str(info.name) for info in file.tensors if info.name.endswith(".bias") and info.data.any())
     check_counts(header, str(path))
     return GgufFile(path, stored, header, factors, biases)
 
@@ -182,13 +182,13 @@ def _check_rotation(file: GgufFile, config: Any) -> None:
         return
     by_layer = "rope_type" not in rope
     kinds = list(rope.values()) if by_layer else [rope]
-    types = [each["rope_type"] for each in kinds]
+    types = [kind["rope_type"] for kind in kinds]
     if file.factors and set(types) == {"default"} and not _takes_factors(config, file.factors):
         raise ModelError(f"{file.path}: transformers does not use {min(file.factors)}, {ANOTHER}")
     known = {
-        "freq_base": [each["rope_theta"] for each in kinds],
+        "freq_base": [kind["rope_theta"] for kind in kinds],
         "scaling.type": [*types, "none"],
-        "scaling.factor": [*(each["factor"] for each in kinds if "factor" in each), 1, 0],
+        "scaling.factor": [*(kind["factor"] for kind in kinds if "factor" in kind), 1, 0],
     }
     known["scale_linear"] = known["scaling.factor"]  # its older name
     if "sliding_attention" in rope:

@@ -169,15 +169,15 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
     Without them the model computes something else. Heads, further layers and masks may be left out.
     """
     inner = f"{model.base_model_prefix}."
-    used = {each.removeprefix(inner) for each in (stored.keys() - unused) | model.state_dict().keys()}
+    used = {name.removeprefix(inner) for name in (stored.keys() - unused) | model.state_dict().keys()}
     for tensor in sorted(unused):
-        own = tensor.removeprefix(inner)
-        if own.rpartition("_scale")[0] in used:
+        inside = tensor.removeprefix(inner)
+        if inside.rpartition("_scale")[0] in used:
             raise ModelError(
                 f"{name}: transformers does not use {tensor}, the scale of quantized weights, which mean nothing "
                 "without it: give a dequantized model"
             )
-        if own.endswith(".bias") and own.removesuffix("bias") + "weight" in used and _is_not_zero(stored, tensor):
+        if inside.endswith(".bias") and inside.removesuffix("bias") + "weight" in used and _is_not_zero(stored, tensor):
             raise ModelError(
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"

@@ -56,7 +56,7 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
             )
     dtype = dtype_of(source)
     if dtype == "auto" and model.config.dtype is None:
-        dtype = next((DTYPES[each.dtype] for each in stored.values() if each.dtype in DTYPES), dtype)
+        dtype = next((DTYPES[tensor.dtype] for tensor in stored.values() if tensor.dtype in DTYPES), dtype)
     if isinstance(dtype, torch.dtype):
         model = nn.Module.to(model, dtype=dtype)
     return model, load_processor(source, model)

@@ -78,8 +78,10 @@ def check_weights(model: PreTrainedModel) -> None:
 
 def _check_memory(model: PreTrainedModel) -> None:
     """Refuses two parameters in the same memory: what is changed in one would change the other, too."""
-    there = [(each.data_ptr(), each.nbytes, name) for name, each in model.named_parameters() if not each.is_meta]
-    for (start, size, name), (following, _, other) in pairwise(sorted(each for each in there if each[1])):
+    there = [
+        (tensor.data_ptr(), tensor.nbytes, name) for name, tensor in model.named_parameters() if not tensor.is_meta
+    ]
+    for (start, size, name), (following, _, other) in pairwise(sorted(extent for extent in there if extent[1])):
         if following < start + size:
             raise ModelError(
                 f"{name} and {other} share memory, but are two parameters: make one nn.Parameter of them (tied "

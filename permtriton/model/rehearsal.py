@@ -37,15 +37,15 @@ def check_made_by_config(model: PreTrainedModel) -> None:
             made = type(model)._from_config(deepcopy(model.config))  # it writes to the config
     except Exception:  # a class with code of its own, which reads values; the saved folder is loaded at the end
         return
-    expected: dict[str, list[int] | None] = {each: list(weight.shape) for each, weight in made.named_parameters()}
+    expected: dict[str, list[int] | None] = {name: list(weight.shape) for name, weight in made.named_parameters()}
     for prefix, module in made.named_modules():
-        expected |= {f"{prefix}.{each}": None for each, weight in module._parameters.items() if weight is None}
-    found = {each: list(weight.shape) for each, weight in model.named_parameters()}
-    for each, shape in expected.items():
-        if found.get(each) != shape:
+        expected |= {f"{prefix}.{name}": None for name, weight in module._parameters.items() if weight is None}
+    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    for name, shape in expected.items():
+        if shapes.get(name) != shape:
             raise ModelError(
                 f"this {type(model).__name__} differs from what its class makes of its config, so that it could not be "
-                f"loaded again: {each} is {found.get(each, 'missing or tied')}, expected {shape or 'none'}: "
+                f"loaded again: {name} is {shapes.get(name, 'missing or tied')}, expected {shape or 'none'}: "
                 "change the config, give a model of the class that is made so, or undo what changed this one (merge "
                 "adapters, remove parametrizations, compile no module inside)"
             )

@@ -63,8 +63,8 @@ def check_file(
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
         for read in map(Path, filter(os.path.exists, reads)):  # which takes names that are too long
-            within = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
-            inside = within and output.suffix != ".html" and not ours(output)
+            in_folder = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
+            inside = in_folder and output.suffix != ".html" and not ours(output)
             if inside or real_path(output) == real_path(read):
                 raise OutputError(
                     f"output {output} is {'a file of ' * inside}{read}, which this command reads: choose another name"
@@ -77,7 +77,9 @@ def check_file(
 def is_mount_point(path: Path) -> bool:
     """Returns whether a resolved path is a mount point, whose name no rename can give to something else."""
     # os.path.ismount misses what is bound to another place of the same file system
-    return os.path.ismount(path) or str(path) in (each.mountpoint for each in psutil.disk_partitions(all=True))
+    return os.path.ismount(path) or str(path) in (
+        partition.mountpoint for partition in psutil.disk_partitions(all=True)
+    )
 
 
 def check_parent(output: Path) -> None:

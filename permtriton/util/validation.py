@@ -38,7 +38,9 @@ def _checker(form: Any) -> Any:
     entries: Any = TypedDict
     if is_dataclass(form):
         types = get_type_hints(form, include_extras=True)
-        optional = {each.name for each in fields(form) if (each.default, each.default_factory) != (MISSING, MISSING)}
+        optional = {
+            option.name for option in fields(form) if (option.default, option.default_factory) != (MISSING, MISSING)
+        }
         form = entries(
             str(form), {name: NotRequired[kind] if name in optional else kind for name, kind in types.items()}
         )
