@@ -9,13 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.checkpoint.record import Record, Rows
+from permtriton.checkpoint.record import Record, RowsEntry
 from permtriton.passes.edits import moves_of
 from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
 from permtriton.util.permutation import inverse, moved
 
 
-def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[Rows]:
+def rows_report(model: PreTrainedModel, plan: Plan, indices: Mapping[str, Tensor]) -> list[RowsEntry]:
     """Returns the order of the output channels of the pruned linears whose rows moved; equal orders are one entry.
 
     Returns:

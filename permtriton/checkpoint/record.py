@@ -50,14 +50,14 @@ Record = dict[str, Any]  # all entries of ``permtriton.json``, which docs/format
 
 
 @with_config(OPEN)
-class Config(TypedDict):
+class ConfigEntry(TypedDict):
     """The options of a compilation."""
 
     sparsity: Pattern
 
 
 @with_config(OPEN)
-class Site(TypedDict):
+class SiteEntry(TypedDict):
     """A site and the order of its channels: channel ``j`` was channel ``index[j]`` of the dense model."""
 
     name: str
@@ -65,14 +65,14 @@ class Site(TypedDict):
     index: Index
 
 
-class Rows(TypedDict):
+class RowsEntry(TypedDict):
     """Linears whose rows moved: row ``j`` was row ``index[j]`` of the dense model."""
 
     linears: list[str]
     index: Index
 
 
-class File(TypedDict):
+class FileEntry(TypedDict):
     """A file of weights."""
 
     bytes: Integer
@@ -80,17 +80,17 @@ class File(TypedDict):
 
 
 @with_config(OPEN)
-class Read(TypedDict):
+class ReadEntries(TypedDict):
     """The entries that permtriton works with when it reads a record again."""
 
     model: str
-    config: Config
-    sites: list[Site]
-    rows: list[Rows]
+    config: ConfigEntry
+    sites: list[SiteEntry]
+    rows: list[RowsEntry]
     hidden_states: dict[str, Any]
     pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]  # parameter -> its input dimension
     patterns: NotRequired[dict[str, Pattern]]  # parameter -> its pattern, where it is not that of the config
-    files: dict[str, File]
+    files: dict[str, FileEntry]
 
 
 def described_sparsity(record: Mapping[str, Any]) -> str:
@@ -113,7 +113,9 @@ def read_record(folder: Path) -> Record:
             f"{folder} was not written by permtriton (it holds no {REPORT_FILE}): give an output of permtriton compile"
             f". {PRUNED_ELSEWHERE}"
         )
-    return dict(checked(Read, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged")))
+    return dict(
+        checked(ReadEntries, read_json(path), lambda problem: ModelError(f"{path}: {problem}: the file is damaged"))
+    )
 
 
 def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) -> Record | None:
