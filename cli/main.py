@@ -112,7 +112,6 @@ def _permtriton(
 
 
 def main() -> None:
-    """Runs the command line."""
     app()
 
 

@@ -24,19 +24,12 @@ SHAPE, TOKENS = (128, 128), 16  # of the linear that kernels are tried on
 
 @dataclass(frozen=True)
 class Check:
-    """The outcome of one check.
+    """The outcome of one check."""
 
-    Attributes:
-        name: what was tried.
-        outcome: ``works``, ``not here`` (this machine lacks what it needs, which is no fault) or ``fails``.
-        detail: what ran, or why it did not work.
-        seconds: time that it took.
-    """
-
-    name: str
-    outcome: str
-    detail: str
-    seconds: float
+    name: str  # what was tried
+    outcome: str  # ``works``, ``not here`` (this machine lacks what it needs, which is no fault) or ``fails``
+    detail: str  # what ran, or why it did not work
+    seconds: float  # time that it took
 
 
 def self_test() -> list[Check]:

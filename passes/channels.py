@@ -30,36 +30,24 @@ AxisKey = tuple[str, int]  # a parameter and one of its dimensions
 
 @dataclass(frozen=True)
 class ContextChange:
-    """What one operator adds to the contexts of some channels.
+    """What one operator adds to the contexts of some channels."""
 
-    Attributes:
-        ids: int64, channel ids.
-        context: uint64 of the same shape, or one for all channels.
-        reason: Why channels with different contexts may not change places.
-    """
-
-    ids: np.ndarray
-    context: np.ndarray
-    reason: str
+    ids: np.ndarray  # int64, channel ids
+    context: np.ndarray  # uint64 of the same shape, or one for all channels
+    reason: str  # why channels with different contexts may not change places
 
 
 @dataclass(frozen=True)
 class Joint:
-    """Channels that a node joins, pair by pair.
+    """Channels that a node joins, pair by pair."""
 
-    Attributes:
-        node: Name of the node.
-        a: int64, channel ids.
-        b: int64 of the same shape: channel ``b[i]`` moves together with ``a[i]``.
-        attached: Whether one of each pair belongs to a parameter that acts on the other (a bias, a norm vector, a
-            column), so that both have the same role.
-        places: uint64 of the same shape, or one for all: at which of its places in the tensors each pair is joined.
-    """
-
-    node: str
-    a: np.ndarray
-    b: np.ndarray
+    node: str  # name of the node
+    a: np.ndarray  # int64, channel ids
+    b: np.ndarray  # int64 of the same shape: channel ``b[i]`` moves together with ``a[i]``
+    # whether one of each pair belongs to a parameter that acts on the other (a bias, a norm vector, a column), so that
+    # both have the same role
     attached: bool
+    # uint64 of the same shape, or one for all: at which of its places in the tensors each pair is joined
     places: np.ndarray
 
 
@@ -163,11 +151,9 @@ class Channels:
         return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.opaque_like(ids))
 
     def any_channel(self, ids: Tensor) -> bool:
-        """Whether any element is a channel."""
         return self._in_range(ids) or bool((unexpanded(ids) > 0).any())
 
     def all_channels(self, ids: Tensor) -> bool:
-        """Whether every element is a channel."""
         return self._in_range(ids) or bool((unexpanded(ids) > 0).all())
 
     def channels_of(self, x: Tensor) -> tuple[Tensor, str]:

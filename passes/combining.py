@@ -19,7 +19,6 @@ Rule = Callable[[Channels, Any, Sequence[Any], dict[str, Any]], Any]
 
 
 def parts_of(c: Channels, value: Any) -> list[Tensor]:
-    """Returns the tensors of ids of an operand."""
     return list(value.parts) if isinstance(value, Crossed) else [c.ids_of(value)]
 
 

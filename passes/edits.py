@@ -17,47 +17,29 @@ from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """Reorders one dimension of one parameter.
+    """Reorders one dimension of one parameter."""
 
-    Attributes:
-        parameter: name in ``model.named_parameters()``.
-        dim: dimension of the parameter.
-        index: int64 ``[size of the dimension]``: new position ``j`` holds the old position ``index[j]``.
-    """
-
-    parameter: str
-    dim: int
-    index: Tensor
+    parameter: str  # name in ``model.named_parameters()``
+    dim: int  # dimension of the parameter
+    index: Tensor  # int64 ``[size of the dimension]``: new position ``j`` holds the old position ``index[j]``
 
 
 @dataclass(frozen=True, eq=False)
 class PermuteNorm:
-    """Makes a norm write its output in a new order.
+    """Makes a norm write its output in a new order."""
 
-    Attributes:
-        module: name of the norm module.
-        variant: norm that the module computes.
-        index: int64 ``[channels]``, applied to the norm's present output.
-    """
-
-    module: str
-    variant: NormVariant
-    index: Tensor
+    module: str  # name of the norm module
+    variant: NormVariant  # norm that the module computes
+    index: Tensor  # int64 ``[channels]``, applied to the norm's present output
 
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """Gathers the input of a site's linears.
+    """Gathers the input of a site's linears."""
 
-    Attributes:
-        site: name of the site.
-        linears: names of its linears.
-        index: int64 ``[channels]``, applied to the linears' present input.
-    """
-
-    site: str
-    linears: tuple[str, ...]
-    index: Tensor
+    site: str  # name of the site
+    linears: tuple[str, ...]  # names of its linears
+    index: Tensor  # int64 ``[channels]``, applied to the linears' present input
 
 
 Edit = Fold | PermuteNorm | Gather
@@ -70,23 +52,16 @@ class Move:
     A permutation starts at the space's sites: because ``W x = W[:, index] x[index]``, ``columns`` and ``gathers``
     together leave the outputs the same. The gathers are then replaced as the space's placement says: by ``upstream``,
     by ``norm``, or not at all.
-
-    Attributes:
-        space: name of the space.
-        placement: where the permutation ends.
-        columns: folds of the columns of the sites' linears.
-        gathers: gathers before the sites' linears, one per site.
-        upstream: folds of the rows, biases, norm vectors and embedding columns that write the channels, and of the
-            columns of all other linears that read them.
-        norm: edit of the norm, if the placement is ``in_norm``.
     """
 
-    space: str
-    placement: Placement
-    columns: tuple[Fold, ...]
-    gathers: tuple[Gather, ...]
+    space: str  # name of the space
+    placement: Placement  # where the permutation ends
+    columns: tuple[Fold, ...]  # folds of the columns of the sites' linears
+    gathers: tuple[Gather, ...]  # gathers before the sites' linears, one per site
+    # folds of the rows, biases, norm vectors and embedding columns that write the channels, and of the columns of all
+    # other linears that read them
     upstream: tuple[Fold, ...]
-    norm: PermuteNorm | None
+    norm: PermuteNorm | None  # edit of the norm, if the placement is ``in_norm``
 
     @property
     def edits(self) -> tuple[Edit, ...]:

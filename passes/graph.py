@@ -77,7 +77,6 @@ def products(weight: fx.Node) -> Iterator[tuple[fx.Node, int]]:
 
 
 def transposes(node: fx.Node) -> bool:
-    """Whether a node transposes a matrix."""
     return node.target in TRANSPOSED or (node.target is aten.permute.default and list(node.args[1]) == [1, 0])  # type: ignore[arg-type]
 
 

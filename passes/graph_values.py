@@ -10,21 +10,15 @@ from torch import Tensor, fx
 
 @dataclass(frozen=True)
 class ParameterValue:
-    """A parameter as an operator reads it: possibly with other dimensions, computed from, or permuted by a pass.
+    """A parameter as an operator reads it: possibly with other dimensions, computed from, or permuted by a pass."""
 
-    Attributes:
-        name: Name in ``model.named_parameters()``.
-        shape: Current shape.
-        dims: For each current dimension, the dimension of the stored parameter; None for one of size 1 that was added.
-        orders: For each current dimension, an int64 index of its positions in the stored parameter; None where they are
-            in order.
-        computed: Whether it is a function of the parameter, element by element, rather than the parameter itself.
-    """
-
-    name: str
-    shape: tuple[int, ...]
+    name: str  # name in ``model.named_parameters()``
+    shape: tuple[int, ...]  # current shape
+    # for each current dimension, the dimension of the stored parameter; None for one of size 1 that was added
     dims: tuple[int | None, ...]
+    # for each current dimension, an int64 index of its positions in the stored parameter; None where they are in order
     orders: tuple[Tensor | None, ...]
+    # whether it is a function of the parameter, element by element, rather than the parameter itself
     computed: bool = False
 
     @property
@@ -49,7 +43,6 @@ class ParameterValue:
         )
 
     def transposed(self) -> "ParameterValue":
-        """Returns the parameter with its dimensions reversed."""
         return self.with_dims(range(len(self.shape) - 1, -1, -1))
 
     def moved(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> "ParameterValue | None":
@@ -79,47 +72,30 @@ class ParameterValue:
 
 @dataclass(frozen=True)
 class Crossed:
-    """Ids of a tensor whose elements belong to several channels at once, such as those of an outer product.
+    """Ids of a tensor whose elements belong to several channels at once, such as those of an outer product."""
 
-    Attributes:
-        parts: Tensors of ids, all of one shape: the channels of each factor.
-    """
-
-    parts: tuple[Tensor, ...]
+    parts: tuple[Tensor, ...]  # tensors of ids, all of one shape: the channels of each factor
 
 
 @dataclass(frozen=True)
 class IndexValue:
-    """A permutation that a pass has put into the graph.
+    """A permutation that a pass has put into the graph."""
 
-    Attributes:
-        index: int64 ``[C]`` on the CPU.
-    """
-
-    index: Tensor
+    index: Tensor  # int64 ``[C]`` on the CPU
 
 
 @dataclass(frozen=True)
 class LinearCall:
-    """One matrix product of an activation with a parameter.
+    """One matrix product of an activation with a parameter."""
 
-    Attributes:
-        parameter: Name of the weight.
-        in_dim: Dimension of the weight that is contracted.
-        node: Graph node of the call.
-        source: Node of the activation, before any reshaping.
-        problem: Why the channels of the input are not known; empty where they are.
-    """
-
-    parameter: str
-    in_dim: int
-    node: fx.Node
-    source: fx.Node
-    problem: str
+    parameter: str  # name of the weight
+    in_dim: int  # dimension of the weight that is contracted
+    node: fx.Node  # graph node of the call
+    source: fx.Node  # node of the activation, before any reshaping
+    problem: str  # why the channels of the input are not known; empty where they are
 
 
 def leaves(value: Any) -> list[Any]:
-    """Returns everything inside nested arguments, in order."""
     collected: list[Any] = []
     fx.node.map_aggregate(value, lambda leaf: collected.append(leaf) or leaf)  # type: ignore[func-returns-value]
     return collected

@@ -24,19 +24,12 @@ Pass = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of one pass.
+    """The result of one pass."""
 
-    Attributes:
-        name: Name of the pass.
-        graph_module: The rewritten graph; the next pass rewrites it again.
-        before: Operator -> number of nodes that call it, before the pass.
-        after: The same after the pass.
-    """
-
-    name: str
-    graph_module: fx.GraphModule
-    before: dict[str, int]
-    after: dict[str, int]
+    name: str  # name of the pass
+    graph_module: fx.GraphModule  # the rewritten graph; the next pass rewrites it again
+    before: dict[str, int]  # operator -> number of nodes that call it, before the pass
+    after: dict[str, int]  # the same after the pass
 
     @property
     def changes(self) -> dict[str, int]:
@@ -47,7 +40,6 @@ class PassResult:
 
 
 def permutation_passes(moves: Sequence[Move]) -> tuple[Pass, ...]:
-    """Returns the exact passes, which reorder channels and change nothing else."""
     return (
         partial(insert_permutations, moves=moves),
         partial(fuse_permutations, moves=moves),

@@ -31,22 +31,16 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of one parameter, with the unit of a channel space that each of its positions belongs to.
+    """One dimension of one parameter, with the unit of a channel space that each of its positions belongs to."""
 
-    Attributes:
-        parameter: name in ``model.named_parameters()``; the first name of a tied parameter.
-        dim: dimension of the parameter.
-        units: unit of each position, int64 ``[size of the dimension]``; -1 outside the space.
-        roles: role of each position, int64 ``[size of the dimension]``; distinguishes positions of the same unit, such
-            as a gate row and its up row.
-        reads: whether the dimension is the input of a linear (its columns), so that it reads the channels; the others
-            write them.
-    """
-
-    parameter: str
-    dim: int
-    units: Tensor
+    parameter: str  # name in ``model.named_parameters()``; the first name of a tied parameter
+    dim: int  # dimension of the parameter
+    units: Tensor  # unit of each position, int64 ``[size of the dimension]``; -1 outside the space
+    # role of each position, int64 ``[size of the dimension]``; distinguishes positions of the same unit, such as a
+    # gate row and its up row
     roles: Tensor
+    # whether the dimension is the input of a linear (its columns), so that it reads the channels; the others write
+    # them
     reads: bool
 
     def expand(self, index: Tensor) -> Tensor:
@@ -92,23 +86,16 @@ class ChannelSpace:
     """Channels that one permutation orders: the residual stream, the heads' values, or an MLP's intermediate channels.
 
     The permutation moves units. A unit may stand for several channels, which then move together.
-
-    Attributes:
-        name: ``stream``, or the name of the first site that reads the space.
-        segments: sizes of the segments: consecutive units that may change places with each other, such as one head.
-        axes: every parameter dimension that carries these channels; folding permutes each of them once.
-        placement: where the permutation ends.
-        reason: why the channels keep their order, if ``placement`` is ``NONE``; else empty.
-        norm: norm that writes the permuted order, if ``placement`` is ``IN_NORM``.
-        group: number of consecutive units that are whole groups of every linear that reads them; the plan sets it.
     """
 
-    name: str
+    name: str  # ``stream``, or the name of the first site that reads the space
+    # sizes of the segments: consecutive units that may change places with each other, such as one head
     segments: tuple[int, ...]
-    axes: tuple[Axis, ...]
-    placement: Placement = Placement.FOLDED
-    reason: str = ""
-    norm: "Norm | None" = None
+    axes: tuple[Axis, ...]  # every parameter dimension that carries these channels; folding permutes each of them once
+    placement: Placement = Placement.FOLDED  # where the permutation ends
+    reason: str = ""  # why the channels keep their order, if ``placement`` is ``NONE``; else empty
+    norm: "Norm | None" = None  # norm that writes the permuted order, if ``placement`` is ``IN_NORM``
+    # number of consecutive units that are whole groups of every linear that reads them; the plan sets it
     group: int = 1
 
     @classmethod
@@ -117,17 +104,14 @@ class ChannelSpace:
         return cls(name, segments, (), Placement.NONE, reason)
 
     def freeze(self, reason: str) -> None:
-        """Makes the channels keep their order."""
         self.placement, self.reason = Placement.NONE, reason
 
     @property
     def frozen(self) -> bool:
-        """Whether the channels keep their order."""
         return self.placement is Placement.NONE
 
     @property
     def units(self) -> int:
-        """Number of units that the permutation orders."""
         return sum(self.segments)
 
     @property
@@ -167,51 +151,33 @@ class ChannelSpace:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm module that can write its channels in a permuted order.
+    """A norm module that can write its channels in a permuted order."""
 
-    Attributes:
-        module: name of the norm module.
-        variant: norm that the module computes.
-    """
-
-    module: str
-    variant: NormVariant
+    module: str  # name of the norm module
+    variant: NormVariant  # norm that the module computes
 
 
 @dataclass
 class Site:
-    """One activation read by one or more pruned linears; several, if each of the linears runs on all of them.
+    """One activation read by one or more pruned linears; several, if each of the linears runs on all of them."""
 
-    Attributes:
-        name: path that the linears share and their own names: ``layers.0.mlp.gate_proj+up_proj``.
-        linears: names of the linear modules, in execution order.
-        channels: number of input channels.
-        units: unit of ``space`` at each input channel, int64 ``[channels]``.
-        space: channel space of the input channels; its permutation orders them.
-        layer_paths: names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers.
-        depth: the most pruned linears that an input passes on its way to the output of these, themselves included.
-        calls: number of times that the linears run in one forward pass; above 1 if layers share their weights.
-        routed: whether the model decides by its weights which rows they read, as for experts in a list.
-        residual_reader: name of the module whose input the linear's output is added to, the residual stream; empty if
-            the graph shows none.
-        residual_norm: name of the norm that the output passes before it is added; empty for none.
-        residual_variant: what that norm computes.
-        residual_factor: number that it is then multiplied by.
-    """
-
-    name: str
-    linears: tuple[str, ...]
-    channels: int
-    units: Tensor
-    space: ChannelSpace
+    name: str  # path that the linears share and their own names: ``layers.0.mlp.gate_proj+up_proj``
+    linears: tuple[str, ...]  # names of the linear modules, in execution order
+    channels: int  # number of input channels
+    units: Tensor  # unit of ``space`` at each input channel, int64 ``[channels]``
+    space: ChannelSpace  # channel space of the input channels; its permutation orders them
+    # names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers
     layer_paths: frozenset[str] = frozenset()
+    # the most pruned linears that an input passes on its way to the output of these, themselves included
     depth: int = 0
-    calls: int = 1
-    routed: bool = False
+    calls: int = 1  # number of times that the linears run in one forward pass; above 1 if layers share their weights
+    routed: bool = False  # whether the model decides by its weights which rows they read, as for experts in a list
+    # name of the module whose input the linear's output is added to, the residual stream; empty if the graph shows
+    # none
     residual_reader: str = ""
-    residual_norm: str = ""
-    residual_variant: NormVariant | None = None
-    residual_factor: float = 1.0
+    residual_norm: str = ""  # name of the norm that the output passes before it is added; empty for none
+    residual_variant: NormVariant | None = None  # what that norm computes
+    residual_factor: float = 1.0  # number that it is then multiplied by
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
@@ -235,25 +201,16 @@ class Site:
 
 @dataclass
 class Plan:
-    """The sites and channel spaces of a model, and what is not pruned.
+    """The sites and channel spaces of a model, and what is not pruned."""
 
-    Attributes:
-        sites: sites in execution order.
-        spaces: channel spaces in the order in which sites first use them.
-        patterns: name of each pruned linear -> its N:M pattern.
-        skipped: name of a module or parameter that stays dense -> reason.
-        barriers: reasons why channels could not be followed further, each once.
-        hidden: the last hidden state, as a site that no linear reads; None where no space orders its channels.
-        untraced: names of the parameters that the trace did not use, such as an image projector's.
-    """
-
-    sites: list[Site]
-    spaces: list[ChannelSpace]
-    patterns: Mapping[str, NMPattern]
-    skipped: dict[str, str] = field(default_factory=dict)
-    barriers: list[str] = field(default_factory=list)
+    sites: list[Site]  # sites in execution order
+    spaces: list[ChannelSpace]  # channel spaces in the order in which sites first use them
+    patterns: Mapping[str, NMPattern]  # name of each pruned linear -> its N:M pattern
+    skipped: dict[str, str] = field(default_factory=dict)  # name of a module or parameter that stays dense -> reason
+    barriers: list[str] = field(default_factory=list)  # reasons why channels could not be followed further, each once
+    # the last hidden state, as a site that no linear reads; None where no space orders its channels
     hidden: Site | None = None
-    untraced: tuple[str, ...] = ()
+    untraced: tuple[str, ...] = ()  # names of the parameters that the trace did not use, such as an image projector's
 
     def __post_init__(self) -> None:
         for space in self.spaces:
@@ -272,7 +229,6 @@ class Plan:
         return in_words(str(default), others, len(self.patterns))
 
     def sites_of(self, space: ChannelSpace) -> list[Site]:
-        """Returns the sites that ``space`` orders."""
         return [site for site in self.sites if site.space is space]
 
     def pattern_of(self, space: ChannelSpace) -> NMPattern:
@@ -318,7 +274,6 @@ def weight_in_out(module: nn.Module) -> Tensor:
 
 
 def linear_module(model: nn.Module, name: str) -> nn.Module:
-    """Returns the pruned linear called ``name``."""
     module = model.get_submodule(name)
     assert isinstance(module, LINEAR_MODULES), f"{name} is a {type(module).__name__}"
     return module
@@ -357,7 +312,6 @@ def named_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
 
 def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
-    """Returns the layers that hold sites, in execution order."""
     return list(named_layers(model, plan).values())
 
 

@@ -43,25 +43,18 @@ class Provenance:
     """Which channels of a graph must move together, and which of them may change places.
 
     Channels that must move together share a label, a number from 0. Labels with the same context may change places.
-
-    Attributes:
-        linears: Every product with a weight, in execution order.
-        axes: (parameter, dimension) -> int64 label of each position, for the dimensions that the graph uses.
-        roles: (parameter, dimension) -> uint64 role of each position: the part of its context from before it was joined
-            with other activations. It tells a gate row from the up row that it is multiplied with.
-        tables: The axes that are columns of an embedding.
-        hidden: Labels of the last hidden state's channels; empty where it does not consist of channels.
-        contexts: Context of each label, uint64 ``[labels]``.
-        barriers: Reasons of the barriers that channels entered, each once.
     """
 
-    linears: list[LinearCall]
+    linears: list[LinearCall]  # every product with a weight, in execution order
+    # (parameter, dimension) -> int64 label of each position, for the dimensions that the graph uses
     axes: dict[AxisKey, np.ndarray]
+    # (parameter, dimension) -> uint64 role of each position: the part of its context from before it was joined with
+    # other activations. It tells a gate row from the up row that it is multiplied with.
     roles: dict[AxisKey, np.ndarray]
-    tables: set[AxisKey]
-    hidden: np.ndarray
-    contexts: np.ndarray
-    barriers: list[str]
+    tables: set[AxisKey]  # the axes that are columns of an embedding
+    hidden: np.ndarray  # labels of the last hidden state's channels; empty where it does not consist of channels
+    contexts: np.ndarray  # context of each label, uint64 ``[labels]``
+    barriers: list[str]  # reasons of the barriers that channels entered, each once
     _events: list[ContextChange] = field(repr=False)
     _labels: np.ndarray = field(repr=False)
 
@@ -105,7 +98,6 @@ class Unions:
 
     @property
     def parameters(self) -> set[str]:
-        """The names of the parameters."""
         return {parameter for parameter, _ in self._axes}
 
     def first_new(self, other: "Unions") -> str | None:

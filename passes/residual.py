@@ -11,17 +11,11 @@ from permtriton.passes.graph import aten, module_name, source_of
 
 
 class Residual(NamedTuple):
-    """What a linear's output is added to, and what happens to the output before.
+    """What a linear's output is added to, and what happens to the output before."""
 
-    Attributes:
-        reader: name of the module whose only input is the residual stream; empty where none is known.
-        norm: name of the module, most likely a norm, that the output passes before it is added; empty for none.
-        factor: number that it is then multiplied by.
-    """
-
-    reader: str = ""
-    norm: str = ""
-    factor: float = 1.0
+    reader: str = ""  # name of the module whose only input is the residual stream; empty where none is known
+    norm: str = ""  # name of the module, most likely a norm, that the output passes before it is added; empty for none
+    factor: float = 1.0  # number that it is then multiplied by
 
 
 def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:

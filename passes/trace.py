@@ -43,27 +43,22 @@ GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the gra
 
 @dataclass(frozen=True)
 class Traced:
-    """A model as a graph.
+    """A model as a graph."""
 
-    Attributes:
-        graph_module: ``graph_module(*inputs)`` returns the model's outputs and its last hidden state as a flat tuple.
-            The placeholders have the names and shapes of the sample that was traced, such as ``input_ids`` (int64
-            ``[1, TRACE_TOKENS]``). Every parameter is one ``get_attr`` node whose target is its first name in
-            ``model.named_parameters()`` and whose value is the model's own ``nn.Parameter``; buffers and constants are
-            ``get_attr`` nodes, too. Its ``meta`` has `OTHER_VALUES` where the model selects rows by values: the graph
-            takes all of them (`permtriton.passes.recorded_branches`).
-        outputs: positions in that tuple of what others read: the model's own outputs, and the last hidden state where
-            the model is one of sentence-transformers.
-        hidden: position of the last hidden state in that tuple.
-    """
-
+    # ``graph_module(*inputs)`` returns the model's outputs and its last hidden state as a flat tuple. The placeholders
+    # have the names and shapes of the sample that was traced, such as ``input_ids`` (int64 ``[1, TRACE_TOKENS]``).
+    # every parameter is one ``get_attr`` node whose target is its first name in ``model.named_parameters()`` and whose
+    # value is the model's own ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too. Its ``meta`` has
+    # `OTHER_VALUES` where the model selects rows by values: the graph takes all of them
+    # (`permtriton.passes.recorded_branches`).
     graph_module: fx.GraphModule
+    # positions in that tuple of what others read: the model's own outputs, and the last hidden state where the model
+    # is one of sentence-transformers
     outputs: tuple[int, ...]
-    hidden: int
+    hidden: int  # position of the last hidden state in that tuple
 
     @property
     def hidden_node(self) -> fx.Node:
-        """The graph node of the last hidden state."""
         results: Any = self.graph_module.graph.output_node().args[0]
         return results[self.hidden]
 

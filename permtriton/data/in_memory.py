@@ -39,7 +39,6 @@ def is_named(data: object) -> TypeGuard[str | Path]:
 
 
 def name_of(data: object) -> str:
-    """Returns what data are called in reports."""
     return str(data) if is_named(data) else f"{type(data).__name__} in memory"
 
 

@@ -91,7 +91,6 @@ class Samples:
         return replace(self, inputs={name: taken(tensor) for name, tensor in self.inputs.items()}, surplus=None)
 
     def split(self, size: int) -> Iterator["Samples"]:
-        """Yields consecutive samples, ``size`` at a time."""
         for start in range(0, len(self), size):
             yield self[start : start + size]
 

@@ -15,21 +15,13 @@ PROBE = "a text"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What stands around each sequence that is cut out of a text; nothing by default.
+    """What stands around each sequence that is cut out of a text; nothing by default."""
 
-    Attributes:
-        before: ids before the text.
-        after: ids after it.
-        end: ids between the documents of one sequence.
-        words: what stands around it, as people read it.
-        labels: the same of an encoder-decoder's labels, which are the second half of a row; None where a row is one
-            sequence.
-    """
-
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
-    end: tuple[int, ...] = ()
-    words: str = "without special tokens"
+    before: tuple[int, ...] = ()  # ids before the text
+    after: tuple[int, ...] = ()  # ids after it
+    end: tuple[int, ...] = ()  # ids between the documents of one sequence
+    words: str = "without special tokens"  # what stands around it, as people read it
+    # the same of an encoder-decoder's labels, which are the second half of a row; None where a row is one sequence
     labels: "SpecialTokens | None" = None
 
     def __len__(self) -> int:

@@ -18,19 +18,13 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # names of ShareGPT's for role
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes token ids of the documents of a source.
+    """Makes token ids of the documents of a source."""
 
-    Attributes:
-        source: where the documents come from, for errors.
-        tokenizer: the model's tokenizer; may be None where the documents are token ids.
-        vocabulary: number of token ids that the model knows.
-        special: what shall stand around each sequence, and so around no document in it; empty where each document has
-            what its tokenizer puts around it, and an end token.
-    """
-
-    source: str
-    tokenizer: PreTrainedTokenizerBase | None
-    vocabulary: int
+    source: str  # where the documents come from, for errors
+    tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer; may be None where the documents are token ids
+    vocabulary: int  # number of token ids that the model knows
+    # what shall stand around each sequence, and so around no document in it; empty where each document has what its
+    # tokenizer puts around it, and an end token
     special: SpecialTokens = NONE
 
     def stream(

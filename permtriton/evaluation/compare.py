@@ -46,23 +46,14 @@ REPORT_KEYS = ("measure", "patterns", "rows", "versions")
 
 @dataclass(frozen=True)
 class Comparison:
-    """What to compare, as the user wrote it.
+    """What to compare, as the user wrote it."""
 
-    Attributes:
-        source: the dense model.
-        options: options by name, those of a file and of a protocol included.
-        given: names of those that the user gave.
-        patterns: patterns of the rows; none for that of the options.
-        args: everything else, the values of its protocol included.
-        calibration: options of the samples, which all rows share.
-    """
-
-    source: Source
-    options: Mapping[str, Any]
-    given: Mapping[str, Any]
-    patterns: Sequence[str]
-    args: CompareArgs
-    calibration: CalibrationConfig
+    source: Source  # the dense model
+    options: Mapping[str, Any]  # options by name, those of a file and of a protocol included
+    given: Mapping[str, Any]  # names of those that the user gave
+    patterns: Sequence[str]  # patterns of the rows; none for that of the options
+    args: CompareArgs  # everything else, the values of its protocol included
+    calibration: CalibrationConfig  # options of the samples, which all rows share
 
     @classmethod
     def of(cls, model: str, args: CompareArgs, given: dict[str, Any]) -> "Comparison":
@@ -81,7 +72,6 @@ class Comparison:
         return cls(Source(model, **args.loading), options, given, several, args, calibration)
 
     def row_configs(self) -> list[RowConfig]:
-        """Returns the rows to run."""
         if (self.args.values is None) != (self.args.ablate is None):
             raise ConfigError("`ablate=` names an option, and `values=` its values: give both, or neither")
         if self.patterns and "pattern" in self.given:
@@ -98,7 +88,6 @@ class Comparison:
         return self.args.ablate and self.args.ablate.replace("-", "_")
 
     def seeds(self) -> list[int]:
-        """Returns the seeds."""
         seeds = str(self.args.seeds) if isinstance(self.args.seeds, int) else self.args.seeds
         try:
             numbers = [int(part) for part in _parts(seeds, "seeds")]
@@ -201,19 +190,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What every model of a comparison is measured by.
+    """What every model of a comparison is measured by."""
 
-    Attributes:
-        dense: dense model.
-        tokenizer: its tokenizer, which calibration texts and tasks need.
-        held_out: held-out samples, as `permtriton.data.held_out.prepared` returns them.
-        tasks: zero-shot tasks, or None.
-    """
-
-    dense: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    held_out: Samples
-    tasks: "Tasks | None" = None
+    dense: PreTrainedModel  # dense model
+    tokenizer: PreTrainedTokenizerBase | None  # its tokenizer, which calibration texts and tasks need
+    held_out: Samples  # held-out samples, as `permtriton.data.held_out.prepared` returns them
+    tasks: "Tasks | None" = None  # zero-shot tasks, or None
 
     def identity(self, tasks: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what decides every result of a comparison."""
@@ -315,7 +297,6 @@ def compare(
 
 
 def _shared(configs: Sequence[Options]) -> Options:
-    """Returns the options that all rows share."""
     first, *others = configs
     return {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
 

@@ -69,21 +69,13 @@ Method = str | Sequence[Step]
 
 @dataclass(frozen=True)
 class RowConfig:
-    """What one row of a comparison is compiled with.
+    """What one row of a comparison is compiled with."""
 
-    Attributes:
-        method: name of the method.
-        pattern: sparsity pattern, such as ``2:4``.
-        setting: option of the ablation with its value, such as ``learn_block_size 32``; empty without an ablation.
-        config: every option; the seed is set later.
-        sets: names of the options that the method sets.
-    """
-
-    method: str
-    pattern: str
-    setting: str
-    config: CompileConfig
-    sets: frozenset[str] = frozenset()
+    method: str  # name of the method
+    pattern: str  # sparsity pattern, such as ``2:4``
+    setting: str  # option of the ablation with its value, such as ``learn_block_size 32``; empty without an ablation
+    config: CompileConfig  # every option; the seed is set later
+    sets: frozenset[str] = frozenset()  # names of the options that the method sets
 
     @property
     def options(self) -> dict[str, Any]:

@@ -26,42 +26,27 @@ Options = dict[str, str | int | float | bool | list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Distances):
-    """What was measured of one row with one seed.
+    """What was measured of one row with one seed."""
 
-    Attributes:
-        perplexity: held-out perplexity; None for encoders.
-        cosine: it is always known, as there is a dense model.
-        tasks: zero-shot score by the task's name and the metric's, such as ``arc_easy acc``; None where it is no finite
-            number.
-        accuracy: mean accuracy of the tasks, a group with a score of its own in place of its tasks; None without two of
-            them, or where one has none.
-        seconds: time of compilation and evaluation together.
-        compile_seconds: time of the compilation alone.
-        peak_bytes: peak memory during the compilation; None where the system cannot start its count anew.
-    """
-
-    perplexity: float | None
-    cosine: float
+    perplexity: float | None  # held-out perplexity; None for encoders
+    cosine: float  # it is always known, as there is a dense model
+    # zero-shot score by the task's name and the metric's, such as ``arc_easy acc``; None where it is no finite number
     tasks: dict[str, float | None]
+    # mean accuracy of the tasks, a group with a score of its own in place of its tasks; None without two of them, or
+    # where one has none
     accuracy: float | None
-    seconds: float
-    compile_seconds: float
-    peak_bytes: int | None
+    seconds: float  # time of compilation and evaluation together
+    compile_seconds: float  # time of the compilation alone
+    peak_bytes: int | None  # peak memory during the compilation; None where the system cannot start its count anew
 
 
 @dataclass
 class ResultFile:
-    """The results so far, in memory and in a file, so that an interrupted comparison continues.
+    """The results so far, in memory and in a file, so that an interrupted comparison continues."""
 
-    Attributes:
-        path: JSON file, written after every result.
-        identity: what decides every result, by name; values that JSON can hold.
-        results: each result by its `key`.
-    """
-
-    path: Path
-    identity: Mapping[str, Any]
-    results: dict[str, Measured] = field(default_factory=dict)
+    path: Path  # JSON file, written after every result
+    identity: Mapping[str, Any]  # what decides every result, by name; values that JSON can hold
+    results: dict[str, Measured] = field(default_factory=dict)  # each result by its `key`
 
     def key(self, **inputs: Any) -> str:
         """Returns the hash of everything that decides a result: the identity, and what else JSON can hold."""
@@ -184,8 +169,6 @@ class ComparisonReport(TypedDict):
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
-    """Returns the JSON report of ``permtriton compare``."""
-
     def refuse(problem: str) -> ModelError:
         return ModelError(f"{path}: {problem}: expected a file that permtriton compare --output wrote")
 
@@ -197,7 +180,6 @@ def read_comparison(path: Path) -> dict[str, Any]:
 
 
 def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
-    """Returns the headers and the rows of a report's table."""
     rows, measure = report["rows"], report["measure"]
     dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)
     table: dict[str, list[Cell]] = {"method": [row["method"] for row in rows]}

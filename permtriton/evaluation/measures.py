@@ -83,24 +83,15 @@ def cosine_similarity(hidden: Tensor, dense: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Distance:
-    """How a distance from the dense model is computed and shown.
+    """How a distance from the dense model is computed and shown."""
 
-    Attributes:
-        short: what it is called within a sentence.
-        words: the same as a row of ``permtriton evaluate``.
-        header: the same as a column of ``permtriton compare``.
-        dense: that of the dense model from itself.
-        total: called with what the model and the dense model put out, ``[windows, tokens, ...]``; returns the sum over
-            tokens.
-        output: what it compares: ``logits``, or the last ``hidden`` states, their channels in the same order.
-    """
-
-    short: str
-    words: str
-    header: str
-    dense: float
+    short: str  # what it is called within a sentence
+    words: str  # the same as a row of ``permtriton evaluate``
+    header: str  # the same as a column of ``permtriton compare``
+    dense: float  # that of the dense model from itself
+    # called with what the model and the dense model put out, ``[windows, tokens, ...]``; returns the sum over tokens
     total: Callable[[Tensor, Tensor], float]
-    output: str
+    output: str  # what it compares: ``logits``, or the last ``hidden`` states, their channels in the same order
 
 
 def _distance(*facts: Any) -> Any:
@@ -127,16 +118,12 @@ DISTANCES: Mapping[str, Distance] = {member.name: member.metadata["distance"] fo
 
 @dataclass(frozen=True, kw_only=True)
 class Measures(Distances):
-    """What was measured of a model on held-out samples, averaged over all tokens.
+    """What was measured of a model on held-out samples, averaged over all tokens."""
 
-    Attributes:
-        perplexity: perplexity of the model; None where it predicts no next token (encoders), sees the tokens that it
-            should predict, or these are unknown (sound without labels).
-        dense_perplexity: the same of the dense model; None without one.
-    """
-
+    # perplexity of the model; None where it predicts no next token (encoders), sees the tokens that it should predict,
+    # or these are unknown (sound without labels)
     perplexity: float | None = None
-    dense_perplexity: float | None = None
+    dense_perplexity: float | None = None  # the same of the dense model; None without one
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -341,7 +328,6 @@ class HeldOutMeasure:
 
     @torch.no_grad()
     def compiled(self, model: PreTrainedModel, hidden_order: Tensor | None) -> float:
-        """Returns the measure of the compiled model."""
         if self._tokens is None:
             return 1 - mean_cosine_loss(model, self.samples, self._hidden, self._batch, hidden_order)
         batches = [Samples(arguments_of(model, rows.inputs)) for rows in self.samples.split(self._batch)]

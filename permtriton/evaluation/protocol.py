@@ -10,19 +10,12 @@ from permtriton.model.name import DEMO
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a protocol sets; what the user gives beside it wins.
+    """What a protocol sets; what the user gives beside it wins."""
 
-    Attributes:
-        options: options of a compilation.
-        eval_data: held-out text.
-        window: tokens per window of it.
-        tasks: zero-shot tasks, by lm-eval's names.
-    """
-
-    options: Mapping[str, Any]
-    eval_data: str
-    window: int | None
-    tasks: tuple[str, ...] | None
+    options: Mapping[str, Any]  # options of a compilation
+    eval_data: str  # held-out text
+    window: int | None  # tokens per window of it
+    tasks: tuple[str, ...] | None  # zero-shot tasks, by lm-eval's names
 
 
 AS_PUBLISHED = {"one_document": True, "special_tokens": "none"}

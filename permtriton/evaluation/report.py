@@ -50,7 +50,6 @@ def report(
 def page_of(
     folders: Sequence[Compiled], comparison: Mapping[str, Any] | None, corners: Sequence[MaskCorner] = ()
 ) -> Page:
-    """Returns what a report shows."""
     models = list(dict.fromkeys(folder.model for folder in folders))
     patterns = list(dict.fromkeys(described_sparsity(folder.record) for folder in folders))
     count = f", {len(folders)} folders side by side" if len(folders) > 1 else ""

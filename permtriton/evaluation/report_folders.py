@@ -18,13 +18,9 @@ from permtriton.util.output_files import real_path
 
 
 class Compiled(Folder):
-    """A folder that ``permtriton compile`` or ``export`` wrote.
+    """A folder that ``permtriton compile`` or ``export`` wrote."""
 
-    Attributes:
-        label: name of the folder, with as much of the path to it as distinguishes it in the report.
-    """
-
-    label: str
+    label: str  # name of the folder, with as much of the path to it as distinguishes it in the report
 
     @property
     def model(self) -> str:
@@ -43,7 +39,6 @@ class Compiled(Folder):
 
     @property
     def is_packed(self) -> bool:
-        """Whether its pruned weights are stored packed."""
         return "export" in self.record and self.record["export"]["format"] == Format.PACKED
 
     @property
@@ -80,17 +75,11 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 
 @dataclass(frozen=True)
 class MaskCorner:
-    """The first rows and columns of a linear's mask, in the dense model's order.
+    """The first rows and columns of a linear's mask, in the dense model's order."""
 
-    Attributes:
-        label: the folder that it is of.
-        linear: name of the linear.
-        kept: which weights are kept, bool ``[rows, columns]``.
-    """
-
-    label: str
-    linear: str
-    kept: Tensor
+    label: str  # the folder that it is of
+    linear: str  # name of the linear
+    kept: Tensor  # which weights are kept, bool ``[rows, columns]``
 
 
 def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 128) -> list[MaskCorner]:

@@ -14,21 +14,13 @@ COLOURS = 6  # that tell series apart: --c0 to --c5
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one thing in a figure.
+    """Points of one thing in a figure."""
 
-    Attributes:
-        name: what they are of.
-        points: horizontal and vertical value of each.
-        number: which of the colours they have.
-        look: ``line``, ``dashed``, ``dots`` or ``rings``.
-        labels: what is written beside the points; empty for nothing.
-    """
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    number: int = 0
-    look: str = "line"
-    labels: Sequence[str] = ()
+    name: str  # what they are of
+    points: Sequence[tuple[float, float]]  # horizontal and vertical value of each
+    number: int = 0  # which of the colours they have
+    look: str = "line"  # ``line``, ``dashed``, ``dots`` or ``rings``
+    labels: Sequence[str] = ()  # what is written beside the points; empty for nothing
 
     @property
     def colour(self) -> str:
@@ -36,7 +28,6 @@ class Series:
 
 
 def colour(number: int) -> str:
-    """Returns the colour of the series with this number."""
     return f"var(--c{number % COLOURS})"
 
 
@@ -68,7 +59,6 @@ class Scale:
         return cls(low - room, high + room, start, end)
 
     def place(self, value: float) -> float:
-        """Returns where a value is drawn."""
         low, high, value = map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 

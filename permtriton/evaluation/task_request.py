@@ -30,7 +30,6 @@ class TaskRequest:
             object.__setattr__(self, "names", None)
 
     def load(self, progress: Progress) -> "Tasks | None":
-        """Returns the tasks with their data; None without tasks."""
         if self.names is None:
             if self.limit is not None or self.folder is not None:
                 raise ConfigError("`limit=` and `tasks_dir=` have no effect without `tasks=`: name tasks")

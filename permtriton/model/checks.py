@@ -188,7 +188,6 @@ def check_finite_tensor(name: str, tensor: Tensor) -> None:
 
 
 def check_pruned(model: nn.Module, plan: Plan) -> None:
-    """Checks every pruned weight in memory with `check_weight`."""
     for _, name in plan.linears():
         check_weight(name, weight_in_out(linear_module(model, name)).t(), plan.patterns[name])
 

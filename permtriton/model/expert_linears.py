@@ -37,7 +37,6 @@ class UnstackedExperts(nn.ModuleList):
         self.train(stacked.training)
 
     def linear(self, number: int, projection: str) -> nn.Linear:
-        """Returns the linear ``projection`` of expert ``number``."""
         linear: nn.Linear = self.get_submodule(f"{number}.{projection}")  # type: ignore[assignment]
         return linear
 
@@ -129,7 +128,6 @@ class RoutedExperts(UnstackedExperts):
         return sum(parts[1:], parts[0]).to(hidden_states.dtype)
 
     def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
-        """Returns random tokens, sent to random experts."""
         tokens = self._random_tokens(PROBE_TOKENS, generator)
         scores = torch.rand(PROBE_TOKENS, len(self), generator=generator)
         weights, index = scores.topk(min(PROBE_TOP_K, len(self)))
@@ -145,7 +143,6 @@ class BatchedExperts(UnstackedExperts):
         return torch.cat([self._expert(number, part) for number, part in enumerate(parts)])
 
     def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
-        """Returns random tokens for every expert."""
         return (self._random_tokens(PROBE_TOKENS * len(self), generator),)
 
 
@@ -175,7 +172,6 @@ class SortedLinears(UnstackedExperts):
         return sum(results[1:], results[0])
 
     def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
-        """Returns random rows, more of them for later experts."""
         sizes = list(range(1, len(self) + 1))
         return self._random_tokens(sum(sizes), generator), sizes
 
@@ -202,7 +198,6 @@ def stacks(module: nn.Module) -> list[str]:
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the arguments that a module's ``forward`` takes."""
     return tuple(inspect.signature(module.forward).parameters)
 
 
@@ -224,7 +219,6 @@ def projections(stacked: nn.Module) -> tuple[str, ...]:
 
 
 def bias_of(projection: str) -> str:
-    """Returns the name of the stacked biases that belong to stacked weights."""
     return f"{projection}_bias"
 
 

@@ -42,15 +42,10 @@ EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # what
 
 @dataclass(frozen=True)
 class Unstacked:
-    """The result of `unstack_experts`.
+    """The result of `unstack_experts`."""
 
-    Attributes:
-        names: names of the modules that were replaced.
-        refused: name of a stacked parameter that stays stacked, and therefore dense -> why.
-    """
-
-    names: tuple[str, ...]
-    refused: dict[str, str]
+    names: tuple[str, ...]  # names of the modules that were replaced
+    refused: dict[str, str]  # name of a stacked parameter that stays stacked, and therefore dense -> why
 
 
 def unstack_experts(model: nn.Module) -> Unstacked:

@@ -42,7 +42,6 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
-    """Turns the key/value cache off inside the ``with`` block."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: vars(config).get("use_cache") for key, config in configs.items()}
     for config in configs.values():
@@ -176,7 +175,6 @@ def max_tokens(model: PreTrainedModel) -> int | None:
 
 
 def check_length(model: PreTrainedModel, tokens: int, *, of_a_half: bool = False) -> None:
-    """Refuses sequences that are longer than the model can take."""
     limit = max_tokens(model)
     if limit is not None and of_a_half:
         limit //= 2

@@ -42,21 +42,15 @@ ANOTHER = "which makes it another model: give the model in safetensors"
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file, of which only the header was read.
+    """A GGUF file, of which only the header was read."""
 
-    Attributes:
-        path: the file.
-        stored: tensor name -> description; its dtype is GGUF's, such as ``Q4_1``.
-        header: field, such as ``llama.rope.freq_base`` -> value; of all fields but the tokenizer's lists.
-        factors: tensors by which rotations divide frequencies, where these are not all 1 -> their values.
-        biases: names of the biases that are not 0.
-    """
-
-    path: Path
-    stored: dict[str, StoredTensor]
+    path: Path  # the file
+    stored: dict[str, StoredTensor]  # tensor name -> description; its dtype is GGUF's, such as ``Q4_1``
+    # field, such as ``llama.rope.freq_base`` -> value; of all fields but the tokenizer's lists
     header: Mapping[str, Any]
+    # tensors by which rotations divide frequencies, where these are not all 1 -> their values
     factors: Mapping[str, Sequence[float]]
-    biases: frozenset[str]
+    biases: frozenset[str]  # names of the biases that are not 0
 
     @property
     def types(self) -> dict[str, int]:
@@ -71,7 +65,6 @@ def in_words(types: Mapping[str, int]) -> str:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads and checks the header of a GGUF file."""
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
         file = _reader()(path)

@@ -21,21 +21,14 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as its file's header describes it.
+    """A tensor as its file's header describes it."""
 
-    Attributes:
-        file: safetensors file that holds it.
-        dtype: safetensors' name of the dtype, such as ``BF16``.
-        shape: size of each dimension.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
+    file: Path  # safetensors file that holds it
+    dtype: str  # safetensors' name of the dtype, such as ``BF16``
+    shape: tuple[int, ...]  # size of each dimension
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Reads a JSON object."""
     if not os.path.isfile(path):  # which, unlike Path.is_file, takes names that are too long; a pipe would never end
         raise ModelError(f"{path} does not exist")
     with reading(f"{path} cannot be read as JSON, the file is damaged", ModelError):

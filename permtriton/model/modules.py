@@ -311,13 +311,11 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def is_permuted(module: nn.Module) -> bool:
-    """Whether a module permutes channels at run time."""
     gathers = isinstance(module, GatheredLinear) and module.gather is not None
     return gathers or isinstance(module, PermutedRMSNorm | PermutedLayerNorm)
 
 
 def is_packed(module: nn.Module) -> TypeGuard[SparseLinear]:
-    """Whether a module holds its weight packed."""
     return isinstance(module, SparseLinear) and module.pattern is not None
 
 

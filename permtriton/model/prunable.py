@@ -64,7 +64,6 @@ def check_loaded(model: PreTrainedModel) -> None:
 
 
 def check_weights(model: PreTrainedModel) -> None:
-    """Refuses weights that are NaN or infinite."""
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             continue

@@ -29,7 +29,6 @@ class Routing:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Records the experts that the model chooses inside the ``with`` block."""
         self._chosen = []
 
         def record(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:

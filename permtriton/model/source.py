@@ -36,25 +36,17 @@ BESIDE = (*PROCESSOR_FILES, LEGACY_TEMPLATE, MODULES, "config_sentence_transform
 
 @dataclass(frozen=True)
 class Source:
-    """Where a model comes from and how to read it.
+    """Where a model comes from and how to read it."""
 
-    Attributes:
-        name: folder, hub name, ``demo``, or path of a GGUF file.
-        dtype: ``auto`` (the checkpoint's dtype), ``float32``, ``float16`` or ``bfloat16``.
-        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``.
-        trust_remote_code: whether code that comes with the model may run.
-        gguf_file: name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or
-            ``name`` is the file.
-        revision: branch, tag or commit of a hub name; None for its main branch.
-        token: token of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``. It is never printed or saved.
-    """
-
-    name: str
-    dtype: str = "auto"
-    device: str = "auto"
-    trust_remote_code: bool = False
+    name: str  # folder, hub name, ``demo``, or path of a GGUF file
+    dtype: str = "auto"  # ``auto`` (the checkpoint's dtype), ``float32``, ``float16`` or ``bfloat16``
+    device: str = "auto"  # ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``
+    trust_remote_code: bool = False  # whether code that comes with the model may run
+    # name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or ``name`` is
+    # the file
     gguf_file: str | None = None
-    revision: str | None = None
+    revision: str | None = None  # branch, tag or commit of a hub name; None for its main branch
+    # token of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``. It is never printed or saved.
     token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -97,7 +89,6 @@ class Source:
 
     @property
     def location(self) -> str:
-        """The folder or hub name."""
         if self.gguf is not None:
             return str(self.gguf.path.parent)
         return str(demo.FOLDER) if self.name == "demo" else self.name

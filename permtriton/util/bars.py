@@ -62,8 +62,6 @@ err = _Err(stderr=True, markup=False, emoji=False)
 
 
 class _Stage:
-    """How far a stage is."""
-
     def __init__(self, name: str, total: int) -> None:
         self.name, self.total, self.done, self.note = name, total, 0, ""
         self.started = self.told = time.perf_counter()

@@ -100,7 +100,6 @@ class Option:
         return float(value) if self.type is float and exact else value
 
     def check(self, value: Any) -> None:
-        """Checks type, choices and limits."""
         if self.several:
             allowed = isinstance(value, tuple) and all(isinstance(text, str) and text for text in value)
         elif self.choices:
@@ -143,7 +142,6 @@ def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_options(config: Any) -> None:
-    """Checks every option of an instance."""
     for option in options_of(config):
         option.check(getattr(config, option.field))
 

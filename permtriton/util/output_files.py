@@ -23,7 +23,6 @@ def to_json(report: Any) -> str:
 
 
 def path_of(what: str, name: str | Path) -> Path:
-    """Returns a path that a caller gave as ``what``."""
     if not isinstance(name, str | Path):
         raise ConfigError(f"{what} is a {type(name).__name__}: expected a path")
     return Path(name)

@@ -78,12 +78,7 @@ def in_words(sparsity: str, own: Iterable[str], total: int) -> str:
 
 @dataclass(frozen=True)
 class PrunedWeight:
-    """What makes a parameter N:M, whatever its values.
+    """What makes a parameter N:M, whatever its values."""
 
-    Attributes:
-        dim: its input dimension, along which groups are counted.
-        pattern: its pattern.
-    """
-
-    dim: int
-    pattern: NMPattern
+    dim: int  # its input dimension, along which groups are counted
+    pattern: NMPattern  # its pattern
