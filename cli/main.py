@@ -82,7 +82,7 @@ class Commands(TyperGroup):
 
 
 def _to_lower(name: str) -> str:
-    """Returns which options of a command save memory, as the end of a line."""
+    """Returns the options of a command that save memory, as the end of an error message."""
     flags = {flag for parameter in command_named(name).params for flag in parameter.opts}
     # A batch of learning is split into micro-batches; elsewhere it goes through the model at once.
     options = SAVE_MEMORY if "--micro-batch-size" in flags else ("--batch-size", *SAVE_MEMORY)

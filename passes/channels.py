@@ -147,7 +147,7 @@ class Channels:
         return self.opaque(tuple(value.shape))
 
     def renewed(self, ids: Tensor) -> Tensor:
-        """Returns ids of a function that is another one at each position: what is no channel becomes new."""
+        """Returns the ids of a result that depends on the position: new ones for all that is no channel."""
         return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.opaque_like(ids))
 
     def any_channel(self, ids: Tensor) -> bool:

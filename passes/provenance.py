@@ -171,7 +171,7 @@ class _Interpreter(fx.Interpreter):
         return self._constant_ids(value) if isinstance(value, Tensor) else value
 
     def _constant_ids(self, value: Tensor) -> Tensor:
-        """Returns ids of a constant. Where a vector has the same number twice, it is the same for what meets it."""
+        """Returns ids of a constant: equal numbers of a vector have equal ids."""
         if value.is_meta or not value.is_floating_point() or max(value.shape, default=1) != value.numel():
             return self._channels.opaque_like(value)
         bits = value.detach().double().cpu().numpy().view(np.int64)
@@ -192,7 +192,7 @@ class _Interpreter(fx.Interpreter):
         return rule(self._channels, target, args, kwargs)
 
     def _lacks_a_part(self, node: fx.Node) -> bool:
-        """Whether an operator reads what earlier ones left nothing of: no ids tell what it reads of more tokens."""
+        """Whether a node reads a tensor that is empty in the trace: no ids say what it holds for more tokens."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return False

@@ -101,7 +101,7 @@ def _place() -> Place:
 
 @contextmanager
 def converted() -> Iterator[None]:
-    """Inside the ``with`` block, a module is not converted to a dtype that it has: an exported one cannot be."""
+    """Inside the ``with`` block, ``module.to`` skips a dtype that it has: exported modules cannot be converted."""
     original = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

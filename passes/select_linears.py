@@ -43,7 +43,7 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
 
 
 def check_own_patterns(own: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
-    """Refuses a text that decides the pattern of no pruned linear; linears that are ignored stay out of account."""
+    """Refuses a text that no pruned linear gets its pattern from, unless it names one that is ignored."""
     for text in chosen:
         reasons = [skipped.get(name, "") for name in own if own[name] == text]
         if not reasons:

@@ -273,7 +273,7 @@ class _SpaceBuilder:
         return site
 
     def _residual(self, model: nn.Module, product: fx.Node, layer: str) -> tuple[Residual, NormVariant | None]:
-        """Returns what a product is added to, and the norm that it passes before; nothing where it passes else."""
+        """Returns what a product is added to, and the norm in between; nothing if anything else is in between."""
         residual = self._residual_reader(product, layer)
         if not residual.norm:
             return residual, None

@@ -170,11 +170,6 @@ def test_a_norm_of_all_channels_leaves_them_free(normalise):
     assert (space.segments, space.reason) == ((WIDE,), "")
 
 
-def test_a_head_that_is_no_whole_group_is_frozen():
-    plan = check(lambda net, x: net.down(rms(net.up(x).unflatten(-1, (4, 4))).flatten(-2)), "2:8")
-    assert space_of(plan, "down").reason == "channels may move only inside segments of 4, not a multiple of 8"
-
-
 @pytest.mark.parametrize("attention", [attend, attend_fused])
 def test_attention_keeps_values_in_their_head(attention):
     def forward(net, x):

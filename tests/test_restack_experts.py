@@ -70,13 +70,8 @@ class _Interrupted:
     ("name", "number", "after"),
     [
         ("_mismatch", 2, False),
-        ("_release", 1, False),
-        ("_release", 1, True),
         ("_release", 2, True),
-        ("_assign", 1, False),
         ("_assign", 1, True),
-        ("_assign", 2, True),
-        ("unstack_experts", 1, True),
     ],
 )
 @pytest.mark.slow
@@ -95,10 +90,7 @@ def test_an_interrupt_while_unstacking_leaves_the_model(monkeypatch, name, numbe
     assert unstack_experts(model).names == NAMES, "and it may be tried again"
 
 
-@pytest.mark.parametrize(
-    ("name", "number"), [("_stack", 1), ("_stack", 2), ("_stack", 4), ("_assign", 1), ("_assign", 2)]
-)
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(("name", "number", "after"), [("_stack", 2, True), ("_assign", 1, False)])
 @pytest.mark.slow
 def test_an_interrupt_while_restacking_loses_nothing(monkeypatch, name, number, after):
     model, _ = unstacked("mixtral")

@@ -112,7 +112,7 @@ def generated_text(
 
 
 def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Advance) -> tuple[Tensor, Tensor]:
-    """Returns texts that begin with ``starts`` and are as long as there are numbers, and how surprising each is."""
+    """Returns continuations of ``starts`` to one token per column of ``numbers``, and the surprisal of each text."""
     drawing = _Drawing(numbers.to(model.device), advance)
     plain = GenerationConfig(max_length=numbers.shape[1], do_sample=False, use_cache=True)
     generate: Any = model.generate
@@ -131,7 +131,7 @@ def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Adv
 
 
 class _Drawing(LogitsProcessor):
-    """Draws each next token by numbers that are known before, and leaves the model no other choice.
+    """Samples each next token by random numbers that were drawn before, so that a text does not depend on its batch.
 
     Args:
         numbers: from 0 to 1, one per token, float64 ``[texts, tokens]``.

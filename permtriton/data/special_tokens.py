@@ -34,7 +34,7 @@ class SpecialTokens:
 
     @property
     def of_labels(self) -> "SpecialTokens":
-        """What stands around what the last hidden state is of: a decoder's labels, or all."""
+        """The special tokens of the sequence that the last hidden state belongs to: a decoder's labels, or the text."""
         return self if self.labels is None else self.labels
 
     def room(self, tokens: int, option: str) -> int:
@@ -60,7 +60,7 @@ class SpecialTokens:
         return torch.cat([before, rows, after], 1)
 
     def bare(self, ids: Tensor) -> Tensor:
-        """Returns the ids of a document without special tokens that it has itself, as formatted chats do."""
+        """Removes the special tokens that a document has itself, as formatted chats do."""
         size, end = len(self.before), len(self.end)
         ids = ids[size:] if tuple(ids[:size].tolist()) == self.before else ids
         return ids[:-end] if end and tuple(ids[-end:].tolist()) == self.end else ids

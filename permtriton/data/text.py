@@ -265,7 +265,7 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
 
 
 def line_of_ids_without(samples: Samples | None, tokenizer: Processor | None) -> str:
-    """Returns a line on a user's token ids that hold none of what the tokenizer puts before a text; else nothing."""
+    """Returns a warning if a user's token ids lack the token that the tokenizer puts before a text; else nothing."""
     ids = None if samples is None or samples.special is not None else samples.inputs.get("input_ids")
     if ids is None or not (special := special_tokens_of(tokenizer)).before or bool((ids == special.before[0]).any()):
         return ""

@@ -170,7 +170,7 @@ class Comparison:
         return report
 
     def _fitted(self, model: PreTrainedModel, progress: Progress) -> "Comparison":
-        """Returns the comparison, with a sequence length that nobody asked for lowered to what the model can take."""
+        """Returns the comparison, with the default sequence length lowered to what the model can take."""
         length = fitted(self.calibration, self.options, model, progress).sequence_length
         unchanged = length == self.calibration.sequence_length
         return self if unchanged else replace(self, options={**self.options, "sequence_length": length})

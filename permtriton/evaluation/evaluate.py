@@ -133,7 +133,7 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
 
 
 def _say_pattern(source: Source, model: PreTrainedModel, record: Record | None, shown: Progress) -> None:
-    """Says of a folder that permtriton did not write what it is, and warns of one whose pattern was lost."""
+    """Describes a folder that another tool wrote, and warns of one of ours that lost its pattern."""
     if record is None:
         if (pattern := pattern_in_words(model)) != "dense":
             shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {pattern}")

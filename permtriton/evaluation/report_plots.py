@@ -32,7 +32,7 @@ def colour(number: int) -> str:
 
 
 def legend(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """Returns the colour and the name of each thing that series are of."""
+    """Returns the colour and the name of each series, once."""
     return list({curve.name: (curve.colour, curve.name) for curve in series}.values())
 
 

@@ -183,7 +183,7 @@ Reports = Sequence[tuple[int, Compiled, Mapping[str, Any]]]  # number of the fol
 
 
 def search(folders: Sequence[Compiled]) -> Section:
-    """What the steps report of their way: loss by round or epoch, the error of each layer."""
+    """How the steps progressed: loss by round or epoch, error of each layer."""
     by_step: dict[str, list[tuple[int, Compiled, Mapping[str, Any]]]] = {}
     for number, folder in enumerate(folders):
         for step in folder.record["steps"]:

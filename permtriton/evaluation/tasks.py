@@ -198,7 +198,7 @@ class _Harness(HFLM):
         return ids if self._halves else self._open(torch.tensor(ids, dtype=torch.int64)).tolist()
 
     def _open(self, ids: Tensor) -> Tensor:
-        """Returns ids without what a tokenizer puts after a text, as an answer follows."""
+        """Removes what a tokenizer puts after a text, since an answer follows."""
         after = torch.tensor(self._after, dtype=ids.dtype)
         ended = len(after) and ids.shape[-1] > len(after) and bool((ids[..., -len(after) :] == after).all())
         return ids[..., : -len(after)] if ended else ids

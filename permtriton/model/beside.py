@@ -65,7 +65,7 @@ def beside(source: Source) -> list[str]:
 
 
 def left_out(source: Source) -> list[str]:
-    """Returns what else is in a folder: copies of the weights, large files, and folders of their own."""
+    """Returns what else is in a folder: copies of the weights, large files, and subfolders."""
     if source.gguf is not None or source.folder is None or source.name == DEMO:
         return []
     modules = modules_of(source)

@@ -114,7 +114,7 @@ def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
 
 
 def allowed_difference(dtype: torch.dtype, noise: float) -> float:
-    """Returns the largest difference of outputs in a dtype that rounding, which alone makes ``noise``, explains."""
+    """Returns the largest difference of outputs that rounding explains; ``noise`` is what rounding alone made."""
     return max(TOLERANCE[dtype], min(NOISE_MARGIN * noise, MOST_ALLOWED))
 
 
@@ -201,7 +201,7 @@ def model_hash(model: PreTrainedModel) -> str:
 
 
 def sample_hash(model: nn.Module) -> str:
-    """Returns the SHA-256 of some values of each parameter, which tells apart what steps of one run may have left."""
+    """Hashes a sample of each parameter, enough to tell apart the states that the steps of one run leave."""
     sha256 = hashlib.sha256()
     for name, parameter in model.named_parameters():
         step = parameter.numel() // SAMPLED | 1  # odd, or all would be of a few columns

@@ -90,7 +90,7 @@ def last_hidden_state(model: PreTrainedModel, samples: Samples) -> Tensor:
 
 
 def hidden_before_norm(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Returns what the final norm makes the last hidden state of; that state where the norm is inside a layer."""
+    """Returns the input of the final norm; the last hidden state where that norm is inside a layer."""
     core, runs = core_of(model), []
 
     def record(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

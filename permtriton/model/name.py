@@ -27,17 +27,17 @@ def shown_name(model: str, on_hub: bool | None = None) -> str:
 
 
 def asked_name(path: str) -> str:
-    """Returns what a model that was loaded from a path is asked for by: ``demo`` for the folder in the package."""
+    """Returns the name that loads the model of a path: ``demo`` for the folder in the package, else the path."""
     return DEMO if path == str(demo.FOLDER) else path
 
 
 def location_of(model: str | Path) -> str:
-    """Returns a model as it is asked for by name: the path of a folder stays one, although it is called ``demo``."""
+    """Returns a model as a name: a `Path` to a folder that is called ``demo`` becomes ``./demo``."""
     return f"./{model}" if isinstance(model, Path) and str(model) == DEMO and model.is_dir() else str(model)
 
 
 def lasting_name(model: str) -> str:
-    """Returns the name that means the same model when the present folder is another one."""
+    """Returns the name of a model that stays valid in another working directory: paths become absolute."""
     return os.path.abspath(model) if model != DEMO and os.path.exists(model) else model
 
 

@@ -76,13 +76,13 @@ class Source:
 
     @property
     def hub(self) -> dict[str, str]:
-        """What the hub is asked with beside the name."""
+        """Arguments of a request to the hub besides the name."""
         given = {"revision": self.revision, "token": self.token}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def loading(self) -> dict[str, Any]:
-        """What every ``from_pretrained`` is given beside the location."""
+        """Arguments of every ``from_pretrained`` besides the location."""
         # Of a name alone, transformers would read the weights of a file in the current folder that has the same one.
         file = {} if self.gguf is None else {"gguf_file": str(self.gguf.path.absolute())}
         return {"trust_remote_code": self.trust_remote_code, **file, **self.hub}

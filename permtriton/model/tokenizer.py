@@ -50,7 +50,7 @@ def tokenizer_of(processor: Any) -> Any:
 
 @contextmanager
 def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Keeps what a tokenizer's file says on truncation and padding: a call that asks for neither deletes it."""
+    """Restores a tokenizer's truncation and padding at the end: a call that asks for neither deletes them."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
     try:

@@ -20,7 +20,7 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 @contextmanager
 def as_torch_starts() -> Iterator[None]:
-    """Whatever the caller has set, tensors are float32 and on the CPU unless said otherwise, and not for inference."""
+    """Inside the context, torch has its defaults: float32, the CPU, no inference mode."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -143,7 +143,7 @@ def resident_memory() -> tuple[int, int]:
 
 
 def release_memory() -> None:
-    """Returns to the system what was freed: glibc keeps it, in holes that later stages may not fit in."""
+    """Returns freed memory to the system: glibc keeps it in fragments that later stages may not fit in."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
