@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 from safetensors.torch import save_file
 
 from permtriton.config import CalibrationConfig
-from permtriton.data.text import calibration_ids, held_out_windows, vocabulary_of
+from permtriton.data.text import all_windows, held_out_windows, vocabulary_of
 from permtriton.model.load import load_empty_model, load_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def calibration_file(work: Path, model: Path, text: Path, samples: int, length: 
     if not path.is_file():
         config = CalibrationConfig(str(text), samples, length)
         tokenizer, vocabulary = _tokenizer(model)
-        save_file({"input_ids": calibration_ids(config, tokenizer, vocabulary, seed)}, path)
+        save_file({"input_ids": all_windows(config, tokenizer, vocabulary, seed).ids[:samples]}, path)
     return path
 
 

@@ -37,7 +37,7 @@ from benchmarks.rotation.measured import Measured
 from benchmarks.rotation.search import Part, Variant, ordered, search, share_lost, start_of
 from benchmarks.rotation.turn import fold_gains, in_full_precision, turn_heads, turn_stream
 from permtriton.config import CalibrationConfig
-from permtriton.data.text import calibration_ids, held_out_windows, vocabulary_of
+from permtriton.data.text import all_windows, held_out_windows, vocabulary_of
 from permtriton.demo import FOLDER
 from permtriton.model.load import load_original
 from permtriton.model.name import DEMO
@@ -84,7 +84,7 @@ class Experiment:
         self.dense, tokenizer = load_original(Source(str(folder)))
         vocabulary = vocabulary_of(self.dense)
         calibration = CalibrationConfig(texts[0], args.samples, args.sequence_length)
-        self.ids = calibration_ids(calibration, tokenizer, vocabulary, seed)
+        self.ids = all_windows(calibration, tokenizer, vocabulary, seed).ids[: args.samples]
         self.held_out = held_out_windows(texts[1], tokenizer, vocabulary, 1024).inputs["input_ids"][: args.windows]
 
     @cached_property
