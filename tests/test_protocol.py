@@ -84,6 +84,7 @@ def test_no_document_is_long_enough(hub, tokenizer):
 
 
 def test_one_word_sets_all():
+    assert measured_by("paper", None, None, None) == measured_by("wanda", None, None, None), "its former name"
     config = permtriton.config_from({**PROTOCOLS["wanda"].options})
     chosen = config.calibration
     assert (chosen.calibration, chosen.samples, chosen.sequence_length, chosen.one_document) == ("c4", 128, 2048, True)
