@@ -20,6 +20,7 @@ OURS = {
     "refit": "--recipe refit",
     "heuristic + refit": "--recipe heuristic,refit",
     "published (2 of 50 epochs)": "--recipe published --learn-epochs 2",  # to end within minutes
+    "ria + published (2 of 50 epochs)": "--recipe published --importance ria --learn-epochs 2",
     "values": "--recipe values",
     "fast": "--recipe fast",
     "fast with tuning": "--recipe refit,tune --refit-iterations 12 --refit-exchanges 0 --refit-metric-tokens 0",
@@ -30,6 +31,9 @@ OURS = {
     "default with dense share 0.1": "--recipe default --dense-share 0.1",
     "default with row weights": "--recipe default --heuristic-row-weights fisher",
     "default without residual targets": "--recipe default --refit-residual-targets 0",
+    "default with a learned order": "--recipe heuristic,learned,refit,distill --learn-epochs 4 --learn-batch-size 4 "
+    "--learn-learning-rate 0.02 --distill-steps 32 --distill-batch-size 2 --distill-learning-rate 2e-3 "
+    "--distill-optimizer adafactor",
     "default with written text": "--recipe default --generated 64",  # two sequences per sample
     "best on less text": "--recipe best --distill-optimizer adam --distill-further 3 --distill-epochs 2",
     "best": "--recipe best",
