@@ -2,6 +2,10 @@
 
 import atexit
 import gc
+import os
+import sys
+import threading
+from contextlib import suppress
 from functools import cache
 from importlib import import_module, metadata
 from types import ModuleType
@@ -112,7 +116,16 @@ def _permtriton(
 
 
 def main() -> None:
-    app()
+    """Runs the command line, and ends the process at once: to take its million objects apart would take seconds."""
+    try:
+        app()
+    except SystemExit as end:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter would
+        atexit._run_exitfuncs()
+        with suppress(BrokenPipeError):  # as of `| head`
+            sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":
