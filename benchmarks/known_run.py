@@ -6,10 +6,10 @@ from transformers import PreTrainedModel
 
 from permtriton import CompileConfig
 from permtriton.data.samples import Samples
-from permtriton.methods.needs import Needs
 from permtriton.methods.run import Run
+from permtriton.methods.sizes import MemoryEstimate
 from permtriton.passes.plan import Plan
-from permtriton.running.placement import Placement, Way
+from permtriton.running.placement import DevicePlacement, ModelPlacement
 from permtriton.running.workspace import Workspace
 from permtriton.util.progress import NoProgress
 
@@ -31,11 +31,11 @@ class Known(Run):
         low_memory: bool = False,
         **known: Any,
     ) -> None:
-        nothing = dict.fromkeys(("generated", "graph", "reference"))
+        nothing, saving = dict.fromkeys(("generated", "graph", "reference")), ("all",) * low_memory
         super().__init__(
             model=model, config=config, workspace=Workspace(progress or NoProgress()), samples=samples, batch=4,
-            plan=plan, statistics={}, expert_tokens={}, needs=Needs(0, 0, 0, {}, low_memory=low_memory),
-            placement=Placement(Way.WHOLE, next(model.parameters()).device), **nothing,
+            plan=plan, memory=MemoryEstimate(DevicePlacement.WHOLE, 0, 0, 0, {}, saving=saving),
+            placement=ModelPlacement(DevicePlacement.WHOLE, next(model.parameters()).device), **nothing,
         )  # fmt: skip
         for name in ("importances", "objective", "samples_for", "state"):
             if name in known:

@@ -13,13 +13,13 @@ import typer
 
 from permtriton.cli.console import out, print_json, show
 from permtriton.cli.options import Json
-from permtriton.driver import planning
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools import timing, tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
+from permtriton.methods import planning
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.source import Source

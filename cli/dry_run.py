@@ -8,10 +8,10 @@ from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.cli.console import out, print_json, show
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import DryRun, Job
-from permtriton.driver.memory import Devices, describe_low_memory
+from permtriton.driver.memory import Devices
 from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.model.source import Source
-from permtriton.running.placement import Way
+from permtriton.running.placement import DevicePlacement
 from permtriton.util.bars import reporter
 from permtriton.util.output_files import real_path
 
@@ -23,7 +23,7 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     assert job.output is not None
     if devices is not None and job.args.device == "cpu":
         raise ConfigError("--devices plans for GPUs, --device cpu for a CPU: leave out one or the other")
-    planned_for = None if devices is None else _devices(devices, job.ways)
+    planned_for = None if devices is None else _devices(devices, job.placements)
     progress = reporter(True)
     assert isinstance(job.model, Source)
     suit_processor(job.model, progress)
@@ -37,11 +37,11 @@ def run(job: Job, devices: str | None, *, json: bool) -> None:
     out.print("dry run: nothing was written")
 
 
-def _devices(text: str, ways: tuple[Way, ...]) -> Devices:
+def _devices(text: str, placements: tuple[DevicePlacement, ...]) -> Devices:
     match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text)
     if not match:
         raise ConfigError(f"--devices {text}: expected the number of GPUs and the GiB of memory of each, such as 8x80")
-    return Devices("cuda", int(match[1]), int(match[2]) * GIB, ways)
+    return Devices("cuda", int(match[1]), int(match[2]) * GIB, placements)
 
 
 def _estimate(planned: DryRun, folder: Path) -> Iterator[tuple[str, str]]:
@@ -59,5 +59,5 @@ def _estimate(planned: DryRun, folder: Path) -> Iterator[tuple[str, str]]:
         yield "time", f"not measured: {as_flags(forecast.refused) or f'this machine does not have {missing}'}"
     if forecast.devices.count > 1:
         yield "started by", f"torchrun --nproc-per-node {forecast.devices.count} -m permtriton compile ..."
-    if saved := describe_low_memory(forecast.needs, planned.config):
-        yield "to save memory", saved
+    if forecast.memory.savings:
+        yield "to save memory", forecast.memory.savings

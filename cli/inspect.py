@@ -10,8 +10,8 @@ from torch import fx
 from permtriton.checkpoint.plan_entries import at_run_time, destination, grouped, permutation_report, plan_report
 from permtriton.cli.console import echo, out, print_json, say, show
 from permtriton.cli.options import Flags, GgufFile, Json, Model, Revision, Token, TrustRemoteCode, takes
-from permtriton.driver import planning
 from permtriton.errors import ConfigError
+from permtriton.methods import planning
 from permtriton.model import load
 from permtriton.model.name import layer_number
 from permtriton.model.source import Source

@@ -15,13 +15,13 @@ from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.data.in_memory import Data, is_named, selected
 from permtriton.data.media import Processor
 from permtriton.driver import adapt as adapting
-from permtriton.driver import planning
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError
 from permtriton.evaluation.compare import Comparison
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.evaluation.report import report as write_report
+from permtriton.methods import planning
 from permtriton.methods.step import Step
 from permtriton.model import load
 from permtriton.model.name import checked_token, location_of
@@ -140,39 +140,12 @@ def compile(
 
 
 @as_torch_starts()
-def dry_run(
-    model: Model,
-    *,
-    recipe: str | Sequence[Step] | None = None,
-    protocol: str | None = None,
-    data: Data | None = None,
-    text_column: str | None = None,
-    split: str | None = None,
-    tokenizer: Processor | None = None,
-    eval_data: Data | None = "none",
-    eval_windows: int | None = None,
-    config: str | Path | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    gguf_file: str | None = None,
-    revision: str | None = None,
-    token: str | None = None,
-    progress: Shown = False,
-    output: str | Path | None = None,
-    save_format: str | None = None,
-    push_to_hub: str | None = None,
-    private: bool | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    shard: bool | None = None,
-    onload: bool | None = None,
-    **options: Any,
-) -> DryRun:
+def dry_run(model: Model, **arguments: Any) -> DryRun:
     """Returns what `compile` would do and what it would need, as ``permtriton compile --dry-run``; changes nothing.
 
     Args:
-        model: and everything else as `compile` takes it.
+        model: as `compile` takes it.
+        arguments: all others that `compile` takes.
 
     Raises:
         PermTritonError: as `compile` up to its plan. Too little memory is no error here, but then no time is measured.
@@ -183,7 +156,10 @@ def dry_run(
         >>> planned.forecast.seconds
         {'refit': ...}
     """
-    return _job(model, _collected(CompileArgs, locals()), options).dry_run(reporter(progress))
+    args = CompileArgs(
+        **{part.name: arguments.pop(part.name) for part in fields(CompileArgs) if part.name in arguments}
+    )
+    return _job(model, args, arguments).dry_run(reporter(args.progress))
 
 
 @as_torch_starts()

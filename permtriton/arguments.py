@@ -38,7 +38,6 @@ class LoadArgs:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """The arguments of `permtriton.model.source.Source` but for the name."""
         return {part.name: getattr(self, part.name) for part in fields(LoadArgs) if part.name != "progress"}
 
 
@@ -62,15 +61,10 @@ class MeasureArgs(HeldOutArgs):
 
     @property
     def task_request(self) -> TaskRequest:
-        """The tasks to run."""
         return TaskRequest(self.tasks, self.limit, None if self.tasks_dir is None else Path(self.tasks_dir))
 
     def with_protocol(self, model: str = "") -> Self:
-        """Returns the same with the protocol's values in place of None.
-
-        Raises:
-            ConfigError: there is no such protocol, or a number is none.
-        """
+        """Returns the same with the protocol's values in place of None."""
         for name in ("window", "limit", "batch_size"):
             if not isinstance(value := getattr(self, name, None), int | None):
                 raise ConfigError(f"`{name}=` is {shown(value)}: expected a whole number")

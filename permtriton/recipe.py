@@ -58,7 +58,6 @@ class Recipe:
 
     @property
     def names(self) -> str:
-        """The names of the steps, as ``--recipe`` takes them."""
         return ",".join(step.name for step in self.steps)
 
 
@@ -134,7 +133,6 @@ def recipes() -> dict[str, dict[str, Any]]:
 
 
 def all_options(recipe: str | Sequence[Step] | None = None) -> dict[str, Option]:
-    """Returns name -> option, of the compilation, of every step that is known, and of those of a recipe."""
     of_recipe = [] if recipe is None or isinstance(recipe, str) else map(type, recipe)
     kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *of_recipe))
     return {o.name: o for kind in kinds for o in options_of(kind)}
@@ -146,9 +144,6 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
     Args:
         recipe: a key of `RECIPES`, names of steps separated by commas (``file.py:Class`` or ``module:Class`` for one
             that is not installed), or the steps themselves: ours or others.
-
-    Raises:
-        ConfigError: there is no such recipe or step.
     """
     if not isinstance(recipe, str):
         if not isinstance(recipe, Sequence) or not all(Step in type(step).__mro__ for step in recipe):
@@ -232,18 +227,7 @@ def resolve(
     config_file: str | Path | None = None,
     protocol: str | None = None,
 ) -> tuple[CompileConfig, dict[str, Any]]:
-    """Returns a compilation's config, and the options that were set for it.
-
-    Args:
-        model: as for `config_from`.
-        options: what the user gave, none of which may be without effect.
-        recipe: as for `config_from`.
-        config_file: as for `overrides_of`.
-        protocol: as for `overrides_of`.
-
-    Raises:
-        ConfigError: as `config_from` and `overrides_of`, or an option has no effect.
-    """
+    """Returns a compilation's config, and the options that were set for it; those of the user must have an effect."""
     overrides = overrides_of(options, config_file, protocol, model)
     config = config_from(overrides, recipe, model)
     check_effects(options, config)
@@ -253,11 +237,7 @@ def resolve(
 def overrides_of(
     options: Mapping[str, Any], config_file: str | Path | None = None, protocol: str | None = None, model: str = ""
 ) -> dict[str, Any]:
-    """Returns options over those of a file, and these over those of a protocol.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds a table that is no step's, or there is no such protocol.
-    """
+    """Returns options over those of a file, and these over those of a protocol."""
     set_by = protocol_of(protocol, model)
     return {
         **(set_by.options if set_by else {}),
@@ -267,11 +247,7 @@ def overrides_of(
 
 
 def check_recipe(config: CompileConfig) -> None:
-    """Checks that a recipe prunes, and only once.
-
-    Raises:
-        ConfigError: it has no step that prunes, or several.
-    """
+    """Checks that a recipe prunes, and only once."""
     pruning = [step.name for step in config.steps if step.stage is Stage.PRUNE]
     if len(pruning) == 1:
         return
@@ -315,11 +291,7 @@ def suggested(config: CompileConfig) -> dict[str, int]:
 
 
 def with_suggested(config: CompileConfig, overrides: Container[str]) -> CompileConfig:
-    """Returns a config with the options that its recipe lets follow from the calibration samples.
-
-    Args:
-        overrides: names of the options that were set, which stay.
-    """
+    """Returns a config with the options that its recipe lets follow from the samples, but for ``overrides``."""
     values = {name: value for name, value in suggested(config).items() if name not in overrides}
     calibration, steps = _updated(config.calibration, values), tuple(_updated(step, values) for step in config.steps)
     unchanged = (calibration, steps) == (config.calibration, config.steps)
@@ -333,11 +305,7 @@ def _updated(part: Part, values: Mapping[str, Any]) -> Part:
 
 
 def check_effects(names: Iterable[str], config: CompileConfig) -> None:
-    """Refuses options that a user gave and that have no effect with the rest of the config.
-
-    Raises:
-        ConfigError: for example ``learn_epochs`` in a recipe without learning.
-    """
+    """Refuses options that a user gave and that have no effect, such as ``learn_epochs`` without learning."""
     known = all_options(config.steps)
     for option in (known[name] for name in names if name in known):
         if reason := no_effect_refusal(option, config):
@@ -349,10 +317,7 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
     the config differs from it.
 
     Folders are named without their path, which is nobody else's: the command is run where the model and the text are.
-
-    Args:
-        model: folder, hub name, or ``demo``.
-        running: further flags by name, with dashes for underscores; None and False leave a flag out.
+    Further flags are ``running``; None and False leave one out.
     """
     name, known, values = shown_name(model), all_options(config.steps), config.to_dict()
     bare = tuple(type(step)() for step in config.steps)
@@ -381,12 +346,7 @@ def _flag(option: Option, value: Any) -> list[str]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """Reads a TOML file of options: those of a step may stand in a table of its name, without its prefix.
 
-    Returns:
-        Values by option name, and ``recipe`` if the file names one.
-
-    Raises:
-        ConfigError: the file is missing, is not TOML, sets an option twice, or holds a table that is
-            no step's.
+    Returns values by option name, and ``recipe`` if the file names one.
     """
     if not os.path.isfile(path):  # a pipe might never end
         raise ConfigError(f"config file {path} does not exist, or is no plain file: give a TOML file")

@@ -31,7 +31,9 @@ from permtriton.methods.train.tune import TunedValues
 from permtriton.passes import apply
 from permtriton.passes.edits import Fold
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
-from permtriton.running.layer_inputs import LayerInputs
+from permtriton.running import layer_walk
+from permtriton.running.layer_calls import as_it_is
+from permtriton.running.layer_walk import LayerInputs, LayerWalk
 from permtriton.util.permutation import compose, inverse
 
 from . import folders, zoo
@@ -270,13 +272,14 @@ def of_the_first_layer(change: Callable[[Any, Any], Any]) -> Plant:
 
 def exchanged(patch: pytest.MonkeyPatch) -> None:
     """What runs with the dense weights and what runs with the pruned ones change places."""
-    values, run, dense = refit._with_values, refit.layer_by_layer, []
 
-    def layers(*arguments: Any, layer_context: Any = None, **more: Any) -> Any:
-        return run(*arguments, **more, **({} if layer_context else {"layer_context": dense[-1]}))
+    def changing(walk: LayerWalk, keep: Any) -> Any:
+        linears = [name for _, name in walk._plan.linears()]
+        dense = {name: linear_module(walk._model, name).weight.detach().clone() for name in linears}
+        return walk._walk(layer_walk._with_values(walk._model, walk._plan, dense), keep, changing=True)
 
-    patch.setattr(refit, "_with_values", lambda *arguments: dense.append(values(*arguments)) or dense[-1])
-    patch.setattr(refit, "layer_by_layer", layers)
+    patch.setattr(LayerWalk, "changing", changing)
+    patch.setattr(LayerWalk, "dense", lambda walk, _values: walk._walk(as_it_is, None, changing=False))
 
 
 def of_another_linear(original: Callable[..., Any], model: Any, name: str) -> Any:

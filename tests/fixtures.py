@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import Tensor, fx, nn
 
-from permtriton.driver import planning
 from permtriton.driver import prepare as preparing
+from permtriton.methods import planning
 
 from .desk import desk, model_folder  # noqa: F401 (fixtures of the tests of commands)
 from .learning import problem  # noqa: F401 (fixture of the tests of learning)

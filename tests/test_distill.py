@@ -242,7 +242,7 @@ def test_steps_read_new_samples_alone_and_those_of_the_calibration_where_they_ar
     new = sum(bool((ids[4:] == row).all(1).any()) for row in rows.unique(dim=0))
     assert new in ((6,) if spare >= 7 else (spare, spare - 1))
     start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
-    assert start.sizes.samples_for(config.steps[-1]).sequences == read
+    assert config.steps[-1].sizes(start.sizes).sequences == read
 
 
 @pytest.mark.slow

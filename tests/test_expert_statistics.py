@@ -10,7 +10,7 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import linear_module
-from permtriton.running.layer_inputs import from_model
+from permtriton.running.layer_walk import from_model
 from permtriton.util.progress import NoProgress
 
 from . import zoo

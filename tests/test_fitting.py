@@ -77,16 +77,6 @@ def test_the_best_weight_gives_the_targets_with_the_least_error(of_inputs, of_re
     torch.testing.assert_close(found.double(), right @ torch.linalg.inv(hessian), rtol=1e-3, atol=1e-4)
 
 
-def test_without_dense_targets_the_best_weight_is_the_dense_one():
-    weight, dense, pruned = problem(40)
-    curvature = Curvature.of(pruned @ pruned.T)
-    assert Refit(0.0, 0.0).best_weight(weight, moment_of(dense, pruned), curvature) is weight
-    assert Refit(dense_targets=0.75).best_weight(weight, Moments(pruned @ pruned.T, None), curvature) is weight
-    torch.testing.assert_close(
-        Refit(dense_targets=0.75).best_weight(weight, moment_of(pruned, pruned), curvature), weight
-    )
-
-
 def fit(weight: Tensor, moment: Moments, outputs: Tensor | None = None, **given: float) -> tuple[Tensor, float, float]:
     """The fitted weight of a linear, and the errors that are reported."""
     fitted, start, end = Refit(**given).fit(weight, moment, Curvature.of(moment.hessian), PATTERN, outputs)
@@ -173,21 +163,6 @@ def test_the_best_pair_of_each_group_changes_places(pattern, at_once, monkeypatc
                     if error(row, values) < best * (1 - 1e-9):
                         best, expected = error(row, values), values[first : first + pattern.group].float()
             torch.testing.assert_close(found[row, first : first + pattern.group], expected, rtol=1e-3, atol=1e-4)
-
-
-def test_a_share_of_the_groups_that_gain_most():
-    weight, _, pruned = problem(64, rows=20)
-    curvature = Curvature.of(pruned @ pruned.T)
-    start = sparsegpt(weight, curvature, PATTERN, None)
-    gradient = (start - weight) @ curvature.damped
-    counts = [
-        ((exchanged(start, gradient, curvature, PATTERN, torch.full((20,), share)) != 0) != (start != 0))
-        .sum(1).div(2)
-        for share in (0.0, 0.5, 1.0)
-    ]  # fmt: skip
-    assert not counts[0].any()
-    assert torch.equal(counts[1], (counts[2] / 2).ceil())
-    assert (counts[2] > 1).any()
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8)])

@@ -218,7 +218,7 @@ def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["seconds"]["generate"] > 0
-    assert "keys and values" in report["memory"]["stages"]["generation"]
+    assert report["memory"]["stages"]["generation"] > 0
 
 
 def test_the_command_line_repeats_itself(model_folder, tmp_path):

@@ -6,7 +6,6 @@ from torch import Tensor, nn
 
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import retained
-from permtriton.methods.order import heuristic
 from permtriton.methods.order.heuristic import heuristic_index, space_scores
 from permtriton.passes.plan import ChannelSpace, Site
 from permtriton.util.permutation import is_permutation
@@ -95,16 +94,6 @@ def test_finds_a_planted_order():
     assert after - before > 0.3 * (everything - before)
 
 
-def test_allocation_deals_one_channel_of_each_rank_to_every_group(monkeypatch):
-    """The first stage alone: the four best channels start a group each, the next four follow, and so on."""
-    monkeypatch.setattr(heuristic, "reassigned", lambda scores, index, slot, pattern, generator: index)
-    importance = torch.arange(16.0, 0, -1)
-    index = find(importance.view(16, 1).expand(16, 3))
-    assert index.view(4, 4).T.reshape(-1).tolist() == list(range(16))
-    shuffle = torch.randperm(16, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(shuffle[find(importance[shuffle].view(16, 1))], index)
-
-
 def test_refinement_beats_dealing_out_alone():
     scores = scores_of(32, 16)
     dealt = scores.sum(1).argsort(descending=True, stable=True).view(4, -1).T.reshape(-1)
@@ -162,19 +151,6 @@ def sites() -> list[Site]:
     space = ChannelSpace("space", (4, 4), ())
     units = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7])
     return [Site("ab", ("a", "b"), 8, torch.arange(8), space), Site("tied", ("tied",), 16, units, space)]
-
-
-def test_space_scores_are_every_reader_s_scores_over_their_mean(sites):
-    model = Linears()
-    importances = {name: ImportanceFactors(1, torch.rand(size)) for name, size in (("a", 8), ("b", 8), ("tied", 16))}
-    found = space_scores(model, sites, importances)
-    parts = []
-    for name in ("a", "b", "tied"):
-        scores = model.get_parameter(f"{name}.weight").detach().abs() * importances[name].scale
-        parts.append((scores / scores.mean()).T)
-    first = parts[2][[0, 1, 2, 3, 8, 9, 10, 11]]
-    second = parts[2][[4, 5, 6, 7, 12, 13, 14, 15]]
-    torch.testing.assert_close(found, torch.cat((parts[0], parts[1], first, second), 1))
 
 
 def test_space_scores_sample_rows_of_large_linears_evenly(sites):

@@ -12,7 +12,7 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, Pr
 
 from permtriton.cli import console
 from permtriton.cli.main import app
-from permtriton.driver import planning
+from permtriton.methods import planning
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.passes.pipeline import PASS_NAMES
 from permtriton.passes.plan import Plan

@@ -344,8 +344,8 @@ def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatc
     edit_json(snapshot / "config.json", lambda config: config.pop("dtype"))
     for tensor in headers.values():
         tensor.dtype = "BF16"
-    assert permtriton.dry_run("someone/model", **options).forecast.needs.model == half.forecast.needs.model
-    assert 2 * half.forecast.needs.model == found.forecast.needs.model
+    assert permtriton.dry_run("someone/model", **options).forecast.memory.model == half.forecast.memory.model
+    assert 2 * half.forecast.memory.model == found.forecast.memory.model
     headers["model.norm.weight"].shape = [7]
     with pytest.raises(ModelError, match=r"model.norm.weight has the shape \[7\]"):
         permtriton.dry_run("someone/model", **options)

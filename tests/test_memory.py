@@ -9,15 +9,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver import memory
+from permtriton.driver import memory, placing
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.methods.needs import Needs
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.run import Run
+from permtriton.methods.sizes import RELOADING, MemoryEstimate
 from permtriton.model.experts import unstacked_experts
 from permtriton.running import ranks
-from permtriton.running.placement import Way, ways_of
+from permtriton.running.placement import DevicePlacement, allowed_placements
 from permtriton.util.machine import format_bytes
 from permtriton.util.sparsity import NMPattern
 
@@ -38,7 +38,7 @@ def plan(model):
     return find_plan(model, NMPattern(2, 4))
 
 
-def needs(model, plan, **options) -> Needs:
+def needs(model, plan, **options) -> MemoryEstimate:
     config = config_from(options)
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
@@ -49,14 +49,20 @@ def needs(model, plan, **options) -> Needs:
 def beside(model, plan, **options) -> int:
     """Returns what the largest stage needs beside program and model."""
     found = needs(model, plan, **options)
-    return found.extra(found.largest)
+    return found.stages[found.largest]
+
+
+def refusal(found: MemoryEstimate, devices: memory.Devices | None = None) -> str:
+    model, config = zoo.tiny_llama(), config_from({"recipe": "mask"})
+    sizes = zoo.start(model, config, Samples.of(zoo.tiny_ids(2, 8))).sizes
+    return memory.refusal(found, devices or memory.Devices.of(CPU), config, sizes)
 
 
 def test_a_model_without_a_language_model_head_makes_no_logits():
     """Its config may name a vocabulary all the same, as that of BERT and of Whisper for audio classification does."""
     encoder = zoo.build("bert")
     found = needs(encoder, find_plan(encoder, NMPattern(2, 4)))
-    assert found.stages["evaluation"]["logits"] == 0
+    assert found.stages["evaluation"] == found.stages["calibration"]
 
 
 @pytest.mark.parametrize("recipe", ["heuristic,mask", "heuristic,learned,mask"])
@@ -102,18 +108,17 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
         "activation_checkpointing": True,
     }
     found = needs(model, plan, **learned)
-    assert not found.low_memory
+    assert not found.saving
     assert not found.report()["low_memory"]
-    assert memory.describe_low_memory(found, config_from(learned)) == ""
-    assert found.largest_needed == "learning"
-    most = found.added("learning")
+    assert (found.savings, found.largest) == ("", "learned")
+    most = found.added()
     for free, low_memory in ((most, False), (most - 2**20, True), (0, True)):
         free_memory(monkeypatch, free)
         other = needs(model, plan, **learned)
-        assert other.low_memory == low_memory
-    assert other.extra("learning") < found.extra("learning")
-    assert "for each micro-batch" in memory.describe_low_memory(other, config_from(learned))
-    assert not needs(model, plan, recipe="heuristic,searched,mask").low_memory, "it has no choice"
+        assert bool(other.saving) == low_memory
+    assert other.stages["learned"] < found.stages["learned"]
+    assert other.savings == "learned keep less, and compute it anew"
+    assert not needs(model, plan, recipe="heuristic,searched,mask").saving, "it has no choice"
 
 
 @pytest.mark.parametrize(("environment", "share"), [({"LOCAL_WORLD_SIZE": "2"}, 8000), ({}, 2000)])
@@ -132,25 +137,20 @@ def test_only_ranks_on_this_machine_share_its_memory(monkeypatch, environment, s
 def test_a_second_model_need_not_fit(monkeypatch):
     """Saving then compares tensor by tensor only."""
     free_memory(monkeypatch, 1000)
-    stages = {"masks": {"activations": 1000}, memory.RELOADING: {"a second model": 10**15}}
-    assert memory.refusal(Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU)) == ""
+    assert refusal(MemoryEstimate(DevicePlacement.WHOLE, 0, 10**15, 10**15, {"masks": 1000, RELOADING: 10**15})) == ""
 
 
 def test_a_model_that_is_mapped_from_its_files_becomes_memory_when_it_changes(monkeypatch):
     free_memory(monkeypatch, 1999)
-    needs = Needs(500, 1900, 500, {"masks": {"activations": 100}})
-    assert "needs about 2 KiB more" in memory.refusal(needs, memory.Devices.of(CPU))
+    assert "needs about 2 KiB more" in refusal(MemoryEstimate(DevicePlacement.WHOLE, 500, 1900, 500, {"masks": 100}))
 
 
 def test_what_does_not_fit_is_refused_with_advice(monkeypatch):
     free_memory(monkeypatch, 999)
-    stages = {"masks": {"statistics": 400, "activations": 600}, "calibration": {"statistics": 700}}
-    message = memory.refusal(Needs(0, 10**15, 10**15, stages), memory.Devices.of(CPU))
+    message = refusal(MemoryEstimate(DevicePlacement.WHOLE, 0, 10**15, 10**15, {"masks": 1000, "calibration": 700}))
     assert "\n" not in message
     options = ("`sequence_length=`", "`samples=`", "`micro_batch_size=`")
-    assert [
-        w for w in (*options, "1000 B", "600 B for activations (masks)", "999 B are free", "cpu") if w not in message
-    ] == []
+    assert [w for w in (*options, "1000 B", "for masks", "999 B are free", "cpu") if w not in message] == []
 
 
 def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
@@ -172,22 +172,21 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
         assert run.low_memory == low_memory
         raise Stopped
 
-    estimate = memory.estimate
-    monkeypatch.setattr(memory, "estimate", lambda *arguments: replace(estimate(*arguments), low_memory=low_memory))
+    estimate, saving = placing.estimate, ("learned",) * low_memory
+    monkeypatch.setattr(placing, "estimate", lambda *given, **more: replace(estimate(*given, **more), saving=saving))
     monkeypatch.setattr(Learned, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
         compile_model(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
-    assert low_memory == any(line.startswith("to save memory: masks are computed for each") for line in progress.lines)
+    assert low_memory == ("to save memory: learned keep less, and compute it anew" in progress.lines)
 
 
-def spared(found: PreTrainedModel, free: int, **options: object) -> Needs:
+def spared(found: PreTrainedModel, free: int, **options: object) -> MemoryEstimate:
     config = config_from({"recipe": "mask,tune", **options})
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
-        start, needs = memory.spared(start, memory.Devices("cuda", 1, free))
-        assert start.sizes.checkpointing == (needs.recomputes or config.activation_checkpointing)
-    assert bool(memory.describe_low_memory(needs, config)) == needs.recomputes == needs.report()["recomputes"]
+        needs = memory.estimate_together(start, memory.Devices("cuda", 1, free))
+    assert bool(needs.savings) == needs.recomputes == needs.report()["recomputes"]
     return needs
 
 
@@ -195,8 +194,8 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> Needs:
 def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_memory(model):
     kept, recomputed = spared(model, 10**12), spared(model, 0)
     assert (kept.recomputes, recomputed.recomputes) == (False, True)
-    assert recomputed.stages["tune"]["activations"] < kept.stages["tune"]["activations"]
-    most = 2 * kept.added(kept.largest_needed)
+    assert recomputed.stages["tune"] < kept.stages["tune"]
+    most = 2 * kept.added()
     assert not spared(model, most).recomputes
     assert spared(model, most - 2).recomputes
     assert not spared(model, 0, recipe="mask").recomputes, "it has no backward pass"
@@ -227,24 +226,24 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     config = config_from({"recipe": "heuristic,searched,mask"})
     samples = Samples.of(torch.zeros((8, 16), dtype=torch.int64))
 
-    def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> Needs:
+    def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> MemoryEstimate:
         start = zoo.start(model, config, samples, plan)
-        return memory.estimate(start, memory.Devices("cuda", count, free, ways_of(shard, onload)))
+        return memory.estimate(start, memory.Devices("cuda", count, free, allowed_placements(shard, onload)))
 
     whole, spread = needs(4, 10**12), needs(4, 0)
-    assert whole.way is Way.WHOLE
-    assert spread.way is Way.SPREAD
-    assert "spread" in memory.describe_weights(spread)
-    assert needs(1, 0).way is Way.WHOLE, "there is no other GPU"
-    assert needs(4, 0, shard=False).way is Way.WHOLE
-    assert memory.refusal(needs(4, 0, shard=False), memory.Devices("cuda", 4, 0))
-    assert needs(4, 10**12, shard=True).way is Way.SPREAD
+    assert whole.placement is DevicePlacement.WHOLE
+    assert spread.placement is DevicePlacement.SPREAD
+    assert "spread" in spread.placement.weights
+    assert needs(1, 0).placement is DevicePlacement.WHOLE, "there is no other GPU"
+    assert needs(4, 0, shard=False).placement is DevicePlacement.WHOLE
+    assert refusal(needs(4, 0, shard=False), memory.Devices("cuda", 4, 0))
+    assert needs(4, 10**12, shard=True).placement is DevicePlacement.SPREAD
     assert needs(8, 0).model < spread.model < whole.model
     layers = [sum(each.numel() * each.element_size() for each in layer.parameters()) for layer in model.model.layers]
     assert spread.model > whole.model / 4 + 1.5 * max(layers), "a share, and the layers that are gathered"
-    for use in ("gradients", "dense weights"):
-        assert spread.stages["search"][use] < whole.stages["search"][use] / 3
+    weights = 4 * zoo.start(model, config, samples, plan).sizes.pruned  # each device has a share of them
+    assert spread.stages["searched"] <= whole.stages["searched"] - 2 * weights * 3 // 4
     config = config_from({"recipe": "heuristic,refit"})
-    assert needs(4, 0, onload=None).way is Way.ONLOADED, "refit changes weights while the model runs"
+    assert needs(4, 0, onload=None).placement is DevicePlacement.ONLOADED, "refit changes weights while the model runs"
     config = config_from({"recipe": "heuristic,mask", "importance": "obs"})
     assert needs(4, 0).stages["hessians"] == needs(4, 10**12).stages["hessians"], "each device holds them whole"

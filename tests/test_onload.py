@@ -14,16 +14,16 @@ from benchmarks.known_run import Known
 from permtriton import CompileConfig, config_from
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
-from permtriton.driver.memory import GENERATION, RELOADING, Devices, estimate
+from permtriton.driver.memory import GENERATION, Devices, estimate
 from permtriton.driver.pipeline import compile_model
-from permtriton.driver.planning import Planned, plan_model
 from permtriton.errors import ConfigError
 from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.statistics import site_statistics
+from permtriton.methods.planning import Planned, plan_model
 from permtriton.passes.plan import named_layers
 from permtriton.running.layer_stream import LayerStream
-from permtriton.running.placement import Way
+from permtriton.running.placement import DevicePlacement
 from permtriton.running.store import HostMemory
 from permtriton.util.progress import NoProgress
 
@@ -36,7 +36,7 @@ IDS = zoo.token_ids(6, 12)
 SAMPLES = Samples.of(IDS)
 SMALL = {"samples": 6, "sequence_length": 12, "micro_batch_size": 2, "activation_checkpointing": False}
 REFIT = {"refit_iterations": 2, "refit_exchanges": 1, "refit_metric_rounds": 1}
-ONLOADED, WHOLE = (Way.ONLOADED,), (Way.WHOLE,)
+ONLOADED, WHOLE = (DevicePlacement.ONLOADED,), (DevicePlacement.WHOLE,)
 RECIPES = {
     "refit": ("heuristic,refit", REFIT),
     "refit, a dense share": ("heuristic,refit", {**REFIT, "dense_share": 0.3}),
@@ -95,7 +95,7 @@ def test_the_result_is_that_of_a_whole_model(name, recipe):
     before, model = zoo.build(name), zoo.build(name)
     whole = compiled(before, recipe)
     with PretendGpu().here():
-        found = compiled(model, recipe, device=GPU, ways=ONLOADED)
+        found = compiled(model, recipe, device=GPU, placements=ONLOADED)
         assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     expected = before.state_dict()
     for key, tensor in model.state_dict().items():
@@ -123,7 +123,7 @@ def test_backward_passes_of_what_is_no_chain_and_layers_in_lists(make):
     before, model = make(), make()
     run(before, "heuristic,mask", options)
     with PretendGpu().here():
-        run(model, "heuristic,mask", options, device=GPU, ways=ONLOADED)
+        run(model, "heuristic,mask", options, device=GPU, placements=ONLOADED)
     for key, tensor in before.state_dict().items():
         assert torch.equal(model.state_dict()[key], tensor), key
 
@@ -132,21 +132,21 @@ def test_backward_passes_of_what_is_no_chain_and_layers_in_lists(make):
 def test_refusals():
     model = zoo.build("llama_eager")
     with pytest.raises(ConfigError, match="is for a GPU, but the device is cpu"):
-        compiled(model, "refit", ways=ONLOADED)
+        compiled(model, "refit", placements=ONLOADED)
     with pytest.raises(ConfigError, match="choose one"):
         permtriton.dry_run("demo", onload=True, shard=True)
     with PretendGpu().here(), pytest.raises(ConfigError, match="on the GPU already"):
-        compiled(model.to(GPU), "refit", device=GPU, ways=ONLOADED)
+        compiled(model.to(GPU), "refit", device=GPU, placements=ONLOADED)
 
 
-def most_bytes(layers: int, recipe: str, ways: tuple[Way, ...]) -> int:
+def most_bytes(layers: int, recipe: str, placements: tuple[DevicePlacement, ...]) -> int:
     """Returns the most bytes that were on the GPU at once; an order of channels has more scores in a deeper model."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=zoo.VOCABULARY, num_hidden_layers=layers, **sizes)).eval()
     with PretendGpu().here() as gpu:
         steps, options = RECIPES[recipe]
-        run(model, steps.removeprefix("heuristic,"), options, device=GPU, ways=ways)
+        run(model, steps.removeprefix("heuristic,"), options, device=GPU, placements=placements)
     return gpu.most
 
 
@@ -158,9 +158,9 @@ def test_the_gpu_holds_no_more_of_a_deeper_model(recipe):
         assert most_bytes(4, recipe, WHOLE) > 1.1 * most_bytes(2, recipe, WHOLE)
 
 
-def needed(model, ways: tuple[Way, ...]) -> int:
+def needed(model, placements: tuple[DevicePlacement, ...]) -> int:
     """Returns the bytes that `permtriton.driver.memory` expects to be on the GPU at once."""
-    devices = Devices("cuda", 1, 1 << 40, ways)
+    devices = Devices("cuda", 1, 1 << 40, placements)
     config, samples = config_from(SMALL, "mask"), Samples.of(IDS)
     return estimate(Planned(model, config, samples, *plan_model(model, config, samples)), devices).peak
 
@@ -184,11 +184,11 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
     config, samples = config_from({**SMALL, **few}, "best"), Samples.of(IDS)
     start = Planned(model, config, samples, *plan_model(model, config, samples))
     needs = estimate(start, Devices("cuda", 1, 1 << 40, ONLOADED))
-    others = max(needs.extra(stage) for stage in needs.stages if stage not in (GENERATION, RELOADING))
-    assert needs.extra(GENERATION) > others
-    size, progress = needs.model + (others + needs.extra(GENERATION)) // 2, Recording()
+    others = max(size for stage, size in needs.stages.items() if stage != GENERATION)
+    assert needs.stages[GENERATION] > others
+    size, progress = needs.model + (others + needs.stages[GENERATION]) // 2, Recording()
     with PretendGpu(size).here():
-        found = compile_model(model, config=config, ids=IDS, device=GPU, ways=ONLOADED, progress=progress)
+        found = compile_model(model, config=config, ids=IDS, device=GPU, placements=ONLOADED, progress=progress)
         assert any(line.startswith("no text is generated: the dense model writes text") for line in progress.lines)
         assert found.config.generated == 0
         asked = replace(config, calibration=replace(config.calibration, generated=40))
@@ -198,7 +198,7 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
                 config=asked,
                 ids=IDS,
                 device=GPU,
-                ways=ONLOADED,
+                placements=ONLOADED,
             )
 
 
@@ -213,7 +213,7 @@ def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
     model, given = build(), Samples.of(samples)
     start = Planned(model, config, given, *plan_model(model, config, given))
     full, low = (estimate(start, Devices("cuda", 1, free, WHOLE)) for free in (1 << 40, 1))
-    size = full.model + (full.extra(full.largest_needed) + low.extra(low.largest_needed)) // 2
+    size = full.model + (full.stages[full.largest] + low.stages[low.largest]) // 2
     for moves in (True, False):
         with PretendGpu(size).here():
             model = build() if moves else build().to(GPU)
@@ -227,7 +227,7 @@ def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
 def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
     config = config_from(SMALL, recipe)
     with PretendGpu().here(), pytest.raises(ConfigError, match=f"the step {step} .*leave {step} out of `recipe=`"):
-        compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, ways=ONLOADED)
+        compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, placements=ONLOADED)
 
 
 @pytest.mark.parametrize("recipe", ["default", "best"])

@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from permtriton.methods import steps
+from permtriton.methods.sizes import Memory
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import linear_module
 from permtriton.running.state import StateFile
@@ -45,8 +46,8 @@ class Own(Step):
     def conflicts(self, config, steps):
         return "step own is refused with 4:8: choose `sparsity=2:4`" if config.sparsity.group == 8 else ""
 
-    def needs(self, sizes):
-        return {"scaling": {"factors": FACTORS}}
+    def memory(self, sizes):
+        return [Memory(FACTORS)]
 
     def passes(self, sizes):
         return PASSES
@@ -144,7 +145,7 @@ def words(result: dict) -> str:
 
 def test_its_time_memory_and_disk_are_in_the_dry_run(results):
     report = json.loads(results["dry run as JSON"]["out"])
-    assert report["memory"]["stages"]["scaling"] == {"factors": FACTORS}
+    assert report["memory"]["stages"]["own"] == FACTORS
     assert report["seconds"]["own"] > 0
     assert report["disk"]["states of interrupted runs"] == 2 * STATE
     assert ", own " in words(results["dry run"])

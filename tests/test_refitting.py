@@ -14,7 +14,7 @@ from permtriton.methods.prune.refit import Refit
 from permtriton.methods.step import Outcome
 from permtriton.model.checks import check_pruned
 from permtriton.passes.plan import Site, sequential_groups
-from permtriton.running.layer_inputs import from_model
+from permtriton.running.layer_walk import from_model
 from permtriton.util.sparsity import NMPattern
 
 from . import test_seq2seq, zoo

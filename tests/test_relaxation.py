@@ -34,6 +34,11 @@ def tied_site(space: ChannelSpace) -> Site:
     return Site("tied", ("o_proj",), 2 * space.units, torch.cat(units), space)
 
 
+def apart_site(space: ChannelSpace) -> Site:
+    """All first copies, then all second ones."""
+    return Site("tied", ("o_proj",), 2 * space.units, torch.arange(space.units).repeat(2), space)
+
+
 def matrices(flat: Tensor, sizes: list[int]) -> list[Tensor]:
     return [part.view(size, size) for part, size in zip(flat.split([s * s for s in sizes]), sizes, strict=True)]
 
@@ -71,26 +76,6 @@ def test_the_start_follows_the_seed(start):
         assert not torch.equal(a, c)
 
 
-def test_random_start_moves_most_channels_and_differs_by_block():
-    relaxation = relaxation_of(space_of(64), init="random")
-    index = relaxation.harden(relaxation.soft(1.0))["space"]
-    assert (index != torch.arange(64)).sum() > 32
-    inside = (index - torch.arange(0, 64, 8).repeat_interleave(8)).view(8, 8)
-    assert len({tuple(row) for row in inside.tolist()}) > 1
-
-
-@pytest.mark.parametrize("size", [4, 16])
-def test_start_values(size):
-    """Near the identity ``(eye + noise u) / sqrt(B)``, random ``u / sqrt(B)``, both times a scale of sqrt(B)."""
-    near = relaxation_of(space_of(size), block_size=size, init_noise=0.25)
-    logits = near.scale * near.weights[0][0]
-    off = logits - torch.eye(size)
-    assert near.scale.tolist() == [size**0.5]
-    assert 0.15 < off.abs().max() <= 0.25
-    random = relaxation_of(space_of(size), block_size=size, init="random")
-    assert 0.7 < (random.scale * random.weights[0]).abs().max() <= 1
-
-
 @pytest.mark.parametrize("limit", [0.0, 1.0])
 def test_clamped_logits(limit):
     relaxation = relaxation_of(space_of(8), sinkhorn_rounds=0, clamp=limit)
@@ -100,17 +85,6 @@ def test_clamped_logits(limit):
     expected = logits.clamp(-1, 1) if limit else logits
     torch.testing.assert_close(relaxation.soft(1.0)[0], expected.softmax(-1))
     assert logits.abs().max() > 5
-
-
-def test_soft_is_doubly_stochastic():
-    relaxation = relaxation_of(space_of(20, 12), init="random")
-    soft = relaxation.soft(1.0)
-    assert [s.shape[1] for s in soft] == relaxation.sizes == [4, 8]
-    assert [s.shape[0] for s in soft] == [2, 3]
-    for block in soft:
-        ones = torch.ones(block.shape[:2])
-        torch.testing.assert_close(block.sum(1), ones, atol=1e-5, rtol=0)
-        torch.testing.assert_close(block.sum(2), ones, atol=1e-2, rtol=0)
 
 
 @pytest.mark.parametrize("segments", [(64,), (20,), (12, 4, 24)])
@@ -151,7 +125,7 @@ def test_a_soft_permutation_that_is_not_finite_is_refused(value, place):
 
 
 @pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20)])
-@pytest.mark.parametrize("site_of", [plain_site, tied_site])
+@pytest.mark.parametrize("site_of", [plain_site, tied_site, apart_site])
 def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
     """The index and the matrices that a site's mask receives are the same permutation, tied copies included."""
     space = space_of(*segments)
@@ -163,43 +137,8 @@ def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
     assert torch.equal(torch.block_diag(*matrices(flat, blocks.sizes)), onehot(site.expand(index["space"])))
 
 
-def test_blocks_of_tied_channels_come_in_channel_order():
-    """Two key/value heads of 16, each read by two query heads: 0 1 0 1, then 2 3 2 3."""
-    space = space_of(16, 16)
-    relaxation, site = relaxation_of(space), tied_site(space)
-    assert site.copies == 2
-    blocks = SiteBlocks(relaxation, site)
-    assert blocks.sizes == [8] * 8
-    soft = [torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8)]
-    numbers = [int(block[0, 0]) for block in matrices(blocks.flat(soft), blocks.sizes)]
-    assert numbers == [0, 1, 0, 1, 2, 3, 2, 3]
-
-
-def test_blocks_of_tied_channels_whose_copies_are_far_apart():
-    """All first copies, then all second ones: 0 1 2 3 0 1 2 3."""
-    space = space_of(16, 16)
-    site = Site("tied", ("o_proj",), 64, torch.arange(32).repeat(2), space)
-    blocks = SiteBlocks(relaxation_of(space), site)
-    soft = [torch.arange(4.0).view(4, 1, 1).expand(4, 8, 8)]
-    numbers = [int(block[0, 0]) for block in matrices(blocks.flat(soft), blocks.sizes)]
-    assert numbers == [0, 1, 2, 3, 0, 1, 2, 3]
-
-
-def test_the_gradient_adds_up_over_copies():
-    space = space_of(16, 16)
-    relaxation = relaxation_of(space)
-    soft = [matrix.detach().requires_grad_() for matrix in relaxation.soft(1.0)]
-    blocks = SiteBlocks(relaxation, tied_site(space))
-    flat = blocks.flat(soft)
-    weights = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0))
-    (flat * weights).sum().backward()
-    parts = matrices(weights, blocks.sizes)
-    expected = torch.stack([parts[0] + parts[2], parts[1] + parts[3], parts[4] + parts[6], parts[5] + parts[7]])
-    torch.testing.assert_close(soft[0].grad, expected)
-
-
 @pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20), (64,)])
-@pytest.mark.parametrize("site_of", [plain_site, tied_site])
+@pytest.mark.parametrize("site_of", [plain_site, tied_site, apart_site])
 def test_the_gradient_added_is_that_of_autograd(segments, site_of):
     """Gradients are added to those of another site."""
     space = space_of(*segments)
@@ -229,17 +168,3 @@ def test_a_smaller_last_block(segments, sizes):
     for matrix, size in zip(matrices(blocks.flat(soft), blocks.sizes), sizes, strict=True):
         assert torch.equal(matrix, soft[relaxation.sizes.index(size)][taken[size]])
         taken[size] += 1
-
-
-def test_learns_a_target_permutation():
-    """Gradient steps on ``-sum(P * target)`` turn the identity into the target."""
-    space = space_of(8)
-    relaxation = relaxation_of(space)
-    target = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-    optimizer = torch.optim.AdamW(relaxation.parameters(), lr=0.05)
-    for _ in range(60):
-        optimizer.zero_grad()
-        (soft,) = relaxation.soft(0.5)
-        (-(soft[0] * onehot(target)).sum()).backward()
-        optimizer.step()
-    assert torch.equal(relaxation.harden(relaxation.soft(0.5))["space"], target)

@@ -18,7 +18,7 @@ from permtriton.passes.graph import WEIGHT_PRODUCTS, module_path
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.passes.residual import Residual, residual_readers
 from permtriton.passes.trace import export_program, unlifted
-from permtriton.running.layer_inputs import from_model
+from permtriton.running.layer_walk import from_model
 
 from . import zoo
 

@@ -32,7 +32,7 @@ def test_an_argument_that_there_is_not_is_named():
 
 @pytest.mark.parametrize(
     ("name", "args"),
-    [("compile", CompileArgs), ("dry_run", CompileArgs), ("compare", CompareArgs), ("evaluate", EvaluateArgs)],
+    [("compile", CompileArgs), ("compare", CompareArgs), ("evaluate", EvaluateArgs)],
 )
 def test_arguments_and_their_defaults_are_those_of_the_dataclass(name, args):
     defaults = {each.name: each.default for each in signature(getattr(permtriton, name)).parameters.values()}

@@ -7,7 +7,7 @@ from torch import Tensor
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.statistics import hessians, site_statistics
 from permtriton.passes.plan import linear_module
-from permtriton.running.layer_inputs import from_model
+from permtriton.running.layer_walk import from_model
 from permtriton.util.progress import NoProgress
 
 from . import zoo

@@ -23,7 +23,7 @@ from permtriton.data.text import (
 )
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
-from permtriton.running.layer_inputs import from_model
+from permtriton.running.layer_walk import from_model
 from permtriton.util.progress import EventProgress, NoProgress
 from permtriton.util.sparsity import NMPattern
 

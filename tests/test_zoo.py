@@ -8,9 +8,9 @@ import transformers
 from benchmarks.architectures import table, tiny, trial
 from benchmarks.architectures.__main__ import Worker
 from permtriton import config_from
-from permtriton.driver import planning
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import PermTritonError, VerificationError
+from permtriton.methods import planning
 
 # Every family whose operators, names or modules differ from the others in a way that was once wrong or lost.
 SAMPLE = (

@@ -28,7 +28,7 @@ from permtriton.methods.measure.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.running import ranks
-from permtriton.running.placement import Way
+from permtriton.running.placement import DevicePlacement
 from permtriton.util.progress import NoProgress
 from tests import folders, updating, zoo
 from tests.pretend_gpu import GPU, PretendGpu
@@ -56,7 +56,7 @@ def compiled(
     ids: Tensor,
     path: Path | None = None,
     progress=None,
-    ways=tuple(Way),
+    placements=tuple(DevicePlacement),
     device=None,
     **options,
 ) -> dict:
@@ -71,7 +71,7 @@ def compiled(
         held_out=windows,
         resume_path=path,
         progress=progress,
-        ways=ways,
+        placements=placements,
         device=device,
     )
     return {
@@ -129,7 +129,9 @@ def onloaded(_folder: Path) -> dict:
     options = {"refit_iterations": 2, "refit_exchanges": 1, "refit_metric_rounds": 1, "refit_metric_tokens": 12}
     with PretendGpu().here():
         model, ids = updating.tiny_model(3).double(), zoo.tiny_ids(5, 12)
-        return compiled(model, ids, device=GPU, ways=(Way.ONLOADED,), recipe="heuristic,refit", **options)
+        return compiled(
+            model, ids, device=GPU, placements=(DevicePlacement.ONLOADED,), recipe="heuristic,refit", **options
+        )
 
 
 def trained_onloaded(_folder: Path) -> dict:
@@ -137,7 +139,9 @@ def trained_onloaded(_folder: Path) -> dict:
     options = {"distill_epochs": 1, "distill_batch_size": 1, "distill_optimizer": "adafactor"}
     with PretendGpu().here():
         model, ids = updating.tiny_model(3), zoo.tiny_ids(5, 12)
-        return compiled(model, ids, device=GPU, ways=(Way.ONLOADED,), recipe="mask,distill", **options)
+        return compiled(
+            model, ids, device=GPU, placements=(DevicePlacement.ONLOADED,), recipe="mask,distill", **options
+        )
 
 
 def wrote(_folder: Path) -> dict:
@@ -183,9 +187,9 @@ def spread_learning(_folder: Path) -> dict:
 
 def _spread(sequences: int, **options: object) -> dict:
     """With two ranks, FSDP2 spreads the layers."""
-    ways = (Way.SPREAD,) if ranks.count() > 1 else tuple(Way)
+    placements = (DevicePlacement.SPREAD,) if ranks.count() > 1 else tuple(DevicePlacement)
     model, ids = updating.tiny_model().double(), zoo.tiny_ids(sequences, 12)
-    return compiled(model, ids, ways=ways, **{"importance": "ria", **options})
+    return compiled(model, ids, placements=placements, **{"importance": "ria", **options})
 
 
 def learned(folder: Path) -> dict:

@@ -22,9 +22,9 @@ from benchmarks.architectures import tiny
 from benchmarks.architectures.table import LAYOUTS, TOLERANCE
 from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
-from permtriton.driver import planning
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import PermTritonError
+from permtriton.methods import planning
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.run import Run
 from permtriton.model.core import ENCODER_STATE, has_head

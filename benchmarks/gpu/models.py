@@ -22,7 +22,6 @@ from benchmarks.gpu.kernels import permute, rms_norm_alone
 from benchmarks.gpu.table import BARE, DECODING, DENSE, FEW, LAYER, LAYER_8B, MANY, MORE, OURS, PREFILL, product_name
 from benchmarks.shared import PATTERN, step_seconds
 from permtriton.data.samples import Samples
-from permtriton.driver.planning import plan_model
 from permtriton.kernels import cusparselt
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import Config
@@ -31,6 +30,7 @@ from permtriton.kernels.tools.case import Arguments, Case, larger_half
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
 from permtriton.kernels.tools.timing import Timing, measure, relative_error
+from permtriton.methods.planning import plan_model
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.recipe import config_from

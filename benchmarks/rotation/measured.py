@@ -18,7 +18,7 @@ from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.recipe import config_from
-from permtriton.running.layer_inputs import from_model
+from permtriton.running.layer_walk import from_model
 
 BATCH = 4  # sequences per forward pass
 

@@ -15,8 +15,8 @@ from permtriton.checkpoint.output import check_apart, replacing_folder
 from permtriton.checkpoint.record import Record
 from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import copy_file
-from permtriton.driver.planning import plan_model
 from permtriton.errors import ModelError, OutputError, reading, shown
+from permtriton.methods.planning import plan_model
 from permtriton.model.headers import read_json
 from permtriton.model.load import ADAPTER, load_empty_model
 from permtriton.model.source import Source
@@ -33,23 +33,13 @@ READ_STATES = ("score", "classifier", "qa_outputs", "summary")  # heads that the
 
 
 def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Writes an adapter of PEFT, trained on the dense model, for a folder of layout ``portable``.
+    """Writes an adapter of PEFT, trained on the dense model, for a folder ``to`` of layout ``portable``.
 
     What reads channels (the columns of A) and what writes them (the rows of B) is brought into the folder's order, as
     the weights beside them were, so that the adapter adds there what it added to the dense model.
 
-    Args:
-        adapter: folder of the adapter, which PEFT's ``save_pretrained`` wrote.
-        to: folder that permtriton compiled from that dense model.
-        output: folder to write.
-        trust_remote_code: whether code that comes with the model may run.
-
     Returns:
         ``output``, and the number of ``tensors``, and of those that were ``reordered``.
-
-    Raises:
-        ModelError: the adapter is of a kind that cannot be reordered, of another model, or was trained on the folder.
-        OutputError: ``output`` exists, or cannot be written.
     """
     check_apart(output, adapter)
     check_apart(output, to)
@@ -74,11 +64,6 @@ def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = Fa
 
 
 def _settings(adapter: Path, to: Path) -> dict[str, Any]:
-    """Returns the content of the adapter's config.
-
-    Raises:
-        ModelError: as `adapt`.
-    """
     if not (adapter / ADAPTER).is_file():
         raise ModelError(f"{adapter} holds no {ADAPTER}: give a folder that PEFT's save_pretrained wrote")
     settings = read_json(adapter / ADAPTER)
@@ -149,11 +134,7 @@ class _Order:
         return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices), embedded)
 
     def reordered(self, name: str, tensor: Tensor) -> Tensor:
-        """Returns a tensor of an adapter in the new order.
-
-        Raises:
-            ModelError: the model has no such module, or the tensor is of another kind or size.
-        """
+        """Returns a tensor of an adapter in the new order."""
         if name == "prompt_embeddings":
             return self._moved(name, tensor, self.embedded, 1)
         path = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer", "")
@@ -214,11 +195,7 @@ def _longest(tensor: Tensor) -> int:
 
 
 def _indices(plan: Plan, record: Record, folder: Path) -> dict[str, Tensor]:
-    """Returns space name -> unit index, from the orders of the sites in a record.
-
-    Raises:
-        ModelError: the plan has other sites.
-    """
+    """Returns space name -> unit index, from the orders of the sites in a record."""
     recorded = {tuple(site["linears"]): torch.tensor(site["index"]) for site in record["sites"]}
     indices = {}
     for site in plan.sites:

@@ -17,24 +17,23 @@ import torch
 from permtriton.checkpoint.format import Format
 from permtriton.data.generated import written
 from permtriton.driver.identity import states_beside
-from permtriton.driver.memory import Devices, describe_weights, refusal
-from permtriton.driver.planning import Planned
+from permtriton.driver.memory import Devices, refusal
 from permtriton.errors import OutputError
 from permtriton.kernels.packing import position_bits
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import reads_activations
-from permtriton.methods.needs import Needs
-from permtriton.methods.prune.dense_share import DENSE_SHARE
-from permtriton.methods.step import ModelSizes
+from permtriton.methods.planning import Planned
+from permtriton.methods.sizes import MemoryEstimate, ModelSizes
+from permtriton.methods.steps import all_steps
 from permtriton.model.expert_linears import UnstackedExperts
 from permtriton.model.experts import share_sent
 from permtriton.model.forward import last_hidden_state
 from permtriton.running import ranks
-from permtriton.running.placement import Way
+from permtriton.running.placement import DevicePlacement
 from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # of the pass that is timed, at most
-CALIBRATING, SHARING, WRITING = 1, 3, 4  # passes over the samples, or per text that is written; as measured on SmolLM2
+WRITING = 4  # passes per text that is written; as measured on SmolLM2
 # What is assumed of a GPU that is not here: products in float32 without tensor cores, two thirds of what an H100 can,
 # and copies from host memory.
 PRODUCTS, LINK = 40e12, 20e9  # operations and bytes per second
@@ -47,7 +46,7 @@ class Forecast:
     """What a compilation needs.
 
     Attributes:
-        needs: memory.
+        memory: on each device.
         disk: what is written -> bytes.
         seconds: stage -> expected time in seconds; empty where it was not measured.
         refused: why the memory is too small; empty if it is not.
@@ -55,7 +54,7 @@ class Forecast:
         assumed: what the seconds rest on where they were not measured; empty where they were.
     """
 
-    needs: Needs
+    memory: MemoryEstimate
     disk: Mapping[str, int]
     seconds: Mapping[str, float]
     refused: str
@@ -64,78 +63,57 @@ class Forecast:
 
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
         """Yields the name and value of each need; ``folder`` is where the output goes, None if that is not known."""
-        needs, devices = self.needs, self.devices
+        memory, devices = self.memory, self.devices
         each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
-        yield "memory", f"{format_bytes(needs.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
-        if devices.count > 1 or needs.way:
-            yield "weights", describe_weights(needs)
+        yield "memory", f"{format_bytes(memory.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
+        if devices.count > 1 or memory.placement:
+            yield "weights", memory.placement.weights
         if self.seconds:
             stages = ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.seconds.items())
             assumed = f", {self.assumed}" if self.assumed else ""
             yield "time", f"roughly {duration(sum(self.seconds.values()))}{assumed} ({stages})"
         free = f" in {folder}; {format_bytes(shutil.disk_usage(folder).free)} free" if folder is not None else ""
         yield "disk", f"{format_bytes(sum(self.disk.values()))}{free}"
-        if needs.on_host:
-            yield "host memory", ", ".join(f"{format_bytes(size)} for {name}" for name, size in needs.on_host.items())
-
-    def describe(self, folder: Path | None) -> str:
-        """Returns `rows` as one line."""
-        return "; ".join(f"{name}: {value}" for name, value in self.rows(folder))
+        if memory.host:
+            yield "host memory", format_bytes(memory.host)
 
     def report(self) -> dict[str, Any]:
         """Returns everything, as JSON can hold it; ``seconds`` of each stage is None where it was not measured."""
         return {
-            "memory": self.needs.report(),
+            "memory": self.memory.report(),
             "seconds": dict(self.seconds) or None,
             "assumed": self.assumed,
             "disk": dict(self.disk),
             "refused": self.refused,
-            "on_host": dict(self.needs.on_host),
+            "on_host": self.memory.host,
         }
 
 
 def make_forecast(
-    start: Planned,
-    needs: Needs,
-    resume_path: Path | None,
-    devices: Devices,
-    *,
-    timed: bool,
-    save_format: str | None = None,
+    start: Planned, memory: MemoryEstimate, devices: Devices, disk: Mapping[str, int], *, timed: bool
 ) -> Forecast:
     """Returns what a compilation needs; the model is unchanged afterwards.
 
     Args:
-        needs: what `permtriton.driver.memory.estimate` returns.
-        resume_path: path of the states that continue an interrupted run; None for one that starts from scratch.
         timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
             model is whole on such a device.
-        save_format: format of the output; None for dense.
     """
     sizes, seconds, assumed = start.sizes, {}, ""
-    refused = refusal(needs, devices, start.config.steps, sizes.element)
+    refused = refusal(memory, devices, start.config, sizes)
     if timed and not refused:
         forward = None
-        if needs.way is Way.WHOLE and start.model.device.type == devices.kind:
+        if memory.placement is DevicePlacement.WHOLE and start.model.device.type == devices.kind:
             forward = measured_pass(start)
         elif devices.kind == "cuda":
-            forward, assumed = assumed_pass(start, needs, devices), ASSUMED
+            forward, assumed = assumed_pass(start, memory, devices), ASSUMED
         if forward is not None:
             held_out = 0 if start.held_out is None else start.held_out.positions
             seconds = {stage: passes * forward for stage, passes in stage_passes(start.config, sizes, held_out).items()}
-    disk = disk_needs(start.config, sizes, resume_path, save_format)
-    return Forecast(needs, disk, seconds, refused, devices, assumed)
+    return Forecast(memory, disk, seconds, refused, devices, assumed)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
-    """Refuses a compilation whose files do not fit on the disk.
-
-    Args:
-        disk: what is written -> bytes.
-
-    Raises:
-        OutputError: the free space is too small.
-    """
+    """Refuses a compilation whose files do not fit on the disk."""
     needed, free = sum(disk.values()), shutil.disk_usage(folder).free
     if needed > free:
         parts = ", ".join(f"{format_bytes(size)} for {name}" for name, size in disk.items())
@@ -151,9 +129,6 @@ def disk_needs(
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
     A folder with fewer bytes per weight is made from a dense one, and for a moment both are there.
-
-    Args:
-        resume_path, save_format: as `make_forecast` takes them.
     """
     states = sum(step.state_bytes(sizes) for step in config.steps)
     dense = sizes.model + SMALL_FILES
@@ -174,22 +149,16 @@ def _bytes_per_weight(config: CompileConfig, sizes: ModelSizes, save_format: str
 
 
 def stage_passes(config: CompileConfig, sizes: ModelSizes, held_out: int) -> dict[str, float]:
-    """Returns step or stage -> the forward passes over the calibration samples that it amounts to.
-
-    Args:
-        held_out: number of held-out tokens.
-    """
+    """Returns step or stage -> the forward passes over the calibration samples that it amounts to."""
     passes: dict[str, float] = {}
-    if config.dense_share or (config.uses_importance and reads_activations(config.importance)):
-        passes["calibrate"] = CALIBRATING
+    if config.uses_importance and reads_activations(config.importance):
+        passes["calibrate"] = 1
     if held_out:
         passes["evaluate"] = 2 * held_out / sizes.positions
     if config.generated:
         passes["generate"] = WRITING * written(config.generated) / sizes.sequences
-    if config.dense_share:
-        passes[DENSE_SHARE] = SHARING
-    for step in config.steps:
-        read = sizes.samples_for(step)
+    for step in all_steps(config):
+        read = step.sizes(sizes)
         passes[step.name] = step.passes(read) * read.sequences / sizes.sequences
     return passes
 
@@ -209,14 +178,14 @@ def measured_pass(start: Planned) -> float:
     return min(times) * samples.positions / rows.positions / ranks.count()
 
 
-def assumed_pass(start: Planned, needs: Needs, devices: Devices) -> float:
+def assumed_pass(start: Planned, memory: MemoryEstimate, devices: Devices) -> float:
     """Returns the seconds of such a pass on GPUs that are not here."""
     sizes = start.sizes
     weights = sizes.model / sizes.element
     if not start.config.calibration.calibrate_all_experts:
         experts = (module for module in start.model.modules() if isinstance(module, UnstackedExperts))
         weights -= sum(sum(p.numel() for p in e.parameters()) * (1 - share_sent(start.model, e)) for e in experts)
-    copy = sizes.model / LINK if needs.way is Way.ONLOADED else 0.0
+    copy = sizes.model / LINK if memory.placement is DevicePlacement.ONLOADED else 0.0
     return 2 * weights * sizes.positions / devices.count / PRODUCTS + copy
 
 

@@ -13,6 +13,7 @@ from permtriton.config import ROUNDING_ONLY
 from permtriton.data.samples import Samples
 from permtriton.methods import steps
 from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.prune import dense_share
 from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
 from permtriton.running import ranks
@@ -21,12 +22,13 @@ from permtriton.running.workspace import Workspace, state_path
 from permtriton.util.machine import device_name, versions
 
 WRITING = "generated"  # the state of the text that the dense model writes
-CHOOSING = "dense_share"  # the state of which linears stay dense
 
 
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
     """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
-    names = dict.fromkeys((WRITING, CHOOSING, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe)))
+    names = dict.fromkeys(
+        (WRITING, dense_share.STATE, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe))
+    )
     paths = [state_path(resume_path, name) for name in names]
     return sorted(each for path in paths for each in (path, *layers_beside(path)) if each.is_file())
 
@@ -53,11 +55,7 @@ def text_hash(config: CompileConfig, samples: Samples) -> str:
 def identify(
     workspace: Workspace, model: PreTrainedModel, config: CompileConfig, samples: Samples, device: torch.device
 ) -> None:
-    """Notes what decides the result, and refuses states of another run before any work is done.
-
-    Raises:
-        OutputError: a state beside the output belongs to another run, or is damaged.
-    """
+    """Notes what decides the result, and refuses states of another run before any work is done."""
     if workspace.resume_path is None:
         return
     options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}

@@ -25,8 +25,8 @@ from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
-from permtriton.driver.pipeline import compile_given, forecast_model
-from permtriton.driver.prepare import Given
+from permtriton.driver.pipeline import compile_loaded, forecast_loaded
+from permtriton.driver.prepare import CompileInputs
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.methods.compile_config import CompileConfig
@@ -38,7 +38,7 @@ from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
 from permtriton.running import ranks
-from permtriton.running.placement import Way, ways_of
+from permtriton.running.placement import DevicePlacement, allowed_placements
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 
@@ -100,7 +100,7 @@ class Job:
             )
         if self.args.private is not None and self.args.push_to_hub is None:
             raise ConfigError("`private=` has no effect without `push_to_hub=`: leave it out")
-        ways_of(self.args.shard, self.args.onload)
+        allowed_placements(self.args.shard, self.args.onload)
 
     @cached_property
     def _source(self) -> Source | None:
@@ -108,9 +108,8 @@ class Job:
         return replace(self.model, device="cpu") if isinstance(self.model, Source) else None
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        """How the model may be placed on devices."""
-        return ways_of(self.args.shard, self.args.onload)
+    def placements(self) -> tuple[DevicePlacement, ...]:
+        return allowed_placements(self.args.shard, self.args.onload)
 
     @property
     def output(self) -> Path | None:
@@ -127,11 +126,7 @@ class Job:
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
-        """Keeps other processes from the output inside the ``with`` block; of several ranks, the first one does.
-
-        Raises:
-            OutputError: as `permtriton.checkpoint.output.claimed`, or it is in the folder of the model.
-        """
+        """Keeps other processes from the output inside the context; of several ranks, the first one does."""
         if self.output is None or ranks.number():
             yield
             return
@@ -145,27 +140,21 @@ class Job:
             yield
 
     def run(self, progress: Progress) -> CompiledModel:
-        """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet.
-
-        Raises:
-            PermTritonError: as `compile_given`, the model or the data cannot be read, or the hub refuses the
-                repository.
-        """
+        """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet."""
         source = self._source
         device = resolve_device(self.args.device) if source else None
         unused = list[str]()
-        model, given, text = self._loaded(progress, device, unused=unused)
+        model, inputs, text = self._loaded(progress, device, unused=unused)
         source = source and source.at_commit(model.config)
         if self._repository is not None:
             progress.say(f"to be published in {self._repository}")
-        given = replace(given, progress=progress, say_needs=True, origin=self._origin(given.config, text, unused))
-        compiled = compile_given(model, given)
+        inputs = replace(inputs, progress=progress, say_needs=True, origin=self._origin(inputs.config, text, unused))
+        compiled = compile_loaded(model, inputs)
         # Where the compiled model is, there is room for the dense one.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
     def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
-        """Returns what the record says of what was asked."""
         args, source = self.args, self.model
         if not isinstance(source, Source):
             return Origin(compile_command(asked_name(source.name_or_path or ""), config), text)
@@ -186,11 +175,7 @@ class Job:
         return Origin(command, text, gguf, unused)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
-        """Writes the output, if there is one; of several ranks, the first one does.
-
-        Raises:
-            PermTritonError: as `CompiledModel.save_pretrained`.
-        """
+        """Writes the output, if there is one; of several ranks, the first one does."""
         if self.output is not None and not ranks.number():
             progress.say(f"saving and verifying {self.output}")
             with progress.stage("save", 0):
@@ -201,9 +186,6 @@ class Job:
 
         Returns:
             The address of the commit on the hub; None where nothing was published.
-
-        Raises:
-            OutputError: the hub refuses, or cannot be reached; the folder stays, and the message names it.
         """
         if self._repository is None or self.output is None:
             return None
@@ -226,9 +208,6 @@ class Job:
 
         Args:
             devices: devices to plan for; None for those that the model is on.
-
-        Raises:
-            PermTritonError: as `forecast_model`, or the output could not be written.
         """
         if self.output is not None:
             self._check_apart()
@@ -240,14 +219,14 @@ class Job:
         source = self._source
         device = resolve_device(self.args.device) if source and devices is None else None
         fetched = source is None or outline.is_here(source)
-        model, given, _ = self._loaded(progress, device, fetched, planned_for=devices)
+        model, inputs, _ = self._loaded(progress, device, fetched, planned_for=devices)
         if not fetched and devices is None:
-            devices = Devices.of(device or torch.device("cpu"), ways=given.ways)
+            devices = Devices.of(device or torch.device("cpu"), placements=inputs.placements)
         if self.args.restart or not fetched:
-            given = replace(given, resume_path=None)
-        start, forecast = forecast_model(model, given, devices)
+            inputs = replace(inputs, resume_path=None)
+        start, forecast = forecast_loaded(model, inputs, devices)
         total = sum(parameter.numel() for parameter in model.parameters())
-        return DryRun(start.plan, forecast, given.config, start.sizes.pruned, total, fetched)
+        return DryRun(start.plan, forecast, inputs.config, start.sizes.pruned, total, fetched)
 
     def _check_apart(self) -> None:
         """Refuses an output that is mixed with what is read; a GGUF file is a model by itself, not its folder."""
@@ -266,7 +245,7 @@ class Job:
         fetched: bool = True,
         unused: list[str] | None = None,
         planned_for: Devices | None = None,
-    ) -> tuple[PreTrainedModel, Given, str]:
+    ) -> tuple[PreTrainedModel, CompileInputs, str]:
         """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
 
         Args:
@@ -311,14 +290,14 @@ class Job:
         if data is not None:
             samples_set = calibration.samples if "samples" in self.overrides else None
             samples, config = calibration_of(data, config, tokenizer, model, samples_set)
-        given = Given(
+        inputs = CompileInputs(
             tokenizer,
             with_suggested(config, self.overrides),
             ids=samples,
             held_out=held_out,
             resume_path=self.output and resume_path(self.output),
             device=device,
-            ways=self.ways,
+            placements=self.placements,
             save_format=self.args.save_format,
         )
-        return model, given, text
+        return model, inputs, text

@@ -81,7 +81,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
             "lowered_graph": comparison,
         },
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
-        "memory": {"peak": peak_memory(run.placement.device), "estimate": run.needs.report()},
+        "memory": {"peak": peak_memory(run.placement.device), "estimate": run.memory.report()},
         **({"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),

@@ -12,7 +12,7 @@ from permtriton.passes.trace import OTHER_VALUES
 from permtriton.passes.verify_graph import count_operators
 
 
-def why_not_compared(graph: fx.GraphModule, model: PreTrainedModel) -> str:
+def comparison_refusal(graph: fx.GraphModule, model: PreTrainedModel) -> str:
     """Returns why a graph need not give the outputs of its model; empty where it must."""
     if OTHER_VALUES in graph.meta:
         return "not compared: the graph takes all rows where the model selects some by their values"
@@ -35,11 +35,6 @@ def traced_sample(graph: fx.GraphModule, model: PreTrainedModel, given: Samples)
 
 
 def check_graph(graph: fx.GraphModule, model: PreTrainedModel, sample: Samples, stage: str) -> None:
-    """Checks that a graph gives the outputs of the model as it is now on a sample of the traced shapes.
-
-    Raises:
-        VerificationError: it does not.
-    """
     check_same_outputs(graph_outputs(graph, sample), lambda: model_outputs(model, sample), model, stage)
 
 

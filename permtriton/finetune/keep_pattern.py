@@ -351,5 +351,4 @@ def _recognized(model: nn.Module) -> dict[str, _Weight]:
 
 
 def _plain(name: str) -> str:
-    """Returns the name that a parameter has without adapters."""
     return name.replace(BASE_LAYER, "")

@@ -4,60 +4,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from permtriton.kernels.nm_mask import top_n_mask
-    from permtriton.methods.order.heuristic import Heuristic
-    from permtriton.methods.order.learned import Learned
-    from permtriton.methods.order.searched import Searched
-    from permtriton.methods.prune.mask import Mask
-    from permtriton.methods.prune.refit import Refit
-    from permtriton.methods.prune.sparsegpt import SparseGPT
-    from permtriton.methods.run import Run
-    from permtriton.methods.step import Outcome, Stage, Step
-    from permtriton.methods.train.distill import Distill
-    from permtriton.methods.train.tune import Tune
-    from permtriton.passes.plan import linear_module, weight_in_out
-    from permtriton.util.option import documented, option
+    from permtriton.kernels.nm_mask import top_n_mask as top_n_mask
+    from permtriton.methods.order.heuristic import Heuristic as Heuristic
+    from permtriton.methods.order.learned import Learned as Learned
+    from permtriton.methods.order.searched import Searched as Searched
+    from permtriton.methods.prune.mask import Mask as Mask
+    from permtriton.methods.prune.refit import Refit as Refit
+    from permtriton.methods.prune.sparsegpt import SparseGPT as SparseGPT
+    from permtriton.methods.run import Run as Run
+    from permtriton.methods.step import Outcome as Outcome
+    from permtriton.methods.step import Stage as Stage
+    from permtriton.methods.step import Step as Step
+    from permtriton.methods.train.distill import Distill as Distill
+    from permtriton.methods.train.tune import Tune as Tune
+    from permtriton.passes.plan import linear_module as linear_module
+    from permtriton.passes.plan import weight_in_out as weight_in_out
+    from permtriton.util.option import documented as documented
+    from permtriton.util.option import option as option
 
-_MODULES = {
-    "Outcome": "methods.step",
-    "Run": "methods.run",
-    "Stage": "methods.step",
-    "Step": "methods.step",
-    "documented": "util.option",
-    "linear_module": "passes.plan",
-    "option": "util.option",
-    "top_n_mask": "kernels.nm_mask",
-    "weight_in_out": "passes.plan",
+_NAMES = {
+    "kernels.nm_mask": ("top_n_mask",),
+    "methods.run": ("Run",),
+    "methods.step": ("Outcome", "Stage", "Step"),
+    "methods.steps": ("Distill", "Heuristic", "Learned", "Mask", "Refit", "Searched", "SparseGPT", "Tune"),
+    "passes.plan": ("linear_module", "weight_in_out"),
+    "util.option": ("documented", "option"),
 }
-__all__ = [
-    "Distill",
-    "Heuristic",
-    "Learned",
-    "Mask",
-    "Outcome",
-    "Refit",
-    "Run",
-    "Searched",
-    "SparseGPT",
-    "Stage",
-    "Step",
-    "Tune",
-    "documented",
-    "linear_module",
-    "option",
-    "top_n_mask",
-    "weight_in_out",
-]
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)
-    steps = {kind.__name__: kind for kind in import_module("permtriton.methods.steps").OURS}
-    if name not in steps:
+    if name not in _MODULES:
         raise AttributeError(f"module 'permtriton.methods' has no attribute {name!r}")
-    return steps[name]
+    return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_MODULES)
+
+
+if not TYPE_CHECKING:  # type checkers read the names above
+    __all__ = __dir__()

@@ -46,7 +46,6 @@ class CompileConfig(CommonConfig):
 
     @property
     def uses_importance(self) -> bool:
-        """Whether the importance decides anything."""
         return bool(self.dense_share) or any(step.uses_importance() for step in self.steps)
 
     @property
@@ -56,7 +55,6 @@ class CompileConfig(CommonConfig):
 
     @property
     def gradients(self) -> bool:
-        """Whether gradients are computed."""
         return bool(self.dense_share) or any(step.gradients for step in self.steps)
 
     @property
@@ -70,7 +68,6 @@ class CompileConfig(CommonConfig):
         return self.calibration.generated if any(step.reads_generated for step in self.steps) else 0
 
     def has(self, name: str) -> bool:
-        """Whether the recipe has a step of this name."""
         return any(step.name == name for step in self.steps)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,7 +81,6 @@ class CompileConfig(CommonConfig):
 
 
 def has_effect(option: Option, config: CompileConfig) -> bool:
-    """Returns whether an option has an effect with the rest of a config."""
     return not no_effect_refusal(option, config)
 
 

@@ -1,8 +1,8 @@
 """One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,8 +15,8 @@ from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, dense_objective, objective_kind
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
-from permtriton.methods.measure.statistics import reorder_statistics
-from permtriton.methods.needs import Needs
+from permtriton.methods.measure.statistics import reorder_statistics, tokens_of_experts, undersampled_warning
+from permtriton.methods.sizes import MemoryEstimate
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.reference import Reference
 from permtriton.passes.apply import apply_edits
@@ -26,7 +26,7 @@ from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.mixed_precision import mixed_precision, rounded_products
-from permtriton.running.placement import Placement
+from permtriton.running.placement import ModelPlacement
 from permtriton.running.sharding import twin_of
 from permtriton.running.store import Store
 from permtriton.running.workspace import Kind, Workspace
@@ -48,11 +48,11 @@ class Run:
         plan: sites and channel spaces.
         graph: graph of the model in the present order, over the model's own parameters.
         reference: outputs of the dense model, which exact steps must reproduce.
+        placement: where the model runs.
+        memory: estimated memory.
         statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
             where no step uses the importance.
         expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
-        needs: estimated memory.
-        placement: where the model runs.
         rows: linear -> how much the loss feels each of its rows in the present order; None where it is not known.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
@@ -70,10 +70,10 @@ class Run:
     plan: Plan
     graph: fx.GraphModule
     reference: Reference
-    statistics: dict[str, Tensor]
-    expert_tokens: dict[str, list[int]]
-    needs: Needs
-    placement: Placement
+    placement: ModelPlacement
+    memory: MemoryEstimate
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+    expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     rows: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -90,23 +90,21 @@ class Run:
 
     @property
     def progress(self) -> Progress:
-        """What is told of the work."""
         return self.workspace.progress
 
     @property
     def store(self) -> Store:
-        """Where large tensors beside the weights are."""
         return self.workspace.store
 
     @property
     def low_memory(self) -> bool:
         """Whether steps shall save memory, because what they could keep does not fit."""
-        return self.needs.low_memory
+        return bool(self.memory.saving)
 
     @property
     def working_config(self) -> CompileConfig:
         """The options of work with gradients: activations are recomputed also where memory is short."""
-        recomputed = self.config.activation_checkpointing or self.needs.recomputes
+        recomputed = self.config.activation_checkpointing or self.memory.recomputes
         return replace(self.config, activation_checkpointing=recomputed)
 
     def state(self, kind: type[Kind], step: str) -> Kind | None:
@@ -150,8 +148,24 @@ class Run:
         return self.model if self.placement.spread_on is None else twin_of(self.model)
 
     def importances(self) -> dict[str, ImportanceFactors]:
-        """Returns linear name -> importance of its present weight, for every pruned linear."""
         return importances_of(self.model, self.plan, self.config.importance, self.statistics)
+
+    def calibrate(self, measure: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
+        """Measures the statistics of all sites, and how many tokens each expert is sent."""
+        with self.running() as model:
+            statistics = measure(model)
+            self.expert_tokens = tokens_of_experts(model, len(self.samples) * self.samples.longest)
+            few = undersampled_warning(model, self.expert_tokens)
+        self.statistics = {name: statistic.to(self.model.device) for name, statistic in statistics.items()}
+        if few and not self.config.calibration.calibrate_all_experts:
+            self.progress.say(few)
+
+    def replan(self, plan: Plan, graph: fx.GraphModule, rows: dict[str, Tensor] | None) -> None:
+        """Takes up a plan with fewer linears, before anything has moved; ``rows`` as the attribute."""
+        sites = {name: site.name for site, name in self.plan.linears()}
+        self.statistics = {site.name: self.statistics[sites[site.linears[0]]] for site in plan.sites}
+        self.plan, self.graph, self.rows = plan, graph, rows
+        self.indices = self.unmoved()
 
     # -- the order of channels -----------------------------------------------------------------------------------------
 
@@ -160,7 +174,6 @@ class Run:
         return {space.name: identity(space.units) for space in self.plan.spaces}
 
     def run_passes(self, passes: Sequence[Pass]) -> None:
-        """Runs compiler passes on the graph."""
         self.graph = run_passes(self.graph, passes)
 
     def reorder(self, indices: Mapping[str, Tensor]) -> None:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.errors import ConfigError, first_line, shown
+from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
+from permtriton.methods.prune.dense_share import DenseShare
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
@@ -65,9 +67,6 @@ def load(name: str) -> type[Step]:
 
     Args:
         name: ``module:Class`` or ``file.py:Class``; both are looked for in the present folder, too.
-
-    Raises:
-        ConfigError: it cannot be imported, or is no step.
     """
     place, _, attribute = name.rpartition(":")
     file = Path(place)
@@ -85,3 +84,8 @@ def load(name: str) -> type[Step]:
 
 
 STEPS: tuple[type[Step], ...] = (*OURS, *_installed())
+
+
+def all_steps(config: CompileConfig) -> tuple[Step, ...]:
+    """Returns what a compilation runs: the steps of its recipe, after the choice of what stays dense."""
+    return (*([DenseShare(config.dense_share)] if config.dense_share else []), *config.steps)

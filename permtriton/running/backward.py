@@ -48,11 +48,7 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
-    """Returns a loss that has gradients by the outputs of a model's linears, as autograd sees it.
-
-    Raises:
-        ModelError: it has none.
-    """
+    """Returns a loss after checking that autograd knows its gradients by the outputs of a model's linears."""
     if not loss.requires_grad:
         raise ModelError(
             f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
@@ -62,8 +58,5 @@ def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def loss_scale(positions: int) -> float:
-    """Returns the factor for a mean loss over so many positions, whose gradients would vanish in float16.
-
-    It is a power of 2, so that dividing the gradients by it is exact.
-    """
+    """Returns a power of 2 for a mean loss over so many positions, whose gradients would vanish in float16."""
     return 2.0 ** round(math.log2(positions))

@@ -24,14 +24,10 @@ class KeptOutputs:
 
     An output is kept if all pruned linears that have run before, in this run of the layer, have their final weights.
     Once that of a module is, those inside of it are not needed any more. Outputs that the model changes in place
-    afterwards are computed again.
+    afterwards are computed again. ``keep`` None keeps nothing.
 
     Experts are left out, because runs that measure them may send them other tokens; so is what holds a module whose
     input is watched as the residual stream.
-
-    Args:
-        name: name of the layer, whose sites follow.
-        keep: as `Keep`; None keeps nothing.
     """
 
     def __init__(self, model: nn.Module, name: str, sites: Sequence[Site], keep: Keep | None) -> None:
@@ -42,15 +38,13 @@ class KeptOutputs:
         self._final = True  # whether all that has run in this run of the layer has its final weights
 
     def finish(self, sites: Iterable[Site]) -> None:
-        """Says that the weights of the sites' linears are final."""
         self._changing -= {linear_module(self._model, linear) for site in sites for linear in site.linears}
 
     @contextmanager
     def running(self, rows: Tensor, *, last: bool = False) -> Iterator[None]:
-        """Inside the ``with`` block, modules return what is kept of them.
+        """Inside the context, modules return what is kept of them for sequences of such numbers.
 
         Args:
-            rows: numbers of the sequences that the layer runs on, int64 ``[...]``.
             last: whether it is the last run, of which nothing need be kept.
         """
         self._final = True
@@ -58,7 +52,6 @@ class KeptOutputs:
             yield
 
     def clear(self) -> None:
-        """Forgets all outputs."""
         self._outputs.clear()
 
     def _forward(self, rows: tuple[int, ...], last: bool, module: nn.Module) -> Callable[..., Any]:

@@ -31,8 +31,7 @@ class _Call:
 
     Attributes:
         hidden: its hidden states, where the layer before did not return the same; else None.
-        leaves: its other arguments, flat.
-        structure: their structure.
+        leaves, structure: its other arguments, flat.
         problem: why the call cannot be repeated; empty if it can.
         follows: name of the layer that ran before, if it returned these hidden states; else empty.
         form: form of its output; None if there is more in it than hidden states.
@@ -48,13 +47,10 @@ class _Call:
 
 @dataclass(frozen=True)
 class Form:
-    """How a layer returns hidden states: alone, or among values that are no tensors.
+    """How a layer returns hidden states, of ``shape`` per sequence: alone, or among values that are no tensors.
 
     Attributes:
-        leaves: the flat output, with None in place of the hidden states.
-        at: their position in it.
-        structure: its structure.
-        shape: shape of the hidden states of one sequence, ``[tokens, hidden]``.
+        leaves: the flat output, with None in place of the hidden states, which are ``at`` this position.
     """
 
     leaves: list[Any]
@@ -63,7 +59,6 @@ class Form:
     shape: torch.Size
 
     def of(self, hidden: Tensor) -> Any:
-        """Returns hidden states as the layer would."""
         return pytree.tree_unflatten([*self.leaves[: self.at], hidden, *self.leaves[self.at + 1 :]], self.structure)
 
 
@@ -73,11 +68,7 @@ def as_it_is(_of: object) -> AbstractContextManager[None]:
 
 
 class LayerCalls:
-    """A layer with its arguments, apart from hidden states, for every sequence.
-
-    Attributes:
-        together: whether several sequences run in one call.
-    """
+    """A layer with its other arguments than hidden states, for every sequence; ``together``: several in one call."""
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self._layer, self._device = layer, device
@@ -91,11 +82,10 @@ class LayerCalls:
         self._leaves.append([one if same(one, other) else other for one, other in zip(first, call.leaves, strict=True)])
 
     def __call__(self, hidden: Tensor, rows: Tensor, call_context: CallContext = as_it_is) -> Tensor:
-        """Returns the layer's output ``[len(rows), tokens, hidden]``.
+        """Returns the layer's output ``[len(rows), tokens, hidden]`` for sequences of such numbers.
 
         Args:
-            hidden: the hidden states of some sequences, ``[len(rows), tokens, hidden]``, on any device.
-            rows: numbers of the sequences, int64 ``[...]``.
+            hidden: their hidden states, ``[len(rows), tokens, hidden]``, on any device.
             call_context: the context that the layer runs in, on as many sequences as run in one call.
         """
         assert self._structure is not None
@@ -117,14 +107,10 @@ class LayerCalls:
         store: Store = MEMORY,
         call_context: CallContext = as_it_is,
     ) -> Tensor:
-        """Returns the output for some sequences.
+        """Returns the output in ``store`` for some sequences, by default all, of which ``batch`` run together.
 
         Args:
             hidden: the hidden states of all sequences, ``[sequences, tokens, hidden]``.
-            batch: sequences per call.
-            rows: numbers of the sequences to run, int64 ``[at least one]``; all by default.
-            store: where the output is.
-            call_context: as for a call.
         """
         numbers = torch.arange(hidden.shape[0]) if rows is None else rows
 
@@ -142,11 +128,7 @@ class LayerCalls:
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
-        """Decides whether sequences run together: arguments were recorded from sequences one at a time.
-
-        Args:
-            hidden: the hidden states of all sequences, of which the first two are tried, both ways.
-        """
+        """Decides by two sequences whether several run together: arguments are of one sequence at a time."""
         self.together = self._fits_together(hidden[:2], torch.arange(hidden[:2].shape[0]))
 
     def _fits_together(self, hidden: Tensor, rows: Tensor) -> bool:
@@ -180,11 +162,8 @@ def record_chain(
     The arguments of a chain's layers do not depend on their hidden states. So the layers run for the first sequence
     only: for the others, the model runs without them.
 
-    Args:
-        layers: name -> layer, for the layers of a chain, in execution order.
-
     Returns:
-        Name -> calls, and hidden states ``[sequences, tokens, hidden]`` in ``store``.
+        Name -> calls, in execution order, and hidden states ``[sequences, tokens, hidden]`` in ``store``.
     """
     calls = {name: LayerCalls(layer, model.device) for name, layer in layers.items()}
     start, hidden = next(iter(layers)), torch.empty(0)
@@ -344,7 +323,6 @@ def _form(output: Any) -> Form | None:
 
 
 def hidden_argument(positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Returns the hidden states among the arguments of a layer, by name or the first one."""
     return named.get("hidden_states", positional[0] if positional else None)
 
 
@@ -373,7 +351,6 @@ def _hidden_of(output: Any) -> Tensor:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Returns whether two arguments are equal."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or (one.dtype == other.dtype and torch.equal(one, other))
     return type(one) is type(other) and bool(one == other)

@@ -23,16 +23,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MicroBatch:
-    """The sequences per forward and backward pass of one stage.
+    """The sequences per forward and backward pass of one stage: halved whenever memory ran out.
 
-    Where ranks run in step (`permtriton.running.ranks.in_step`), no work starts again: the others would wait for its
-    end.
-
-    Args:
-        size: number to start with.
-
-    Attributes:
-        size: present number: halved whenever memory ran out, and never raised again.
+    Where ranks run in step (`permtriton.running.ranks.in_step`), no work starts again: the others would wait for it.
     """
 
     def __init__(self, size: int) -> None:
@@ -41,9 +34,7 @@ class MicroBatch:
     def run(self, work: Callable[[int], Result]) -> Result:
         """Returns ``work(size)``; where memory runs out, starts it again with half the size.
 
-        Args:
-            work: what to do with that many sequences at a time. It must not build on what an attempt that failed has
-                left, such as gradients.
+        The work must not build on what an attempt that failed has left, such as gradients.
 
         Raises:
             MemoryTooSmallError: one sequence does not fit, either.
@@ -64,7 +55,6 @@ class MicroBatch:
 
 
 def out_of_memory(error: BaseException, when: str = "") -> str:
-    """Returns one line that says what any work can lower, and ends with the allocator's own words."""
     return (
         f"out of memory{when}: choose shorter or fewer sequences, or dtype bfloat16, or use a larger machine "
         f"({first_line(error)})"

@@ -34,7 +34,6 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
     layers that come to a GPU one by one.
 
     Args:
-        wanted: whether to round at all, as the config says.
         fixed: whether no weight changes and no gradient is taken. Weights are rounded once, in half of their memory.
     """
     wide = [module for module in model.modules() if wanted and _is_wide(module) and _is_float32(module)]
@@ -44,7 +43,6 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
 
 
 def _is_wide(module: nn.Module) -> bool:
-    """Returns whether a module is a wide linear."""
     return type(module) in LINEAR_MODULES and min(weight_in_out(module).shape) >= NARROW
 
 
@@ -77,10 +75,7 @@ def _rounded_once(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """A linear without its bias. The weight is rounded anew for the backward pass: all rounded ones take much memory.
-
-    Its arguments are inputs, float32 ``[..., in_features]``, and a weight, ``[out_features, in_features]``.
-    """
+    """A linear without its bias. The weight is rounded anew for the backward pass: all rounded ones take memory."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -110,7 +105,7 @@ def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
     """Inside the context, float32 products may round their factors, where the model is wide and that is faster.
 
     Sums are of float32, and so are the Hessians and fits of a model of any dtype. What is compared with something else
-    needs `exact_products`. Nothing is rounded where the config asks for no mixed precision.
+    needs `exact_products`.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))
     if not wide or not _rounds(next(model.parameters()).device):

@@ -21,10 +21,9 @@ from permtriton.passes.plan import Plan, layer_modules
 
 @contextmanager
 def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
-    """Inside the ``with`` block, the model runs on ``device``, where at most one of its layers is at a time.
+    """Inside the context, a model in host memory runs on ``device``, where at most one of its layers is at a time.
 
-    The model is in host memory. A parameter that is changed in place there has changed in it afterwards; a buffer has
-    not.
+    A parameter that is changed in place there has changed in it afterwards; a buffer has not.
     """
     layers = layer_modules(model, plan)
     inside = {module for layer in layers for module in layer.modules()}
@@ -40,12 +39,12 @@ def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterat
 
 @contextmanager
 def all_onloaded(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
-    """Inside the ``with`` block, all of a model in host memory is on ``device``, whose memory must hold it."""
+    """Inside the context, all of a model in host memory is on ``device``, whose memory must hold it."""
     with _moved_buffers(model, device), _Copies(device, set()).in_place(list(model.parameters())):
         yield
 
 
-def why_not_onloaded(model: PreTrainedModel, plan: Plan) -> str:
+def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
     """Returns why a model cannot run that way; empty if it can."""
     if model.device.type == "cuda":
         return "it is on the GPU already: give it on the CPU, and the device by `device=cuda`"
@@ -65,13 +64,7 @@ def bring(layer: nn.Module) -> None:
 
 @dataclass
 class _Copy:
-    """What a parameter has on the device.
-
-    Attributes:
-        host: its values in host memory.
-        device: their copy.
-        version: how often the parameter had been changed in place when both were last the same.
-    """
+    """What a parameter has on the device; both were last the same at that version of the parameter."""
 
     host: Tensor
     device: Tensor
@@ -106,7 +99,7 @@ class _Copies:
 
     @contextmanager
     def in_place(self, parameters: "set[nn.Parameter] | list[nn.Parameter]") -> Iterator[None]:
-        """Inside the ``with`` block, parameters are on the device; what changed there is written back."""
+        """Inside the context, parameters are on the device; what changed there is written back."""
         used = [(each, self._of(each)) for each in parameters]
         for parameter, copy in used:
             parameter.data = copy.device
@@ -128,7 +121,6 @@ class _Copies:
         return copy
 
     def drop(self) -> None:
-        """Forgets the copies."""
         self._staying.close()
         self._copies.clear()
         self._layer = self.stays = None
@@ -154,7 +146,6 @@ class _OnDevice:
 
 @contextmanager
 def _moved_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside the ``with`` block, all buffers are on the device."""
     before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     for module, buffers in before:
         module._buffers.update({name: each if each is None else each.to(device) for name, each in buffers.items()})

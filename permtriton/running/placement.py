@@ -13,7 +13,7 @@ from permtriton.running.onload import all_onloaded, onloaded
 from permtriton.running.sharding import spread_twin
 
 
-class Way(IntEnum):
+class DevicePlacement(IntEnum):
     """How a model is placed on devices."""
 
     WHOLE = 0  # all of it on each
@@ -25,49 +25,53 @@ class Way(IntEnum):
         """What is so while the model runs."""
         return ("it is whole", "its layers come to the GPU one by one", "its layers are spread over GPUs")[self]
 
+    @property
+    def weights(self) -> str:
+        """Where the weights are."""
+        return (
+            "whole on each device",
+            "in host memory, from which each layer comes to the device when it runs",
+            "spread over the devices layer by layer (FSDP2), and whole in host memory",
+        )[self]
 
-def ways_of(shard: bool | None, onload: bool | None) -> tuple[Way, ...]:
-    """Returns the ways that a user allows.
 
-    Args:
-        shard: whether layers shall be spread; None leaves it open.
-        onload: whether they shall come to the device one by one; None leaves it open.
-
-    Raises:
-        ConfigError: both.
-    """
+def allowed_placements(shard: bool | None, onload: bool | None) -> tuple[DevicePlacement, ...]:
+    """Returns the ways that a user allows; None leaves a way open."""
     if shard and onload:
         raise ConfigError(
             "`shard=True` spreads layers over GPUs, and `onload=True` brings them to a GPU one by one: choose one"
         )
     if shard or onload:
-        return (Way.SPREAD if shard else Way.ONLOADED,)
-    refused = {way for way, wanted in ((Way.SPREAD, shard), (Way.ONLOADED, onload)) if wanted is False}
-    return tuple(way for way in Way if way not in refused)
+        return (DevicePlacement.SPREAD if shard else DevicePlacement.ONLOADED,)
+    refused = {
+        placement
+        for placement, wanted in ((DevicePlacement.SPREAD, shard), (DevicePlacement.ONLOADED, onload))
+        if wanted is False
+    }
+    return tuple(placement for placement in DevicePlacement if placement not in refused)
 
 
 @dataclass(frozen=True)
-class Placement:
+class ModelPlacement:
     """Where a model runs.
 
     Attributes:
         device: the device of this process.
     """
 
-    way: Way
+    kind: DevicePlacement
     device: torch.device
 
     @property
     def spread_on(self) -> torch.device | None:
         """The device, where layers are spread."""
-        return self.device if self.way is Way.SPREAD else None
+        return self.device if self.kind is DevicePlacement.SPREAD else None
 
     def running(self, model: PreTrainedModel, plan: Plan) -> AbstractContextManager[PreTrainedModel]:
-        """Returns a context that yields what runs in place of a model as it is now."""
-        if self.way is Way.SPREAD:
+        if self.kind is DevicePlacement.SPREAD:
             return spread_twin(model, plan, self.device)
-        return onloaded(model, plan, self.device) if self.way is Way.ONLOADED else nullcontext(model)
+        return onloaded(model, plan, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext(model)
 
     def writing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Returns a context in which the model writes text: all of it is then on the device."""
-        return all_onloaded(model, self.device) if self.way is Way.ONLOADED else nullcontext()
+        return all_onloaded(model, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext()

@@ -26,17 +26,16 @@ _IN_STEP = ContextVar("_IN_STEP", default=False)
 
 
 def count() -> int:
-    """Returns the number of ranks."""
     return dist.get_world_size() if _started() else 1
 
 
 def count_here() -> int:
-    """Returns the number of ranks that share the memory of this machine: what torchrun says, else that of all."""
+    """Number of ranks that share the memory of this machine: what torchrun says, else that of all."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", count())) if _started() else 1
 
 
 def number() -> int:
-    """Returns the number of this rank, from 0."""
+    """This rank's number, from 0."""
     return dist.get_rank() if _started() else 0
 
 
@@ -44,11 +43,7 @@ def number() -> int:
 
 
 def own(rows: Tensor) -> Tensor:
-    """Returns this rank's share of the rows of a tensor, ``[share, ...]``: neighbours, and maybe none.
-
-    Args:
-        rows: ``[rows, ...]``, mostly the numbers of sequences.
-    """
+    """Returns this rank's share of the rows of a tensor, ``[share, ...]``: neighbours, and maybe none."""
     return rows.tensor_split(count())[number()]
 
 
@@ -58,11 +53,7 @@ def own_rows(rows: int) -> Tensor:
 
 
 def check_shares(rows: int, ranks: int) -> None:
-    """Refuses to share fewer sequences than there are ranks.
-
-    Raises:
-        ConfigError: a rank would have none.
-    """
+    """Refuses to share fewer sequences than there are ranks."""
     if rows < ranks:
         raise ConfigError(
             f"{ranks} processes cannot share {rows} calibration sequences: start at most {rows} (torchrun "
@@ -71,16 +62,9 @@ def check_shares(rows: int, ranks: int) -> None:
 
 
 def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
-    """Returns this rank's share of some sequence numbers in parts that run together; no part where it has no share.
+    """Returns this rank's share of sequence numbers in parts of at most ``size``; no part where it has no share.
 
-    Where it can be, all ranks have the same number of parts.
-
-    Args:
-        rows: int64 ``[sequences]``.
-        size: most sequences in a part.
-
-    Raises:
-        ConfigError: inside `in_step`, a rank would have fewer parts than another.
+    Where it can be, all ranks have the same number of parts. Inside `in_step` they must have.
     """
     if are_in_step():
         check_in_step(rows.numel(), size, count())
@@ -91,11 +75,7 @@ def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def check_in_step(rows: int, size: int, ranks: int) -> None:
-    """Refuses sequences, of which at most ``size`` run together, if a rank would run less often than another.
-
-    Raises:
-        ConfigError: one would.
-    """
+    """Refuses sequences, of which at most ``size`` run together, if a rank would run less often than another."""
     least, most = rows // ranks, _most(rows, ranks)
     if least < -(-most // size):
         raise ConfigError(
@@ -111,7 +91,7 @@ def _most(rows: int, ranks: int) -> int:
 
 @contextmanager
 def in_step() -> Iterator[None]:
-    """Inside the ``with`` block, every rank must run the model equally often: runs are collective operations."""
+    """Inside the context, every rank must run the model equally often: runs are collective operations."""
     token = _IN_STEP.set(True)
     try:
         yield
@@ -120,7 +100,6 @@ def in_step() -> Iterator[None]:
 
 
 def are_in_step() -> bool:
-    """Whether this is inside the ``with`` block of `in_step`."""
     return _IN_STEP.get()
 
 
@@ -130,18 +109,15 @@ def add_up(tensors: Iterable[Tensor]) -> None:
 
 
 def total(value: float) -> float:
-    """Returns the sum of a number over all ranks."""
     sums = torch.tensor(value, dtype=torch.float64)
     add_up([sums])
     return float(sums)
 
 
 def join(part: Tensor, rows: int) -> Tensor:
-    """Returns the parts of all ranks as one tensor: ``[share, ...]`` each, as `own` divides, to ``[rows, ...]``.
+    """Returns the parts of all ranks, on the CPU, as one tensor ``[rows, ...]``, as `own` divides them.
 
-    Args:
-        part: this rank's part, on the CPU; a rank without a share may give any empty tensor.
-        rows: number of rows of all parts.
+    A rank without a share may give any empty tensor.
     """
     if not _started():
         return part
@@ -202,12 +178,11 @@ def send_dealt(tensors: Sequence[Tensor]) -> None:
 
 
 def send_from_first(tensors: Iterable[Tensor]) -> None:
-    """Sends each tensor, in place, from the first rank."""
     _each(tensors, lambda tensor, _: dist.broadcast(tensor, src=0, async_op=True))
 
 
 def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors that the first rank gives, on the CPU; those of the other ranks are not used."""
+    """Returns the tensors that the first rank gives, on the CPU."""
     described = on_first(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     if number():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described.items()}

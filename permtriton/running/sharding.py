@@ -34,14 +34,9 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Inside the ``with`` block, the weights of the twin's layers are spread over the ranks; then it is of no use.
+    """Inside the context, the weights of the layers of a `twin_of` are spread over the ranks; then it is of no use.
 
-    Args:
-        twin: as `twin_of` returns it; its modules may have got parametrizations since.
-
-    Raises:
-        ModelError: layers share weights, a weight that is stored transposed cannot be divided evenly, or the model is
-            an encoder-decoder that ends inside what calls its layers.
+    Its modules may have got parametrizations before.
     """
     mesh = init_device_mesh(device.type, (ranks.count(),))
     layers = layer_modules(twin, plan)
@@ -68,7 +63,7 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
 
 @contextmanager
 def spread_twin(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
-    """Yields a twin of a model whose layers are spread over the ranks; arguments and errors as of `spread`."""
+    """Yields a twin of a model whose layers are spread over the ranks."""
     twin = twin_of(model)
     with spread(twin, plan, device):
         yield twin
@@ -86,12 +81,7 @@ def share(weight: Tensor) -> Tensor:
 
 
 def rows_of_share(weight: Tensor, in_out: bool) -> slice:
-    """Returns which output rows of a weight this rank holds.
-
-    Args:
-        weight: as stored, with the shape of the whole weight.
-        in_out: whether it is stored ``[in_features, out_features]``.
-    """
+    """Returns which output rows this rank holds of a weight that is stored ``[in, out]`` or ``[out, in]``."""
     rows = weight.shape[1 if in_out else 0]
     if not is_spread(weight):
         return slice(0, rows)

@@ -45,21 +45,18 @@ class StateFile:
     """A safetensors file with the state of one stage.
 
     Args:
-        inputs: Everything that decides the result, as JSON values: the entries of `DIFFERS` (hashes), ``config`` and
-            ``versions`` (objects). The entry ``machine`` is recorded and does not identify the run.
+        inputs: what decides the result, as JSON values: hashes (`DIFFERS`), ``config`` and ``versions``; ``machine`` is
+            recorded only.
     """
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
         self.path, self._inputs = path, dict(inputs)
 
     def check(self) -> str | None:
-        """Checks that the file, if there is one, belongs to this run. Only its header is read.
+        """Refuses a file of another run, by its header, and returns the machine that it was written on.
 
         Returns:
-            The machine that it was written on; None if there is no file.
-
-        Raises:
-            OutputError: The file belongs to another run (the message names what differs), or is damaged.
+            None if there is no file.
         """
         if not self.path.is_file():
             return None
@@ -78,11 +75,7 @@ class StateFile:
         return str(stored.get("machine"))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """Returns the tensors and the texts of the state, or None where there is no file. The first rank reads it.
-
-        Raises:
-            OutputError: As `check`, or the file cannot be read, or is not what was written.
-        """
+        """Returns the tensors and the texts of the state, or None where there is no file. The first rank reads it."""
         tensors: dict[str, Tensor] = {}
 
         def read() -> dict[str, str] | None:
@@ -98,11 +91,7 @@ class StateFile:
         return None if texts is None else (ranks.named_from_first(tensors), texts)
 
     def write(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-        """Replaces the file by a new state; if interrupted, the earlier file stays intact. The first rank writes it.
-
-        Raises:
-            OutputError: The file cannot be written.
-        """
+        """Replaces the file by a new state; if interrupted, the earlier file stays. The first rank writes it."""
         ranks.on_first(lambda: self._replace(tensors, texts))
 
     def _replace(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
@@ -118,13 +107,11 @@ class StateFile:
             ) from error
 
     def damaged(self, problem: str) -> OutputError:
-        """Returns the error for a state that cannot be used."""
         return OutputError(
             f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use `restart=True`"
         )
 
     def delete(self) -> None:
-        """Removes the file, once its result is saved elsewhere."""
         self.path.unlink(missing_ok=True)
 
     def _open(self, tensors: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -152,10 +139,6 @@ class FinishedLayers:
     """The layers that a step has pruned so far, each in a `StateFile` of its own, ``.OUTPUT.STEP_NUMBER.safetensors``.
 
     In one file, all of them would be written again after each.
-
-    Args:
-        path: Path of their names without the number.
-        inputs: As of `StateFile`.
     """
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
@@ -170,14 +153,8 @@ class FinishedLayers:
         """Writes the pruned weights of a layer, packed.
 
         Args:
-            number: Number of the layer, from 0.
-            weights: Linear -> its weight, ``[in_features, out_features]``.
-            patterns: Linear -> its pattern.
-            parts: What the step reports of the layer, as JSON values.
-
-        Raises:
-            OutputError: The file cannot be written.
-            VerificationError: A weight is not pruned, or not finite.
+            weights: linear -> its weight, ``[in_features, out_features]``.
+            parts: what the step reports of the layer, as JSON values.
         """
         tensors: dict[str, Tensor] = {}
         for name, weight in weights.items() if not ranks.number() else ():  # the first rank writes
@@ -191,11 +168,7 @@ class FinishedLayers:
     def restore(
         self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern]
     ) -> list[dict[str, Any]] | None:
-        """Writes what `keep` was given into weights, and returns its ``parts``; None for a layer that is not there.
-
-        Raises:
-            OutputError: The state belongs to another run, is damaged, or cannot be read.
-        """
+        """Writes what `keep` was given into weights, and returns its ``parts``; None where it was not."""
         if (stored := self._layer(number).read()) is None:
             return None
         tensors, texts = stored
@@ -205,20 +178,17 @@ class FinishedLayers:
         return json.loads(texts["parts"])
 
     def delete(self) -> None:
-        """Removes the files, once their result is saved elsewhere."""
         for path in layers_beside(self._path):
             path.unlink(missing_ok=True)
 
 
 def _sha256(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
-    """Returns the hash of everything that a state holds."""
     sha256 = hashlib.sha256(json.dumps(texts, sort_keys=True).encode())
     hash_tensors(sha256, sorted(tensors.items()))
     return sha256.hexdigest()
 
 
 def _differences(key: str, stored: Any, present: Any) -> list[str]:
-    """Returns in words what differs in one entry of the inputs."""
     if key == "machine" or stored == present:
         return []
     if key in DIFFERS:

@@ -18,7 +18,6 @@ class Store:
     onloads: ClassVar[bool] = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor there, of any values."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def on(self, device: torch.device) -> "Store":
@@ -30,7 +29,6 @@ class Store:
         return tensor
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Returns a copy of a tensor there."""
         return tensor.detach().clone()
 
 

@@ -18,19 +18,15 @@ Kind = TypeVar("Kind", bound=State)
 
 
 def state_path(resume_path: Path, step: str) -> Path:
-    """Returns the path of the file that keeps the state of a step."""
     return resume_path.with_suffix(f".{step}{resume_path.suffix}")
 
 
 class Workspace:
     """What is there before anything is known of the model.
 
-    Args:
-        progress: what is told of the work.
+    Attributes:
         resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
             keeps no state.
-
-    Attributes:
         store: where large tensors beside the weights are.
         seconds: time per step and stage, filled by `timed`.
         states: the files that keep a state.
@@ -46,10 +42,7 @@ class Workspace:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds the time that the ``with`` block takes to ``seconds[stage]``, and returns the memory that it freed.
-
-        It is a stage of the progress, too, which may hold others.
-        """
+        """Adds the time of the block, a stage of the progress, to ``seconds[stage]``, and returns freed memory."""
         started = time.perf_counter()
         with self.progress.stage(stage, 0):
             yield

@@ -41,10 +41,10 @@ class Fisher:
     """The diagonal Fisher information of one linear's weights, ``row_O * column_C / tokens``.
 
     Attributes:
-        row: Sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so
+        row: sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so
             that ranks and micro-batches do not show, then float32.
-        column: Sum over tokens of the square of each input, ``[in_features]``, likewise.
-        tokens: Number of tokens that the linear has seen; fewer than there are for an expert.
+        column: sum over tokens of the square of each input, ``[in_features]``, likewise.
+        tokens: number of tokens that the linear has seen; fewer than there are for an expert.
     """
 
     row: Tensor
@@ -52,28 +52,22 @@ class Fisher:
     tokens: int = 0
 
     def of_rows(self, rows: slice) -> "Fisher":
-        """Returns the information of some of the output rows."""
         return Fisher(self.row[rows], self.column, self.tokens)
 
     def add_up(self) -> None:
-        """Adds up what the ranks have added."""
         ranks.add_up([self.row, self.column])
         self.row, self.column = self.row.float(), self.column.float()
         self.tokens = round(ranks.total(self.tokens))
 
     def clear(self) -> None:
-        """Forgets what was added."""
         self.row.zero_()
         self.column.zero_()
         self.tokens = 0
 
     def curvature(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Returns factors ``(row, column)`` of the second derivative of the mean loss, halved.
+        """Returns factors ``(row, column)`` of the second derivative, halved, of the mean loss over so many tokens.
 
         The loss rises to second order by ``row_o * column_j * w^2`` when a weight ``w`` is removed.
-
-        Args:
-            tokens: Number of tokens that the mean is over.
         """
         return self.row / (2 * tokens), self.column / max(self.tokens, 1)
 
@@ -91,9 +85,6 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
     The loss is what `permtriton.methods.measure.objective.LOSSES` has as ``drawn``.
-
-    Args:
-        kind: objective whose second derivative is wanted.
     """
     information: dict[str, Fisher] = {}
 
@@ -137,11 +128,9 @@ def _squares(values: Tensor) -> Tensor:
 def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
     """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU, of all ranks.
 
-    The loss is that of `fisher_information`. Linears that not every token reaches (those of experts) are left out, and
-    those that get no gradient: an indexer chooses tokens, which has none.
-
-    Args:
-        tokens: about so many of the calibration tokens are read: whole sequences, at least one.
+    About so many of the calibration tokens are read: whole sequences, at least one. The loss is that of
+    `fisher_information`. Linears that not every token reaches (those of experts) are left out, and those that get no
+    gradient: an indexer chooses tokens, which has none.
     """
     parts: dict[str, list[Tensor]] = {}
 
@@ -171,11 +160,7 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _BackwardPasses:
-    """Backward passes of the loss, one for every sample of this rank.
-
-    Attributes:
-        model: what runs in place of the run's model.
-    """
+    """Backward passes of the loss, one for every sample of this rank; ``model`` runs in place of the run's."""
 
     the_run: Run
     model: PreTrainedModel
@@ -187,7 +172,6 @@ class _BackwardPasses:
         """Runs them.
 
         Args:
-            stage: name of the stage.
             clear: forgets what was seen; called first, and again where it all starts anew with fewer samples at a time.
             watch: called with a linear's name and its input ``[tokens, in_features]``; returns what takes the gradient
                 of its output ``[tokens, out_features]``.
@@ -283,21 +267,14 @@ def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: igno
 class _Draws:
     """Draws random numbers for one sample after another, the same whatever the micro-batches and the ranks.
 
-    Args:
-        seed: seed of the first sample.
-        skip: number of samples before the first one: the numbers of those are drawn and forgotten.
+    Those of the first ``skip`` samples are drawn and forgotten.
     """
 
     def __init__(self, seed: int, skip: int) -> None:
         self._generator, self._skip = torch.Generator().manual_seed(seed), skip
 
     def __call__(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
-        """Returns what ``draw`` (`torch.rand` or `torch.randn`) gives for each sample.
-
-        Args:
-            draw: called with the shape for one sample: `torch.randn` fills whole tensors.
-            like: ``[samples, ...]``, of the shape and on the device that the numbers shall have.
-        """
+        """Returns what ``draw`` (`torch.rand` or `torch.randn`), which fills whole tensors, gives for each sample."""
         for _ in range(self._skip):
             draw(like.shape[1:], generator=self._generator)
         self._skip = 0

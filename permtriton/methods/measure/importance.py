@@ -27,7 +27,6 @@ TINY = 1e-20  # a column or row of zeros scores zero, not NaN
 
 
 def reads_activations(method: ImportanceMethod) -> bool:
-    """Returns whether a score follows from activations, which calibration then measures."""
     return method != "magnitude"
 
 
@@ -42,10 +41,9 @@ def error_importance(method: ImportanceMethod) -> ImportanceMethod:
 
 
 def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor) -> ImportanceFactors:
-    """Returns the importance of one linear's weights.
+    """Returns the importance of one linear's weights, ``[in_features, out_features]``.
 
     Args:
-        weight_CO: ``[in_features, out_features]``.
         statistic: float32 ``[in_features]``: ``diag(H^-1)`` for ``obs``, ``||X_j||`` otherwise.
     """
     if method == "magnitude":
@@ -69,11 +67,7 @@ def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor
 def importances_of(
     model: nn.Module, plan: Plan, method: ImportanceMethod, statistics: Mapping[str, Tensor]
 ) -> dict[str, ImportanceFactors]:
-    """Returns linear name -> importance, for every pruned linear.
-
-    Args:
-        statistics: Site name -> statistic, float32 ``[channels]``, as in `importance_of`.
-    """
+    """Returns linear name -> importance, for every pruned linear; ``statistics`` are by site, as of `importance_of`."""
     return {
         name: importance_of(method, weight_in_out(linear_module(model, name)), statistics[site.name])
         for site, name in plan.linears()
@@ -81,7 +75,7 @@ def importances_of(
 
 
 def magnitudes(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactors]:
-    """Returns linear name -> importance by magnitude, which needs no statistics; arguments as of `importances_of`."""
+    """Returns linear name -> importance by magnitude, which needs no statistics."""
     ones = {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
     return importances_of(model, plan, "magnitude", ones)
 

@@ -72,7 +72,6 @@ class Head:
             )
 
     def on(self, model: PreTrainedModel) -> "Head":
-        """Returns the head of another model of the same class."""
         other = copy.copy(self)
         names = {module: name for name, module in self._model.named_modules()}
         other._outputs = {model.get_submodule(names[module]): output for module, output in self._outputs.items()}
@@ -146,7 +145,6 @@ class Loss:
             head; returns the mean over tokens, float32 ``[]``.
         drawn: called with the dense model, samples and `Draw`; returns a random sum over tokens. The expected square of
             its gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
-        of_logits: whether it needs the head.
         hidden: returns what ``mean`` reads of a model and samples.
     """
 
@@ -191,7 +189,6 @@ class Objective:
     """The distance of a model from the dense one on the calibration sequences.
 
     Attributes:
-        kind: key of `LOSSES`.
         target: dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the
             order in which the model has them.
         head: the model's head; None if the loss does not need it.
@@ -206,17 +203,11 @@ class Objective:
     stride: int = 1
 
     def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the mean loss over the tokens of some sequences, float32 ``[]``.
-
-        Args:
-            hidden: the pruned model's last hidden states, ``[len(rows), tokens, hidden]``.
-            rows: numbers of the sequences, int64 ``[...]``.
-        """
+        """Returns the mean loss over the tokens of the sequences ``rows``, by the model's hidden states of these."""
         dense = self.target[rows.to(self.target.device)].to(hidden.device, non_blocking=True)
         return LOSSES[self.kind].mean(self._taken(hidden, rows), self._taken(dense, rows), self.head)
 
     def _taken(self, states: Tensor, rows: Tensor) -> Tensor:
-        """Returns the states at the positions that are taken."""
         states = states[:, self.counted]
         if self.stride == 1 or states.shape[1] < self.stride:
             return states
@@ -224,7 +215,7 @@ class Objective:
         return states[torch.arange(len(rows))[:, None], index]
 
     def of(self, model: PreTrainedModel, samples: Samples, rows: Tensor) -> Tensor:
-        """Returns the mean loss of a model over the tokens of some samples, float32 ``[]``; ``rows`` as of `loss`."""
+        """Returns the mean loss of a model over the tokens of the samples ``rows``, float32 ``[]``."""
         return self.loss(LOSSES[self.kind].hidden(model, samples[rows]), rows)
 
     @torch.no_grad()
@@ -239,8 +230,7 @@ class Objective:
     ) -> Iterator[tuple[Tensor, int]]:
         """Runs backward passes of the mean loss over ``rows`` times ``scale``, of which each rank runs its share.
 
-        Yields:
-            After each of them its part of the mean loss, float32 ``[]``, and its number of sequences.
+        After each of them it yields its part of the mean loss, float32 ``[]``, and its number of sequences.
         """
         for part in ranks.parts(rows, batch):
             loss = self.of(model, samples, part) * (part.numel() / rows.numel())
@@ -252,12 +242,7 @@ class Objective:
         return replace(self, head=self.head and self.head.on(model))
 
     def reordered(self, order: Tensor | None, store: Store = MEMORY) -> "Objective":
-        """Returns the objective of a model whose last hidden state has its channels in another order.
-
-        Args:
-            order: int64 ``[hidden]``, from the present order; None if the channels stay.
-            store: where the new target is.
-        """
+        """Returns the objective of a model whose last hidden state has its channels in another order."""
         if order is None:
             return self
         target, order = store.empty(self.target.shape, dtype=self.target.dtype), order.to(self.target.device)
@@ -267,12 +252,6 @@ class Objective:
 
 
 def finite(loss: float, what: str, dtype: torch.dtype) -> float:
-    """Returns a loss after checking that it is finite.
-
-    Args:
-        what: which loss it is, for the error.
-        dtype: of the model.
-    """
     if not math.isfinite(loss):
         raise CalibrationError(
             f"the {what} is {loss} in {dtype}: activations overflow (try `dtype=float32`), or the weights are damaged"
@@ -285,10 +264,7 @@ def dense_objective(
 ) -> Objective:
     """Returns the objective with the present, dense outputs of ``model`` as its target.
 
-    Args:
-        model: dense model; its head must not change while the objective is used.
-        kind: key of `LOSSES`.
-        store: where the target is.
+    The head of the model must not change while the objective is used.
     """
     head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
     target = hidden_states(model, samples, batch, store, LOSSES[kind].hidden)
@@ -310,10 +286,8 @@ def stride_of(model: PreTrainedModel, head: int) -> int:
 
 
 def objective_kind(objective: str, model: PreTrainedModel) -> LossKind:
-    """Returns what a step minimises on a model: the objective that it names, or for ``auto`` the default one."""
     return default_objective(model) if objective == "auto" else cast(LossKind, objective)
 
 
 def default_objective(model: PreTrainedModel) -> ObjectiveKind:
-    """Returns ``kl`` where the model has a language-model head, else ``cosine``."""
     return "kl" if has_head(model) else "cosine"

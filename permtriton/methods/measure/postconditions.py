@@ -22,12 +22,8 @@ LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundre
 
 @dataclass(frozen=True)
 class Retained:
-    """Importance that N:M masks retain in one pruned linear, as sums of scores.
-
-    Attributes:
-        total: sum of all scores.
-        present: what a mask retains in the present channel order.
-        chosen: what it retains in the order that was given.
+    """Importance that N:M masks retain in one pruned linear, as sums of scores: of all, in the present order, and in
+    the order that was given.
     """
 
     total: float
@@ -45,7 +41,6 @@ def retained_importance(
     """Returns the importance that an N:M mask retains in each pruned linear, by name.
 
     Args:
-        importances: of every pruned linear, by name, in the model's present order.
         indices: space name -> unit index, int64 ``[units]``, of the given order; spaces without one keep the present
             order.
         present: linear -> what a mask retains in the present order, where that is known.
@@ -91,13 +86,7 @@ def check_no_worse(start: float, end: float, what: str) -> None:
 def check_loss(
     measured: float, loss: float, dtype: torch.dtype, when: str = "calibration, when the order was chosen"
 ) -> None:
-    """Compares the last loss that a stage measured with that of the model that it leaves.
-
-    Args:
-        measured: loss that the stage reported.
-        loss: of the model now.
-        when: what was measured and when, for the error.
-    """
+    """Compares the last loss that a stage measured with that of the model that it leaves."""
     tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
     if not abs(loss - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
         raise VerificationError(

@@ -22,7 +22,7 @@ from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.layer_inputs import LayerInputs, from_model, layer_by_layer, once_each
+from permtriton.running.layer_walk import LayerInputs, LayerWalk, from_model
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
@@ -48,7 +48,7 @@ def site_statistics(
     if not reads_activations(method):
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
     if not inverts_hessians(method):
-        layers = once_each(model, plan, samples, batch, store) if store.onloads else None
+        layers = LayerWalk(model, plan, samples, batch, store).dense_once() if store.onloads else None
         return channel_norms(model, plan.sites, samples, batch, progress, layers)
     diagonals = of_hessians(
         model, plan, samples, batch, progress, store, lambda site, each: inverse_diagonal(each, site.name).cpu()
@@ -70,13 +70,13 @@ def of_hessians(
     """Returns site name -> what is measured of its Hessian in the dense model, layer by layer.
 
     Args:
-        measure: Called with a site and the Hessian of its inputs, float32 ``[channels, channels]``, on the rank that
+        measure: called with a site and the Hessian of its inputs, float32 ``[channels, channels]``, on the rank that
             the site is dealt to. What it returns is sent to all ranks, with tensors on the CPU.
     """
     measured: dict[str, Measured] = {}
     share = ranks.own_rows(len(samples)).numel()
     with progress.stage("calibrate", share * len(plan.layers())) as advance:
-        for layer in layer_by_layer(model, plan, samples, batch, changing=False, store=store):
+        for layer in LayerWalk(model, plan, samples, batch, store).dense():
             layer_hessians = hessians(model, layer, advance)
             sites = [(site, layer_hessians[site.name]) for site in layer.sites]
             results = ranks.deal(sites, lambda each: measure(*each))
@@ -85,7 +85,6 @@ def of_hessians(
 
 
 def reorder_statistics(statistics: Mapping[str, Tensor], moves: Sequence[Move]) -> dict[str, Tensor]:
-    """Returns the statistics of all sites, each in the order that its channels have after ``moves``."""
     orders = {gather.site: gather.index for move in moves for gather in move.gathers}
     return {
         name: statistic[orders[name].to(statistic.device)] if name in orders else statistic
@@ -107,11 +106,10 @@ def watch_inputs(
     module. An expert's intermediate channels are taken at the expert, which may see no token at all.
 
     Args:
-        layer: Sites to watch, and how their inputs are computed.
-        consume: Called whenever a site's linears run, with the site, its input ``[sequences, tokens, channels]`` (of an
+        consume: called whenever a site's linears run, with the site, its input ``[sequences, tokens, channels]`` (of an
             expert ``[tokens, channels]``) and, where the plan knows it, the residual stream that the linear's output is
             added to, ``[sequences, tokens, out_features]``.
-        advance: Progress of the stage, advanced by the sequences of each forward pass.
+        advance: called with the number of sequences of each forward pass.
     """
     pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
     residuals: dict[str, Tensor] = {}
@@ -151,10 +149,7 @@ def watch_inputs(
 def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
     """Returns experts -> calibration tokens that were sent to each of them, of all ranks, once statistics are taken.
 
-    A layer may have run several times, each time on all samples.
-
-    Args:
-        positions: positions of all samples.
+    A layer may have run several times, each time on all samples, which have so many positions.
     """
     counts = {name: each.sent for name, each in model.named_modules() if isinstance(each, RoutedExperts)}
     sent = {name: count for name, count in counts.items() if count is not None}
@@ -163,11 +158,7 @@ def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
 
 
 def undersampled_warning(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
-    """Returns in a sentence which experts were sent fewer tokens than they have channels; empty if none were.
-
-    Args:
-        tokens: what `tokens_of_experts` returns.
-    """
+    """Returns in a sentence which experts were sent fewer tokens than they have channels; empty if none were."""
     few = {}
     for name, counts in tokens.items():
         channels = weight_in_out(model.get_submodule(f"{name}.0.{SECOND}")).shape[0]
@@ -207,8 +198,8 @@ def channel_norms(
     """Returns site name -> ``||X_j||``, float32 ``[channels]``: root of the sum of squares, averaged over sequences.
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets ones, so that its weights are
-    scored by their size alone; ``progress`` reports it. Arguments are those of `site_statistics`, and ``layers``, which
-    gives the sites their inputs in place of one run of the model.
+    scored by their size alone; ``progress`` reports it. ``layers`` give the sites their inputs in place of one run of
+    the model.
     """
     sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
 
@@ -232,7 +223,7 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
     """Returns site name -> ``X^T X`` over the tokens of all ranks, float32 ``[channels, channels]``.
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets the identity: its weights are
-    then scored by their size alone, and no update changes them. Arguments are those of `watch_inputs`.
+    then scored by their size alone, and no update changes them.
     """
     sums = _zeros(model, layer.sites)
 
@@ -267,11 +258,7 @@ SiteInputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]
 
 
 def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, store: Store = MEMORY) -> SiteInputs:
-    """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one.
-
-    Args:
-        layer: Sites to watch, as the dense model runs them.
-    """
+    """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one."""
     site_inputs: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
 
     def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
@@ -284,11 +271,10 @@ def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, s
 
 
 def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advance: Advance) -> dict[str, Moments]:
-    """Returns site name -> the moments of its input, over the tokens of all ranks.
+    """Returns site name -> the moments of its input in the pruned model, over the tokens of all ranks.
 
     Args:
-        layer: Sites to watch, as the model as pruned so far runs them.
-        dense: What `dense_inputs` returns of the same parts; what is read of it is taken out.
+        dense: what `dense_inputs` returns of the same parts; what is read of it is taken out.
     """
     sums = _zeros(model, layer.sites)
     compared = [site for site in layer.sites if site.name in dense]
@@ -319,10 +305,6 @@ def before_norm(model: nn.Module, site: Site, lacking: Tensor, inputs: Tensor) -
 
     To first order, a norm multiplies by its gain and by the token's scale, which is that of the output as it is now.
     Channels of small gain are asked for less than the quotient, as they would change the scale for all.
-
-    Args:
-        lacking: float32 ``[tokens, out_features]``.
-        inputs: the linear's input, ``[tokens, channels]``.
     """
     lacking = lacking / site.residual_factor
     if site.residual_variant is None:
@@ -340,7 +322,6 @@ def before_norm(model: nn.Module, site: Site, lacking: Tensor, inputs: Tensor) -
 
 
 def reads_every_token(model: nn.Module, site: Site) -> bool:
-    """Whether a site reads the same tokens in two models that may send them to different experts."""
     name = site.linears[0]
     if (expert := expert_of(model, name)) is not None:
         return expert[1]
@@ -374,12 +355,7 @@ def _out_features(model: PreTrainedModel, site: Site) -> int:
 
 
 def _add_gram(total: Tensor, inputs: Tensor) -> None:
-    """Adds ``X^T X`` to its total, but for blocks below the diagonal, which are those above: nearly half of it.
-
-    Args:
-        total: float64 ``[channels, channels]``.
-        inputs: ``X`` of one sequence, ``[tokens, channels]``.
-    """
+    """Adds ``X^T X`` to its total, but for blocks below the diagonal, which are those above: nearly half of it."""
     width = max(GRAM_COLUMNS, -(-len(total) // 8))
     for start in range(0, len(total), width):
         total[start : start + width, start:] += inputs[:, start : start + width].T @ inputs[:, start:]
@@ -399,7 +375,6 @@ def _finished(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_finite(name: str, values: Tensor) -> None:
-    """Checks that a site's statistics are finite."""
     if not bool(values.isfinite().all()):
         raise CalibrationError(
             f"{name}: {int((~values.isfinite()).sum())} of {values.numel()} input channels are NaN or infinite on the "

@@ -30,21 +30,11 @@ from permtriton.util.sparsity import NMPattern
 
 
 @dataclass
-class _Masked:
+class _HardMasked:
     """A pruned linear: its parameter holds the masked weight meanwhile.
 
-    Where weights are spread over the ranks (`permtriton.running.sharding`), all but the parameter is of this rank's
-    rows.
-
-    Attributes:
-        site: Site that it reads.
-        parameter: Weight as stored.
-        dense: Copy of the dense weight, as stored.
-        importance: Importance of the dense weight.
-        fisher: Information of the dense weight.
-        pattern: N:M pattern of the masked weight.
-        in_out: Whether the weight is stored ``[in_features, out_features]``.
-        gradient: Sum of the gradients of the masked weight, float32 (float64 of float64), as stored; None if not taken.
+    Where weights are spread over the ranks, all but the parameter is of this rank's rows. ``gradient`` is the sum of
+    those of the masked weight, as stored, at least float32; None if not taken.
     """
 
     site: Site
@@ -61,7 +51,6 @@ class _Masked:
         return weight.t() if self.in_out else weight
 
     def add(self, parameter: Tensor) -> None:
-        """Adds the parameter's gradient to ``gradient`` and frees it."""
         assert parameter.grad is not None
         self.total.add_(share(parameter.grad))
         parameter.grad = None
@@ -75,13 +64,9 @@ class _Masked:
 
 
 class HardMasks:
-    """The masks of all pruned linears.
+    """The masks of all pruned linears; ``spread``: each rank holds some rows of the weights only."""
 
-    Attributes:
-        spread: Whether each rank holds some rows of the weights only.
-    """
-
-    def __init__(self, model: PreTrainedModel, linears: Sequence[_Masked], micro_batch_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, linears: Sequence[_HardMasked], micro_batch_size: int) -> None:
         self.spread = any(is_spread(linear.parameter) for linear in linears)
         self._model, self._linears = model, linears
         self._micro_batch = MicroBatch(micro_batch_size)
@@ -103,7 +88,6 @@ class HardMasks:
         return order.to(self._model.device)
 
     def loss(self, objective: Objective, samples: Samples) -> float:
-        """Returns the mean loss over all sequences."""
         return self._check(self._micro_batch.run(partial(objective.mean, self._model, samples)))
 
     @torch.enable_grad()
@@ -113,7 +97,7 @@ class HardMasks:
         """Sums the gradient of the mean loss by each masked weight, and returns the mean loss.
 
         Args:
-            advance: Called with the number of sequences after each backward pass.
+            advance: called with the number of sequences after each backward pass.
         """
         scale = loss_scale(samples.positions)
         reported = 0
@@ -151,7 +135,6 @@ class HardMasks:
         ranks.add_up(linear.total for linear in linears)
 
     def drop_gradients(self) -> None:
-        """Frees the gradients."""
         for linear in self._linears:
             linear.gradient = linear.parameter.grad = None
 
@@ -161,9 +144,8 @@ class HardMasks:
         """Yields what the gains of swapping a space's units follow from, once per linear and copy of the units.
 
         Args:
-            indices: Space name -> unit index of the present order.
-            damping: Factor of the curvature; 0 for gains that are exact to first order.
-            tokens: Number of tokens that the mean loss is over.
+            damping: factor of the curvature; 0 for gains that are exact to first order.
+            tokens: number of tokens that the mean loss is over.
         """
         for linear in self._linears:
             if linear.gradient is None or linear.site.space is not space:
@@ -188,11 +170,9 @@ def hard_masked(
     fisher: Mapping[str, Fisher],
     config: CommonConfig,
 ) -> Iterator[HardMasks]:
-    """Inside the context, the pruned linears hold masked weights, and only they have gradients.
+    """Inside the context, the pruned linears of a dense model in base order hold masked weights.
 
-    Args:
-        model: Dense model, its channels in base order; unchanged afterwards.
-        fisher: Linear name -> Fisher information of the dense weight, for every pruned linear.
+    Only they have gradients; the model is unchanged afterwards.
     """
     linears = []
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)
@@ -212,7 +192,7 @@ def hard_masked(
             in_out = isinstance(module, Conv1D)
             rows = rows_of_share(parameter, in_out)
             importance, information = importances[name].of_rows(rows, model.device), fisher[name].of_rows(rows)
-            masked = _Masked(
+            masked = _HardMasked(
                 site, parameter, share(parameter).clone(), importance, information, plan.patterns[name], in_out
             )
             linears.append(masked)

@@ -25,7 +25,8 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.fisher import row_weights
 from permtriton.methods.measure.importance import descending, retained
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, ModelSizes, Stage, Step
+from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
+from permtriton.methods.step import BACKWARD, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Site, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.state import StateFile
@@ -59,11 +60,10 @@ class Heuristic(Step):
     def gradients(self) -> bool:
         return self.row_weights == "fisher"
 
-    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         rows = min(MAX_ROWS, sizes.pruned // sizes.width)
         scores = 4 * max(sizes.spaces, default=0) * rows * FLOAT32
-        needs = {"heuristic": {"scores": scores, **sizes.mask()}}
-        return needs | ({"row weights": sizes.gradients()} if self.gradients else {})
+        return Memory(scores + sizes.mask), Memory(sizes.gradients * self.gradients)
 
     def passes(self, sizes: ModelSizes) -> float:
         return 1 + BACKWARD * self.gradients
@@ -132,11 +132,7 @@ def space_scores(
 def heuristic_index(space: ChannelSpace, scores: Tensor, pattern: NMPattern, advance: Advance) -> Tensor:
     """Returns the unit index ``[units]`` that the two stages find inside each segment of a space.
 
-    A segment keeps its order where the new one retains no more importance.
-
-    Args:
-        scores: ``[units, rows]``, from `space_scores`.
-        advance: Progress of the stage, advanced once per segment.
+    A segment keeps its order where the new one retains no more importance. Scores are ``[units, rows]``.
     """
     index = identity(space.units)
     for start, size in space.spans:
@@ -172,11 +168,7 @@ def _parts(groups: int) -> int:
 def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, generator: torch.Generator) -> Tensor:
     """Returns ``index`` with the channels at one slot of the groups reassigned, inside random parts if there are many.
 
-    Args:
-        scores: ``[channels, rows]``.
-        index: int64 ``[channels]``.
-        slot: Place in the groups, 0 to ``group - 1``.
-        generator: Draws the parts, on the CPU. Groups that fill no part stay as they are this time.
+    Groups that fill no part stay as they are this time.
     """
     groups = index.view(-1, pattern.group).clone()
     parts = _parts(len(groups))

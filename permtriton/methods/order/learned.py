@@ -22,10 +22,11 @@ from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.objective import finite
 from permtriton.methods.measure.postconditions import check_no_worse
-from permtriton.methods.order.masked_model import Masks, masked_model
+from permtriton.methods.order.masked_model import LearnedMasks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, ModelSizes, Outcome, Stage, Step
+from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
+from permtriton.methods.step import BACKWARD, Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running import ranks
 from permtriton.running.backward import loss_scale
@@ -47,10 +48,6 @@ class Learned(Step):
     summary: ClassVar[str] = "block permutations learned by gradient (PermLLM): minutes to hours"
     stage: ClassVar[Stage] = Stage.ORDER
     onloads: ClassVar[bool] = False
-    low_memory_words: ClassVar[str] = (
-        "masks are computed for each micro-batch, which takes longer: masked weights and their gradients do not fit in "
-        "memory"
-    )
 
     block_size: int = option(
         64,
@@ -132,17 +129,11 @@ class Learned(Step):
     def objective(self) -> str:
         return self.loss
 
-    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         one_layer = sizes.checkpointing and sizes.low_memory
-        alive = sizes.layer if one_layer else sizes.pruned
+        masked = (sizes.pruned // sizes.layers if one_layer else sizes.pruned) * 2 * sizes.element  # and gradients
         permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in sizes.spaces)
-        masked = alive * 2 * sizes.element  # and their gradients
-        return {
-            "learning": {
-                **sizes.gradients(), **sizes.targets(), "masked weights": masked, "permutations": permutations,
-                **sizes.mask(),
-            }
-        }  # fmt: skip
+        return (Memory(sizes.gradients + masked + permutations + sizes.mask, sizes.targets),)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD + 7 * self.epochs if self.gradient == "placement" else 6.5 * self.epochs
@@ -198,7 +189,6 @@ class Learned(Step):
         return [space for space in free if all(site.layer >= first for site in plan.sites_of(space))]
 
     def relaxation(self, spaces: Sequence[ChannelSpace], seed: int, device: torch.device) -> Relaxation:
-        """Returns the logits that learning starts from."""
         return Relaxation(
             spaces,
             seed,
@@ -219,14 +209,10 @@ class Learned(Step):
 
 
 class OrderTrainer:
-    """Steps, losses and schedules of one learning run; for use inside `masked_model`, whose masks it sets.
-
-    Args:
-        model: masked model.
-    """
+    """Steps, losses and schedules of one learning run, inside `masked_model`, whose masks it sets."""
 
     def __init__(
-        self, run: Run, options: Learned, model: PreTrainedModel, masks: Masks, relaxation: Relaxation
+        self, run: Run, options: Learned, model: PreTrainedModel, masks: LearnedMasks, relaxation: Relaxation
     ) -> None:
         self._run, self._options, self._model, self._masks, self._relaxation = run, options, model, masks, relaxation
         self._samples, self._objective = run.samples.to(model.device, model.dtype), run.objective(options).on(model)
@@ -237,7 +223,6 @@ class OrderTrainer:
         self.steps_per_epoch = math.ceil(len(run.samples) / options.batch_size)
 
     def run(self, state: StateFile | None, advance: Callable[..., None]) -> tuple[dict[str, Tensor], Outcome]:
-        """Trains all epochs, or those that an interrupted run has left; returns as `Learned.learn`."""
         indices, outcome = self._load(state)
         history = outcome.history
         advance((len(history) - 1) * self.steps_per_epoch)
@@ -297,13 +282,11 @@ class OrderTrainer:
             return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
 
     def epoch(self, number: int) -> Iterator[float]:
-        """Trains one epoch and yields each step's loss."""
         order = epoch_order(len(self._samples), self._run.config.seed, number)
         for offset, rows in enumerate(order.split(self._options.batch_size)):
             yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
 
     def step(self, rows: Tensor, step: int) -> float:
-        """Takes one optimizer step on the sequences ``rows`` and returns their loss."""
         total = self._options.epochs * self.steps_per_epoch
         for group in self._optimizer.param_groups:
             group["lr"] = self._options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
@@ -335,7 +318,6 @@ class OrderTrainer:
 
     @torch.no_grad()
     def hard_loss(self, indices: Mapping[str, Tensor]) -> float:
-        """Returns the mean loss over all sequences under hard permutations."""
         index = self._relaxation.join(indices)
 
         def mean(size: int) -> float:
@@ -360,6 +342,5 @@ class OrderTrainer:
 
 
 def _row(number: int, loss: float, indices: Mapping[str, Tensor], tau: float, seconds: float) -> dict[str, Any]:
-    """Returns the outcome of an epoch."""
     count = sum(moved(index) for index in indices.values())
     return {"epoch": number, "loss": loss, "moved": count, "tau": tau, "seconds": seconds}

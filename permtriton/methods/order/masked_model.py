@@ -39,16 +39,10 @@ class _MaskedWeight(nn.Module):
     """The parametrization of a pruned linear's weight; it needs `set` before the first call.
 
     Args:
-        weight: Weight as stored.
-        importance: Importance of the weight.
-        sizes: Sizes of the site's blocks, in channel order.
-        in_out: Whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
-        curvature: Curvature of the loss; None for the published gradient.
-        group_scale: Whether that one divides scores by the mean of their group.
-
-    Attributes:
-        channels: Number of input channels.
-        index, soft: As given to `set`.
+        sizes: sizes of the site's blocks, in channel order.
+        in_out: whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
+        curvature: curvature of the loss; None for the published gradient.
+        group_scale: whether that one divides scores by the mean of their group.
     """
 
     def __init__(
@@ -69,13 +63,12 @@ class _MaskedWeight(nn.Module):
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Tensor, keep: bool, curved: float = 0.0) -> None:
-        """Makes the mask follow a hard permutation.
+        """Makes the mask follow a hard permutation, int64 ``[channels]``.
 
         Args:
-            index: int64 ``[channels]``.
-            soft: The flat soft blocks that ``index`` was assigned from, a leaf; empty where there is no backward pass.
-            keep: Whether to compute the masked weight now, and to keep it until the next call.
-            curved: Factor of the curvature each time that the gradient is taken.
+            soft: the flat soft blocks that ``index`` was assigned from, a leaf; empty where there is no backward pass.
+            keep: whether to compute the masked weight now, and to keep it until the next call.
+            curved: factor of the curvature each time that the gradient is taken.
         """
         self.index, self.soft, self._curved = index, soft, curved
         self._kept: Tensor | None = None  # frees the last one before the next one is computed
@@ -89,7 +82,6 @@ class _MaskedWeight(nn.Module):
         return masked
 
     def masked(self, weight: Tensor) -> Tensor:
-        """Returns the masked weight, as stored."""
         none = self._importance.scale.new_empty(0)
         return self._oriented(
             nm_mask(self._oriented(weight), self._importance, self.index, none, self._sizes, self._pattern, False)
@@ -98,7 +90,7 @@ class _MaskedWeight(nn.Module):
     def take_gradient(self) -> Tensor | None:
         """Returns the gradient of the flat soft blocks that follows from that of the kept weight, which is freed.
 
-        None if the weight is not kept, so that autograd computes the former itself, or if no token visited the expert.
+        None if the weight is not kept, so that autograd computes it itself, or if no token visited the expert.
         """
         if self._kept is None or self._kept.grad is None:
             return None
@@ -106,7 +98,6 @@ class _MaskedWeight(nn.Module):
         return self.gradient(grad, *self._weight)
 
     def gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        """Returns the gradient of the flat soft blocks from that of the masked weight, both weights as stored."""
         given = (self._oriented(grad), self._oriented(weight), self._importance, self.index, self._sizes)
         if self._curvature is None:
             return nm_mask_backward(*given, self._pattern.group, self._group_scale).to(self.soft.dtype)
@@ -131,16 +122,13 @@ class _Masked(torch.autograd.Function):
         return ctx.mask.gradient(grad, *ctx.saved_tensors), None, None
 
 
-class Masks:
+class LearnedMasks:
     """The masks of all pruned linears.
 
     Args:
-        entries: Per site whose order learns, its blocks and the masked weights of its linears.
-        fixed: The masked weights of all other linears, which keep the base order.
-        keep: Whether masked weights are kept as long as their order.
-
-    Attributes:
-        keep: The same.
+        entries: per site whose order learns, its blocks and the masked weights of its linears.
+        fixed: the masked weights of all other linears, which keep the base order.
+        keep: whether masked weights are kept as long as their order.
     """
 
     def __init__(
@@ -170,9 +158,9 @@ class Masks:
 
         Args:
             index: int64 ``[units of all spaces]``, as `Relaxation.assign` returns it.
-            soft: The soft permutations that ``index`` was assigned from, to which `backward` sends gradients; None
+            soft: the soft permutations that ``index`` was assigned from, to which `backward` sends gradients; None
                 where there is no backward pass.
-            curved: Factor of the curvature each time that a weight's gradient is taken: once where masked weights are
+            curved: factor of the curvature each time that a weight's gradient is taken: once where masked weights are
                 kept, otherwise in every backward pass.
         """
         self._soft, self._leaves = soft or (), []
@@ -192,12 +180,7 @@ class Masks:
 
     @torch.no_grad()
     def backward(self, scale: float) -> Tensor:
-        """Propagates the gradients that have accumulated since `set` to the logits, and frees those of weights.
-
-        The gradients of all ranks are added up.
-
-        Args:
-            scale: Factor by which the loss was multiplied; the gradients are divided by it.
+        """Propagates the gradients of all ranks since `set` to the logits, divided by ``scale``.
 
         Returns:
             The largest gradient of the soft permutations, ``[]``; 0, infinity or NaN mean that nothing can be learned.
@@ -221,7 +204,7 @@ def masked_model(
     curvatures: Mapping[str, RankOneCurvature] | None = None,
     *,
     group_scale: bool = True,
-) -> Iterator[Masks]:
+) -> Iterator[LearnedMasks]:
     """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
 
     Weights of ``nn.Linear`` are stored input-major meanwhile, so that the masks gather contiguous rows. Masked weights
@@ -229,12 +212,9 @@ def masked_model(
     the pruned weights, or the weights are spread over the ranks.
 
     Args:
-        model: Model of the run, or the twin of it that is spread; unchanged afterwards.
-        relaxation: Logits of the spaces that learn; the masks of all other sites keep the base order.
-        curvatures: Linear name -> curvature of the loss; None for the published gradient.
-
-    Yields:
-        The masks; `Masks.set` comes before the first run of the model.
+        model: model of the run, or the twin of it that is spread; unchanged afterwards.
+        relaxation: logits of the spaces that learn; the masks of all other sites keep the base order.
+        curvatures: linear name -> curvature of the loss; None for the published gradient.
     """
     plan, importances, spread_on = run.plan, run.importances(), run.placement.spread_on
     entries, fixed = [], []
@@ -262,7 +242,7 @@ def masked_model(
                 fixed += weights
         if spread_on is not None:  # FSDP2 must see the parametrizations
             stack.enter_context(spread(model, plan, spread_on))
-        yield Masks(entries, fixed, not run.low_memory and spread_on is None)
+        yield LearnedMasks(entries, fixed, not run.low_memory and spread_on is None)
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from operator import attrgetter
-from typing import NamedTuple
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +18,14 @@ class Relaxation(nn.Module):
     """Logits ``scale * w`` for every block of every learned space; blocks of one size are one batch.
 
     ``scale`` is one number per space and starts at the square root of its largest block size: without it, logits hardly
-    move at the published learning rate. ``w`` starts at ``(eye + noise * u) / sqrt(B)``, near the base order, or at
-    ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
+    move at the published learning rate. ``w`` starts at ``(eye + noise * u) / sqrt(B)``, near the base order, or
+    without ``noise`` at ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
 
     Attributes:
-        sizes: Block size of each batch, ascending.
+        sizes: block size of each batch, ascending.
         weights: ``w`` of each batch, float32 ``[blocks, size, size]``.
-        owners: For each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
-        scale: float32 ``[spaces]``.
-        first: Name of each space that learns -> its first unit; units are numbered through all spaces.
-        block_size, rounds, clamp: Those options of the step ``learned``.
-
-    Args:
-        noise: share of the random part near the base order; None starts at random.
+        owners: for each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
+        first: name of each space that learns -> its first unit; units are numbered through all spaces.
     """
 
     def __init__(
@@ -78,7 +72,6 @@ class Relaxation(nn.Module):
 
     @property
     def units(self) -> dict[str, int]:
-        """Space name -> number of units, of every space that learns."""
         return {space.name: space.units for space in self._spaces}
 
     def soft(self, tau: float) -> list[Tensor]:
@@ -98,14 +91,7 @@ class Relaxation(nn.Module):
 
     @torch.no_grad()
     def assign(self, soft: Sequence[Tensor]) -> Tensor:
-        """Returns the hard permutation nearest to each block's soft one, for all spaces at once.
-
-        Args:
-            soft: Soft permutations, as `soft` returns them.
-
-        Returns:
-            int64 ``[units of all spaces]`` on the logits' device; units are numbered through all spaces.
-        """
+        """Returns the hard permutation nearest to each block's soft one, int64 ``[units of all spaces]``."""
         batches = []
         for matrices, starts in zip(soft, self._starts, strict=True):
             try:
@@ -138,49 +124,30 @@ def _checked(units: Tensor) -> Tensor:
     return units
 
 
-class _Block(NamedTuple):
-    """A block of a site.
-
-    Attributes:
-        channel: First channel of the site in the block.
-        start: First unit of the space in the block.
-        size: Number of channels.
-        batch: Number of the batch with the block's logits.
-        row: Row in the batch.
-    """
-
-    channel: int
-    start: int
-    size: int
-    batch: int
-    row: int
-
-
 class SiteBlocks:
     """A site's blocks in channel order, and where they are in the batches of a relaxation.
 
     Under grouped-query attention, a block appears once per query head that shares it.
 
     Attributes:
-        sizes: Size of each block.
-        parts: (batch, rows in the batch) for each sequence of blocks of one size, in channel order.
+        sizes: size of each block.
         units: int64 ``[channels]``: the unit of each channel, numbered as in `Relaxation.assign`.
     """
 
     def __init__(self, relaxation: Relaxation, site: Site) -> None:
-        by_unit = site.by_unit
+        # Per block: its first channel and first unit, its size, and where its logits are.
         blocks = sorted(
-            _Block(int(channel), start, size, *relaxation.position(site.space, start))
+            (int(channel), start, size, *relaxation.position(site.space, start))
             for start, size in site.space.blocks(relaxation.block_size)
-            for channel in by_unit[start]
+            for channel in site.by_unit[start]
         )
-        units = torch.cat([torch.arange(block.start, block.start + block.size) for block in blocks])
+        self.sizes = [size for _, _, size, _, _ in blocks]
+        units = torch.cat([torch.arange(start, start + size) for _, start, size, _, _ in blocks])
         assert torch.equal(site.units, units), f"{site.name}: the channels of a block are apart"
-        self.sizes = [block.size for block in blocks]
-        self.parts = [(batch, [block.row for block in run]) for batch, run in groupby(blocks, attrgetter("batch"))]
         self.units = (site.units + relaxation.first[site.space.name]).to(relaxation.scale.device)
-        self._rows = [(batch, _slice_or_tensor(rows, self.units.device)) for batch, rows in self.parts]
-        self._lengths = [len(rows) * relaxation.sizes[batch] ** 2 for batch, rows in self.parts]
+        runs = [(batch, [row for *_, row in run]) for batch, run in groupby(blocks, itemgetter(3))]
+        self._rows = [(batch, _slice_or_tensor(rows, self.units.device)) for batch, rows in runs]
+        self._lengths = [len(rows) * relaxation.sizes[batch] ** 2 for batch, rows in runs]
 
     def flat(self, soft: Sequence[Tensor]) -> Tensor:
         """Returns the blocks' matrices in channel order, float32 ``[sum of sizes^2]``, differentiable in ``soft``.

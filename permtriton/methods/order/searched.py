@@ -30,7 +30,8 @@ from permtriton.methods.measure.objective import Objective
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.run import Run
-from permtriton.methods.step import FLOAT32, ModelSizes, Outcome, Stage, Step
+from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
+from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace
 from permtriton.running import ranks
 from permtriton.running.state import StateFile
@@ -85,15 +86,10 @@ class Searched(Step):
     def objective(self) -> str:
         return self.loss
 
-    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
-        search = {
-            **sizes.gradients(),
-            **sizes.targets(),
-            "dense weights": sizes.pruned * sizes.element,
-            "gradients": sizes.pruned * max(FLOAT32, sizes.element),
-            "gains": (4 * sizes.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32,
-        }
-        return {"row weights": sizes.gradients(), "search": search}
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+        weights = sizes.pruned * (sizes.element + max(FLOAT32, sizes.element))  # dense ones, and their gradients
+        gains = (4 * sizes.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32
+        return (Memory(sizes.gradients + weights // sizes.shares + gains, sizes.targets),)
 
     def passes(self, sizes: ModelSizes) -> float:
         return 6 * (self.rounds + 1)
@@ -162,13 +158,11 @@ def _row(number: int, loss: float, **known: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Swaps:
-    """Swaps of two positions; no two of them touch the same group.
+    """Swaps of two positions, all int64 ``[swaps]``; no two of them touch the same group.
 
     Attributes:
-        space: Number of the space of each swap, int64 ``[swaps]``.
-        left: First position, int64 ``[swaps]``.
-        right: Second position, int64 ``[swaps]``.
-        gain: Predicted fall of the loss, float32 ``[swaps]``.
+        space: number of the space of each swap.
+        gain: predicted fall of the loss, float32.
     """
 
     space: Tensor
@@ -178,11 +172,9 @@ class Swaps:
 
     @property
     def count(self) -> int:
-        """Number of swaps."""
         return self.gain.numel()
 
     def applied(self, spaces: Sequence[ChannelSpace], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the unit indices after the swaps."""
         new = dict(indices)
         for number, space in enumerate(spaces):
             left, right = self.left[self.space == number], self.right[self.space == number]
@@ -207,7 +199,6 @@ class Searcher:
         self._objective, self._options = objective, options
 
     def loss(self, indices: Mapping[str, Tensor]) -> float:
-        """Returns the mean loss over all sequences in an order."""
         for space in self._spaces:
             space.check(indices[space.name])
         self._masks.set(indices)
@@ -252,12 +243,7 @@ class Searcher:
         return indices, row
 
     def swaps(self, indices: Mapping[str, Tensor], damping: float) -> Swaps:
-        """Returns disjoint swaps of all spaces with positive gains, chosen greedily.
-
-        Args:
-            indices: Space name -> unit index of the present order, in which the gradients were taken.
-            damping: Factor of the curvature in the gains.
-        """
+        """Returns disjoint swaps of all spaces with positive gains, chosen greedily."""
 
         def of_space(place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             space = self._spaces[place]
@@ -296,12 +282,7 @@ class Searcher:
 
 
 class _Panel(NamedTuple):
-    """Positions whose swaps with later positions are looked at together.
-
-    Attributes:
-        left: int64 ``[positions]``, whole groups.
-        right: int64 ``[positions]``: those of ``left``, and the later ones that they may change places with.
-    """
+    """Positions (whole groups) whose swaps with later positions, and each other, are looked at together."""
 
     left: Tensor
     right: Tensor
@@ -329,11 +310,6 @@ def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
     """Returns the numbers of the swaps that a greedy choice by falling gain takes, touching every group at most once.
 
     Swaps that are the best of both their groups are taken together, until none is left.
-
-    Args:
-        left: First position of each swap, int64 ``[swaps]``.
-        right: Second position, int64 ``[swaps]``.
-        gain: Gain, float32 ``[swaps]``.
     """
     order = gain.argsort(descending=True, stable=True)
     ends = torch.stack((left, right))[:, order] // group

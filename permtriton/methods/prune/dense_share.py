@@ -10,7 +10,10 @@ linears, and predict no loss. Both factors are sums over tokens: the second line
 for less than they should.
 """
 
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +22,76 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.measure.statistics import check_finite, of_hessians
+from permtriton.methods.measure.fisher import row_weights
+from permtriton.methods.measure.importance import error_importance, importance_of, importances_of, inverts_hessians
+from permtriton.methods.measure.statistics import check_finite, of_hessians, site_statistics
+from permtriton.methods.planning import plan_model
 from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
+from permtriton.methods.run import Run
+from permtriton.methods.sizes import Memory, ModelSizes
+from permtriton.methods.step import BACKWARD, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
+from permtriton.running.state import StateFile
 from permtriton.running.store import Store
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 
-DENSE_SHARE = "dense share"  # the stage
 UPDATED_ROWS = 64  # of a linear; all of them choose the same linears, but for 1% of the weights
+STATE = "dense_share"
+
+
+@dataclass(frozen=True)
+class DenseShare(Step):
+    """The choice of what stays dense: no recipe names it, but it comes before all steps where there is a share."""
+
+    name: ClassVar[str] = "dense share"
+    prefix: ClassVar[str] = STATE
+    summary: ClassVar[str] = "the linears whose masks raise the loss most per weight stay dense"
+    stage: ClassVar[Stage] = Stage.ORDER
+
+    share: float
+
+    @property
+    def gradients(self) -> bool:
+        return True
+
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+        return (Memory(sizes.gradients),)
+
+    def passes(self, sizes: ModelSizes) -> float:
+        return BACKWARD
+
+    def run(self, run: Run) -> None:
+        """Measures the sites, chooses linears unless an interrupted run has, and plans anew without them.
+
+        The choice is kept, as gradients of a GPU are not the same in every run.
+        """
+        model, config, state = run.model, run.config, run.workspace.state(StateFile, STATE)
+        stored = None if state is None else state.read()
+        method, left, rows = error_importance(config.importance), dict[str, float](), None
+
+        def measure(model: PreTrainedModel) -> dict[str, Tensor]:
+            given = run.samples, run.batch, run.progress, run.store
+            if stored is not None or not inverts_hessians(method) or not config.updates:
+                return site_statistics(model, run.plan, method, *given)
+            statistics, shares = statistics_and_shares_left(model, run.plan, *given)
+            left.update(shares)
+            return statistics
+
+        run.calibrate(measure)
+        if stored is not None:
+            chosen = json.loads(stored[1]["dense"])
+        else:
+            rows, errors = row_weights(run), importances_of(model, run.plan, method, run.statistics)
+            chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, left or None)
+            if state is not None:
+                state.write({}, {"dense": json.dumps(chosen)})
+        run.workspace.note(dense=chosen)
+        run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
+        plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)
+        plan.skipped.update(dict.fromkeys(chosen, "of the dense share: its mask would raise the loss most per weight"))
+        run.replan(plan, graph, rows)
 
 
 def statistics_and_shares_left(
@@ -37,8 +99,8 @@ def statistics_and_shares_left(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Returns the sites' statistics for ``obs``, and what an update of kept weights leaves of each linear's scores.
 
-    Arguments, statistics and errors are those of `permtriton.methods.measure.statistics.site_statistics`. The second
-    result is linear -> the error of outputs that SparseGPT leaves, by the sum of the OBS scores of what a mask drops.
+    The second result is linear -> the error of outputs that SparseGPT leaves, by the sum of the OBS scores of what a
+    mask drops.
     """
 
     def measure(site: Site, hessian: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -85,9 +147,7 @@ def most_sensitive(
         importances: of every linear of the plan, by name, which decide its mask.
         errors: likewise, scores in the unit of an output, in which what the mask drops is counted.
         rows: how much the loss feels each row, float32 ``[out_features]``, by name.
-        share: between 0 and 1.
-        left: what an update of kept weights leaves of each linear's cost, as `statistics_and_shares_left` returns it;
-            None where none is made.
+        left: what an update of kept weights leaves of each linear's cost; None where none is made.
     """
     sizes: dict[str, int] = {}
     costs: dict[str, float] = {}

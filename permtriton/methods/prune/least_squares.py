@@ -30,12 +30,9 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
     The number of rounds is fixed: a residual that ends them would let rounding decide a whole round.
 
     Args:
-        start: ``[out_features, in_features]``, zero where pruned.
+        start: ``[out_features, in_features]``, zero where pruned, as the result.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
-
-    Returns:
-        ``V``, float32 ``[out_features, in_features]``.
     """
     return _conjugate_gradients(
         start,
@@ -48,10 +45,7 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
 
 
 def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
-    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients.
-
-    Arguments are those of `least_squares`, and the metric ``K`` of the outputs, ``[out_features, out_features]``.
-    """
+    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` in the same way, with a metric ``K [out_features, out_features]``."""
     return _conjugate_gradients(
         start,
         target,
@@ -96,12 +90,9 @@ def _conjugate_gradients(
 
 
 def metric_of(gradients: Tensor) -> Tensor:
-    """Returns ``K / mean(diag K) + I`` with ``K = E[g g^T]``, float32 ``[out_features, out_features]``.
+    """Returns ``K / mean(diag K) + I`` with ``K = E[g g^T]`` of gradients ``[tokens, out_features]``.
 
     The identity stands for what a few thousand tokens do not show of ``K``.
-
-    Args:
-        gradients: ``g``, ``[tokens, out_features]``.
     """
     gradients = gradients.float()
     metric = gradients.T @ gradients
@@ -115,10 +106,6 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
 
     After each round, the weights are fitted to the new mask. A row whose error does not fall keeps the old one, and
     tries half as many exchanges next time.
-
-    Args:
-        weight: ``V``, float32 ``[out_features, in_features]``, fitted to its mask.
-        target: ``W*``, of the same shape.
     """
     hessian, share = curvature.damped, torch.ones(len(weight), device=weight.device)
     difference = weight - target
@@ -145,7 +132,7 @@ def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) 
 
 
 def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """Returns ``(V - W*) H (V - W*)^T`` of each row, float32 ``[out_features]``; arguments as of `least_squares`.
+    """Returns ``(V - W*) H (V - W*)^T`` of each row, float32 ``[out_features]``.
 
     The same weight has the same errors, bit for bit, however it lies in memory.
     """
@@ -169,9 +156,7 @@ def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: N
     """Returns a weight in which the best pair of each group has changed places, where that lowers the row's error.
 
     Args:
-        weight: ``V``, float32 ``[out_features, in_features]``, zero where pruned.
-        gradient: ``g``, of the same shape.
-        curvature: of the inputs; channels that were never active take part in no exchange.
+        gradient: ``g``, of the weight's shape.
         share: of the groups of a row where the error would fall, those that fall most, float32 ``[out_features]``.
     """
     rows = max(AT_ONCE.get(weight.device.type, AT_ONCE["cpu"]) // (weight.shape[1] * pattern.group), 1)

@@ -18,8 +18,7 @@ Dense targets: GPTAQ (arXiv 2504.02692); those of the residual stream: LoaQ (arX
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -42,11 +41,12 @@ from permtriton.methods.prune.least_squares import (
 from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, weights_of_sites
 from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
 from permtriton.methods.run import Run
-from permtriton.methods.step import FLOAT32, GENERATED, ModelSizes, Outcome, Stage, Step
+from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
+from permtriton.methods.step import GENERATED, Outcome, Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.layer_inputs import LayerContext, layer_by_layer
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.mixed_precision import exact_products
 from permtriton.running.state import FinishedLayers
 from permtriton.util.option import documented, option
@@ -68,9 +68,6 @@ class Refit(Step):
     keeps_values: ClassVar[bool] = False
     dense_weights: ClassVar[bool] = True
     shards: ClassVar[bool] = False
-    low_memory_words: ClassVar[str] = (
-        "refit runs each layer anew for every site, because the inputs and outputs of all its sites do not fit"
-    )
 
     dense_targets: float = option(
         0.5,
@@ -107,29 +104,20 @@ class Refit(Step):
     def uses_importance(self) -> bool:
         return False
 
-    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
-        layer = sizes.layer_by_layer()
-        channels = sizes.widest + sizes.hidden if sizes.low_memory else sizes.between_turns
-        kept = {"output gradients": self.metric_tokens * sizes.rows * 2} if self.gradients else {}
-        backward = {**replace(sizes, micro_batch_size=1).gradients(), **kept}
-        return {
-            **({"output gradients": backward} if self.gradients else {}),
-            "refit": {
-                **kept,
-                "activations": 2 * layer["activations"],
-                "inputs of layers": 2 * layer["inputs of layers"],
-                "inputs of sites": sizes.all_positions * channels * sizes.element,
-                # The sums are in float64; shift, inverse and factor are those of the site at hand.
-                "hessians": layer["hessians"] * 5 // 2,
-                "one layer": sizes.largest_weight * 18 * FLOAT32,
-            },
-        }
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+        channels = sizes.width + sizes.hidden if sizes.low_memory else sizes.layer_channels
+        inputs = 2 * sizes.layer_inputs + sizes.all_positions * channels * sizes.element
+        output_gradients = self.metric_tokens * sizes.rows * 2 * self.gradients
+        # The sums of Hessians are in float64; shift, inverse and factor are those of the site at hand.
+        fit = 2 * sizes.forward + sizes.hessians * 5 // 2 + sizes.largest_weight * 18 * FLOAT32
+        backward = replace(sizes, micro_batch_size=1).gradients * self.gradients
+        return Memory(backward, output_gradients), Memory(fit, inputs + output_gradients)
 
     def passes(self, sizes: ModelSizes) -> float:
         return 5.5 if self.gradients else 3.5
 
     def state_bytes(self, sizes: ModelSizes) -> int:
-        return sizes.finished_layers()
+        return sizes.finished_layers
 
     @torch.no_grad()
     def run(self, run: Run) -> Outcome:
@@ -152,10 +140,9 @@ class Refit(Step):
         # To host memory and back, a GPU moves outputs more slowly than it computes them.
         keep = None if run.low_memory or run.store.onloads else run.store.moved
         with run.fitting() as model, run.progress.stage("refit", steps) as advance:
-            layers = partial(layer_by_layer, model, plan, samples, run.batch, store=run.store)
-            pruned_layers = layers(changing=True, keep=keep)
-            dense_layers = layers(changing=False, layer_context=_with_values(model, plan, run.dense_weights))
-            for number, (turns, layer, dense) in enumerate(zip(turns_of, pruned_layers, dense_layers, strict=True)):
+            walk = LayerWalk(model, plan, samples, run.batch, run.store)
+            layers = zip(turns_of, walk.changing(keep), walk.dense(run.dense_weights), strict=True)
+            for number, (turns, layer, dense) in enumerate(layers):
                 rows = max(layer.parts, dense.parts, key=len)
                 weights = weights_of_sites(model, dense.sites)
                 if state is not None and (finished := state.restore(number, weights, plan.patterns)) is not None:
@@ -249,29 +236,3 @@ class Refit(Step):
     def words(self, outcome: Outcome) -> list[tuple[str, str]]:
         start, end = (fmean(part[when] for part in outcome.parts) for when in ("start", "end"))
         return [("refit: error", f"{start:.4f} to {end:.4f} (mean of {len(outcome.parts)} linears)")]
-
-
-def _with_values(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> LayerContext:
-    """Returns a context for `layer_by_layer`: inside, a layer's weights (the model's, for "") have other values.
-
-    A layer runs in the context many times: its values are brought to its device once, until another layer runs.
-    """
-    of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
-    here: dict[int, Tensor] = {}  # those of the layer that ran last, on its device
-
-    @contextmanager
-    def layer_context(layer: str) -> Iterator[None]:
-        own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
-        before = [each.data for each in own]
-        try:
-            if here.keys() != {id(each) for each in own}:
-                here.clear()
-                here.update({id(each): of[id(each)].to(each.device) for each in own})
-            for each in own:
-                each.data = here[id(each)]
-            yield
-        finally:
-            for each, value in zip(own, before, strict=True):
-                each.data = value
-
-    return layer_context

@@ -15,11 +15,12 @@ from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
 from permtriton.methods.run import Run
-from permtriton.methods.step import ModelSizes, Stage, Step
+from permtriton.methods.sizes import Memory, ModelSizes
+from permtriton.methods.step import Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Site, linear_module, weight_in_out
 from permtriton.running import ranks
-from permtriton.running.layer_inputs import layer_by_layer
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.state import FinishedLayers
 from permtriton.util.option import documented, option
 
@@ -46,22 +47,22 @@ class SparseGPT(Step):
     def uses_importance(self) -> bool:
         return self.mask == "keep"
 
-    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
-        return {"hessians": sizes.layer_by_layer()}
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+        return (sizes.layer_by_layer,)
 
     def passes(self, sizes: ModelSizes) -> float:
         return 3
 
     def state_bytes(self, sizes: ModelSizes) -> int:
-        return sizes.finished_layers()
+        return sizes.finished_layers
 
     @torch.no_grad()
     def run(self, run: Run) -> None:
         plan, state = run.plan, run.state(FinishedLayers, self.name)
         share = ranks.own_rows(len(run.samples)).numel()
         with run.fitting() as model, run.progress.stage("sparsegpt", (share + 1) * len(plan.layers())) as advance:
-            layers = layer_by_layer(model, plan, run.samples, run.batch, changing=True, store=run.store)
-            for number, layer in enumerate(layers):
+            walk = LayerWalk(model, plan, run.samples, run.batch, run.store)
+            for number, layer in enumerate(walk.changing()):
                 weights = weights_of_sites(model, layer.sites)
                 if state is not None and state.restore(number, weights, plan.patterns) is not None:
                     advance(share + 1)

@@ -32,8 +32,7 @@ class Curvature:
 
     Attributes:
         dead: bool ``[channels]``, True where a channel was never active.
-        damped: the damped Hessian, float32 ``[channels, channels]``, as are the others.
-        inverse: its inverse.
+        damped, inverse: the damped Hessian and its inverse, float32 ``[channels, channels]``.
         factor: upper Cholesky factor of the inverse.
     """
 
@@ -44,7 +43,6 @@ class Curvature:
 
     @classmethod
     def of(cls, hessian: Tensor, name: str = "a layer") -> "Curvature":
-        """Returns the curvature of a Hessian, float32 ``[channels, channels]``; ``name`` is for the error."""
         with _inverting(name):
             full = damped(hessian)
             inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
@@ -75,16 +73,15 @@ def _inverting(name: str) -> Iterator[None]:
 
 @torch.no_grad()
 def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Tensor | None) -> Tensor:
-    """Prunes a weight to N:M and updates what is kept, channel by channel.
+    """Prunes a weight ``[out_features, in_features]`` to N:M and updates what is kept, channel by channel.
 
     Args:
-        weight: ``[out_features, in_features]``, in the final channel order.
         curvature: of its inputs, from the model as pruned so far.
-        mask: bool ``[out_features, in_features]``, True where a weight is kept; None chooses a mask group by group,
-            by the OBS score of the weights as updated so far.
+        mask: bool, True where a weight is kept; None chooses a mask group by group, by the OBS score of the weights as
+            updated so far.
 
     Returns:
-        The new weight, float32 ``[out_features, in_features]``, zero where pruned (a zero may be negative).
+        The new weight, float32, zero where pruned (a zero may be negative).
     """
     # Channels first: what belongs to one channel, or to one group, is then contiguous.
     w = weight.t().to(torch.float32, memory_format=torch.contiguous_format, copy=True)

@@ -14,7 +14,8 @@ import torch
 from permtriton.config import ObjectiveKind, OptimizerKind, minimises
 from permtriton.data.samples import Samples
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, ModelSizes, Outcome
+from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
+from permtriton.methods.step import BACKWARD, GENERATED, Outcome
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, held_out, split, with_held_out
 from permtriton.util.option import documented, option
@@ -87,18 +88,12 @@ class Distill(TrainingStep):
         """Whether the only state that it keeps is that at the end."""
         return 0 < self.steps <= ROUND
 
-    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         collected = sizes.ranks > 1 or self.batch_size > sizes.micro_batch_size
         copies = 1 if self._in_one_round else 2  # of a state before the end there is another
-        return {
-            "distill": {
-                **self.memory_of_passes(sizes),
-                "moments": self._optimizer_bytes(sizes),
-                "finished weights": copies * int(sizes.pruned * sizes.kept) * sizes.element,
-                "collected gradients": sizes.pruned * FLOAT32 * collected,
-                **sizes.mask(),
-            }
-        }
+        weights = copies * int(sizes.pruned * sizes.kept) * sizes.element + sizes.pruned * FLOAT32 * collected
+        movable = sizes.targets + self._optimizer_bytes(sizes) + weights
+        return (Memory(self.gradients_of_all(sizes) + sizes.mask, movable),)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD * self._epochs(sizes.calibration, sizes.sequences)
@@ -113,12 +108,7 @@ class Distill(TrainingStep):
         return sizes.pruned * (moments + (HALF if sizes.element < FLOAT32 else 0))
 
     def _epochs(self, calibration: int, read: int) -> int:
-        """Returns the number of epochs: more where the text has too few further samples.
-
-        Args:
-            calibration: number of calibration samples.
-            read: number of all samples that it reads: those, further ones, and what the dense model wrote.
-        """
+        """Returns the number of epochs: more where the text has too few further samples."""
         if self.steps:
             return ceil(self.steps * self.batch_size / max(read - held_out(read), 1))
         return max(self.epochs, round(self.epochs * (1 + self.further) * calibration / read))

@@ -41,14 +41,8 @@ class KeptWeights(Trainable):
     """The nonzero weights of some linears.
 
     The learning rate is relative to the root mean square of a linear's kept weights: models of different widths, whose
-    weights differ in size tenfold, so take one learning rate.
-
-    Args:
-        weights: name -> pruned weight, of any layout; changed in place only.
-        optimizer: what changes them.
-        store: where remainders, moments and copies are.
-        changes_at_once: as in `Trainable`. It must not be where several layers share a weight: while layers come to a
-            GPU one by one, a backward pass has its gradient in parts.
+    weights differ in size tenfold, so take one learning rate. They must not change at once where several layers share a
+    weight: while layers come to a GPU one by one, a backward pass has its gradient in parts.
     """
 
     def __init__(
@@ -125,7 +119,6 @@ class KeptWeights(Trainable):
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Writes kept weights into the model."""
         for name, weight in self._parameters.items():
             weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
@@ -181,11 +174,10 @@ class _Optimizer:
 
     @torch.no_grad()
     def change(self, weight: Tensor, gradient: Tensor, rate: float) -> None:
-        """Changes a weight in place.
+        """Changes a weight ``[..., rows, columns]`` in place; zeros keep their places.
 
         Args:
-            weight: ``[..., rows, columns]``, with zeros that keep their places.
-            gradient: of its shape, 0 where it is 0, float32 (float64 for such a weight).
+            gradient: 0 where the weight is 0, float32 (float64 for such a weight).
             rate: learning rate, relative to the root mean square of the weight.
         """
         values, remainder = self._values, self.state.get("remainder")
@@ -214,12 +206,10 @@ class _Optimizer:
 
 
 def _mask(weight: Tensor) -> Tensor:
-    """Returns which entries are kept."""
     return weight.detach().to(torch.bool)  # a fifth of the time of weight != 0
 
 
 def _count(weight: Tensor) -> int:
-    """Returns how many entries are kept."""
     return int(_mask(weight).count_nonzero())  # a ninth of the time of weight.count_nonzero()
 
 

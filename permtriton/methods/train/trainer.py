@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
-from permtriton.methods.step import ModelSizes, Outcome, Stage, Step
+from permtriton.methods.sizes import ModelSizes
+from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import layer_modules
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, loss_scale, with_gradients
@@ -63,13 +64,12 @@ class TrainingStep(Step):
         return False
 
     @staticmethod
-    def memory_of_passes(sizes: ModelSizes) -> dict[str, int]:
-        """Returns the bytes that passes through the whole model keep, and those of its targets.
+    def gradients_of_all(sizes: ModelSizes) -> int:
+        """Returns the bytes that passes through the whole model keep.
 
         Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
         """
-        sizes = replace(sizes, one_layer=False, checkpointing=sizes.checkpointing or sizes.one_layer)
-        return {**sizes.gradients(), **sizes.targets()}
+        return replace(sizes, one_layer=False, checkpointing=sizes.checkpointing or sizes.one_layer).gradients
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ class Schedule:
 
     @property
     def steps(self) -> int:
-        """Number of all steps."""
         return self.steps_until(len(self.rounds))
 
     def steps_until(self, rounds: int) -> int:
@@ -100,9 +99,6 @@ class Schedule:
 
 class Trainable(ABC):
     """Parameters of a model that are trained, and how a step changes them. Use it inside `trainable`.
-
-    Args:
-        parameters: name -> parameter, of any layout; changed in place only.
 
     Attributes:
         changes_at_once: whether a step may change a parameter as soon as its gradient is known.
@@ -141,7 +137,6 @@ class Trainable(ABC):
 
     @contextmanager
     def ignored_gradients(self) -> Iterator[None]:
-        """Inside the context, gradients are neither collected nor used."""
         self._ignores = True
         try:
             yield
@@ -150,14 +145,13 @@ class Trainable(ABC):
 
     @abstractmethod
     def take(self, name: str, gradient: Tensor) -> None:
-        """Takes the gradient of a parameter, in the backward pass that computed it.
+        """Takes a gradient in the backward pass that computed it.
 
         Raises:
             FloatingPointError: it is not finite, and the parameter would be changed by it; the message is ``name``.
         """
 
     def begin(self, rate: float, scale: float) -> None:
-        """Begins a step."""
         self.rate, self.scale = rate, scale
 
     def forget(self, at_once: bool) -> None:
@@ -199,7 +193,6 @@ class Trainable(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the model's weights."""
         return next(iter(self._parameters.values())).dtype
 
 
@@ -223,7 +216,6 @@ class Trainer:
             yield
 
     def run(self) -> Outcome:
-        """Trains all rounds, or those that an interrupted run has left."""
         state, progress = self._run.state(StateFile, self._what), self._run.progress
         outcome = self._load(state)
         done = max(len(outcome.history) - 1, 0)
@@ -303,7 +295,6 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Returns the mean loss over the held-out sequences."""
         held_out = self._schedule.held_out
 
         def total(size: int) -> float:

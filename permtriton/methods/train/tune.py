@@ -21,7 +21,8 @@ from permtriton.config import ObjectiveKind, minimises
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
-from permtriton.methods.step import BACKWARD, FLOAT32, GENERATED, ModelSizes, Outcome
+from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
+from permtriton.methods.step import BACKWARD, GENERATED, Outcome
 from permtriton.methods.train.kept_weights import weights_of
 from permtriton.methods.train.trainer import Schedule, Trainable, Trainer, TrainingStep
 from permtriton.model.core import body_of
@@ -66,7 +67,6 @@ class Tune(TrainingStep):
 
     @property
     def trained(self) -> int:
-        """Number of samples that all steps train on."""
         return self.steps * self.batch_size
 
     @property
@@ -78,12 +78,10 @@ class Tune(TrainingStep):
         """Returns how many of so many samples decide which round is kept."""
         return min(max(samples // (TRAINED_PER_HELD_OUT + 1), 1), MOST_HELD_OUT)
 
-    def needs(self, sizes: ModelSizes) -> dict[str, dict[str, int]]:
-        targets, state = sizes.targets(), {"optimizer": sizes.vectors * 6 * FLOAT32}
-        return {
-            "tune": {**self.memory_of_passes(sizes), **state},
-            "scales": {**targets, **state, "weights before": sizes.pruned * sizes.element, **sizes.mask()},
-        }
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+        state = sizes.vectors * 6 * FLOAT32
+        folding = sizes.targets + state + sizes.pruned * sizes.element + sizes.mask
+        return Memory(self.gradients_of_all(sizes) + state, sizes.targets), Memory(0, folding)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD * self.trained / sizes.sequences + 1
@@ -234,9 +232,6 @@ class TunedValues(Trainable):
         """Multiplies the rows of the weights by their scales, which are 1 afterwards, and returns the weights before.
 
         A weight that would be rounded to 0 keeps its value.
-
-        Args:
-            store: where those are; never on a GPU.
         """
         before = {}
         for name, linears in self._linears.items():
@@ -250,7 +245,6 @@ class TunedValues(Trainable):
 
     @torch.no_grad()
     def unfold(self, before: Mapping[str, Tensor]) -> None:
-        """Gives the weights back that `fold` returned."""
         for name, linears in self._linears.items():
             weight_in_out(linears[0]).copy_(before[name])
 

@@ -11,7 +11,7 @@ from permtriton.methods.measure.statistics import hessians
 from permtriton.passes.plan import layer_modules, linear_module
 from permtriton.running import ranks
 from permtriton.running.layer_calls import _half_negated, find_chains
-from permtriton.running.layer_inputs import from_model, layer_by_layer
+from permtriton.running.layer_walk import LayerWalk, from_model
 from permtriton.running.store import MEMORY, HostMemory
 from permtriton.util.sparsity import NMPattern
 
@@ -26,6 +26,11 @@ CLASSES = {"swin": "SwinModel", "pvt": "PvtV2Model", "funnel": "FunnelModel"}
 
 def ignore(*_: object) -> None:
     pass
+
+
+def walked(model, plan, samples, batch, changing, store=MEMORY):
+    walk = LayerWalk(model, plan, samples, batch, store)
+    return walk.changing() if changing else walk.dense()
 
 
 def prune(model, sites):
@@ -74,7 +79,7 @@ def test_layers_one_by_one_read_what_they_read_in_the_model(name, changing):
         if changing:
             prune(model, sites)
     model.load_state_dict(weights)
-    for layer, before in zip(layer_by_layer(model, plan, samples, 2, changing=changing), expected, strict=True):
+    for layer, before in zip(walked(model, plan, samples, 2, changing), expected, strict=True):
         found = hessians(model, layer, ignore)
         assert found.keys() == before.keys()
         for site, hessian in found.items():
@@ -96,7 +101,7 @@ def test_a_layer_that_takes_one_sequence_at_a_time(changing):
             raise RuntimeError("one sequence only")
 
     layer_modules(model, plan)[1].register_forward_pre_hook(refuse)
-    for layer, before in zip(layer_by_layer(model, plan, Samples.of(IDS), 5, changing=changing), expected, strict=True):
+    for layer, before in zip(walked(model, plan, Samples.of(IDS), 5, changing), expected, strict=True):
         for site, hessian in hessians(model, layer, ignore).items():
             torch.testing.assert_close(hessian, before[site], rtol=1e-4, atol=1e-4 * float(before[site].abs().max()))
 
@@ -104,9 +109,9 @@ def test_a_layer_that_takes_one_sequence_at_a_time(changing):
 def test_ranks_agree_on_whether_sequences_run_together(monkeypatch):
     """Where layers are spread over the ranks, one that ran them more often would wait for the others forever."""
     model, plan = model_of("llama_eager")
-    together = [layer.parts for layer in layer_by_layer(model, plan, Samples.of(IDS), 2, changing=True)]
+    together = [layer.parts for layer in walked(model, plan, Samples.of(IDS), 2, True)]
     monkeypatch.setattr(ranks, "gather", lambda value: [value, False])
-    apart = [layer.parts for layer in layer_by_layer(model, plan, Samples.of(IDS), 2, changing=True)]
+    apart = [layer.parts for layer in walked(model, plan, Samples.of(IDS), 2, True)]
     assert [len(parts) for parts in together] != [len(parts) for parts in apart] == [5, 5]
 
 
@@ -149,7 +154,7 @@ def test_hidden_states_stay_on_the_gpu_unless_its_memory_is_short(changing):
     for store in (HostMemory(), MEMORY):
         with PretendGpu().here() as gpu:
             gpu.take(list(model.parameters()) + list(model.buffers()))
-            for layer in layer_by_layer(model, plan, samples, 2, changing=changing, store=store):
+            for layer in walked(model, plan, samples, 2, changing, store):
                 for rows in layer.parts:
                     layer.run(rows)
         most.append(gpu.most)

@@ -1,7 +1,5 @@
 """From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
 
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,12 +11,12 @@ from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
 from permtriton.methods.compile_config import CompileConfig
-from permtriton.methods.step import FLOAT32, ModelSizes, without_gradients
+from permtriton.methods.sizes import FLOAT32, ModelSizes, without_gradients
 from permtriton.model.core import has_head
-from permtriton.model.experts import share_sent, stacked_name, unstacked_experts
+from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS
 from permtriton.passes.fused_layout import fused_plan
-from permtriton.passes.plan import Plan, Site, layer_modules, layer_names, linear_module, sequential_groups
+from permtriton.passes.plan import Plan, Site, layer_modules, linear_module
 from permtriton.passes.provenance import propagate
 from permtriton.passes.select_linears import NOT_NAMED
 from permtriton.passes.sites import find_sites
@@ -32,10 +30,8 @@ class Planned:
     """A dense model with its calibration samples and its plan: what a forecast is made of, and a run starts from.
 
     Attributes:
-        config: every option.
         graph: graph of the model, from which the plan was made.
         held_out: held-out samples; None without any.
-        recomputes: whether backward passes recompute activations, though the options do not ask for it.
     """
 
     model: PreTrainedModel
@@ -44,7 +40,6 @@ class Planned:
     plan: Plan
     graph: fx.GraphModule
     held_out: Samples | None = None
-    recomputes: bool = False
 
     @cached_property
     def layers(self) -> list[int]:
@@ -58,68 +53,49 @@ class Planned:
         model, plan, config, samples = self.model, self.plan, self.config, self.samples
         text = model.config.get_text_config()
         weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
-        pruned, widest = sum(weights.values()), max(site.channels for site in plan.sites)
-        hidden = int(getattr(text, "hidden_size", None) or widest)
+        rows = {name: weights[name] // site.channels for site, name in plan.linears()}
+        stacked = {name for name in weights if stacked_name(model, name)}
+        every = {name: size for name, size in rows.items() if name not in stacked}  # expert: one stands for all
+        pruned, width = sum(weights.values()), max(site.channels for site in plan.sites)
+        hidden = int(getattr(text, "hidden_size", None) or width)
+        width = max(width, hidden)
 
-        def read(site: Site) -> int:
-            return site.channels + (weights[site.linears[0]] // site.channels if site.residual_reader else 0)
+        def channels(layer: list[Site]) -> int:
+            sites = [site for site in layer if not site.routed]
+            together = [site for site in sites if site.linears[0] not in stacked]
+            one = [site.channels for site in sites if site.linears[0] in stacked]
+            read = sum(site.channels + (hidden if site.residual_reader else 0) for site in together) + max(
+                one, default=0
+            )
+            return max(read, sum(every[name] for site in together for name in site.linears))
 
-        def written(site: Site) -> int:
-            return sum(weights[name] // site.channels for name in site.linears)
-
-        def together(turn: list[Site], channels: Callable[[Site], int]) -> int:
-            kept = [(channels(site), stacked_name(model, site.linears[0])) for site in turn if not site.routed]
-            experts = max((each for each, stacked in kept if stacked), default=0)  # all read the same, or nothing stays
-            return experts + sum(each for each, stacked in kept if not stacked)
-
-        def waiting(layer: list[Site]) -> int:
-            turns = sequential_groups(layer)
-            reads, writes = ([together(turn, each) for turn in turns] for each in (read, written))
-            # When the first turns are done, inputs of the later ones wait, and outputs of all but the last of them.
-            return max(sum(reads[done:]) + sum(writes[: max(done - 1, 0)]) for done in range(len(turns) + 1))
-
-        def share(site: Site, name: str) -> float:
-            if not site.routed and stacked_name(model, name) is None:
-                return 1.0
-            return share_sent(model, model.get_submodule(name.rsplit(".", 2)[0]))
-
-        layer_of, lists = layer_names(model, plan), Counter[str]()
-        for name, size in weights.items():
-            lists[layer_of.get(linear_module(model, name), "").rpartition(".")[0]] += size
-        rows = [(weights[name] // site.channels, share(site, name)) for site, name in plan.linears()]
-        vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-        width, all_positions = max(widest, hidden), len(samples) * samples.longest
-        tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, all_positions))
+        tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, len(samples) * samples.longest))
         return ModelSizes(
             model=sum(p.numel() * p.element_size() for p in model.parameters()),
             element=next(model.parameters()).element_size(),
             pruned=pruned,
-            layer=max(sum(weights[name] for site in layer for name in site.linears) for layer in plan.layers()),
-            outside=pruned - min((size for path, size in lists.items() if path), default=pruned),
             largest_weight=max(weights.values()),
             layers=len(plan.layers()),
             hidden=hidden,
             width=width,
-            widest=widest,
-            between_turns=max(map(waiting, plan.layers())),
+            layer_channels=max(map(channels, plan.layers())),
             vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
             hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
-            forward=without_gradients(tokens, hidden, width),
             spaces=tuple(space.units for space in plan.spaces if not space.frozen),
-            kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items())
-            / sum(weights.values()),
+            kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items()) / pruned,
+            vectors=sum(p.numel() for p in model.parameters() if p.ndim == 1) + sum(rows.values()),
+            rows=sum(rows[name] for site, name in plan.linears() if not site.routed and name not in stacked),
             sequences=len(samples),
             calibration=len(samples),
+            generated=config.generated,
+            surplus=0 if samples.surplus is None else len(samples.surplus),
             tokens=samples.tokens,
             longest=samples.longest,
             positions=samples.positions,
+            forward=without_gradients(tokens, hidden, width),
             micro_batch_size=config.micro_batch_size,
-            checkpointing=config.activation_checkpointing or self.recomputes,
             ranks=ranks.count(),
-            generated=config.generated,
-            surplus=0 if samples.surplus is None else len(samples.surplus),
-            vectors=vectors + sum(each for each, _ in rows),
-            rows=int(sum(each * reached for each, reached in rows)),
+            checkpointing=config.activation_checkpointing,
         )
 
 
@@ -130,9 +106,6 @@ def plan_model(
 
     Args:
         samples: inputs that the graph will be run on; it has the shapes of one. Text is traced on a few tokens.
-
-    Returns:
-        The plan, and the graph that it was made from.
 
     Raises:
         ConfigError: as `permtriton.passes.select_linears.left_out`.
@@ -178,11 +151,7 @@ def sizes(model: PreTrainedModel, plan: Plan) -> dict[str, int]:
 
 
 def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> None:
-    """Refuses a choice of linears that treats some experts of a parameter that holds several unlike the others.
-
-    Raises:
-        ConfigError: naming the parameter.
-    """
+    """Refuses a choice of linears that treats some experts of a parameter that holds several unlike the others."""
     if not config.targets and not config.ignore and not config.pattern:
         return
     patterns: dict[str, NMPattern] = {}

@@ -1,0 +1,204 @@
+"""The sizes of a model and its samples, from which follows how much memory, time and disk a step needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from permtriton.running.placement import DevicePlacement
+
+FLOAT32 = 4  # bytes
+RELOADING = "reloading"  # the stage that is left out where a second model does not fit
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a phase of the work takes beside the program and the model.
+
+    Attributes:
+        device: what has to be where the model runs.
+        movable: large tensors, such as inputs of layers, which stand in host memory while layers come to a GPU one by
+            one, and all that work on a host takes.
+    """
+
+    device: int = 0
+    movable: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.movable
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """The memory of one compilation on each device, in bytes.
+
+    Attributes:
+        placement: how the model is placed.
+        program: what the process holds beside the model before the work begins; 0 on a GPU.
+        model: parameters.
+        held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
+        stages: stage -> what it takes beside program and model.
+        host: what is in host memory, the model included, where layers come to the GPU one by one; else 0.
+        saving: names of the steps that save memory, because what they could keep does not fit.
+        recomputes: whether backward passes recompute activations, because keeping them would take too much.
+    """
+
+    placement: DevicePlacement
+    program: int
+    model: int
+    held: int
+    stages: Mapping[str, int]
+    host: int = 0
+    saving: tuple[str, ...] = ()
+    recomputes: bool = False
+
+    @property
+    def largest(self) -> str:
+        """The stage that needs the most of those that no compilation leaves out."""
+        return max((stage for stage in self.stages if stage != RELOADING), key=self.stages.__getitem__)
+
+    @property
+    def peak(self) -> int:
+        """The most that is in use at once."""
+        return self.program + self.model + max(self.stages.values())
+
+    def added(self, stage: str | None = None) -> int:
+        """Returns what a stage, by default the largest, needs beyond what is held."""
+        return self.program + self.model + self.stages[stage or self.largest] - self.held
+
+    def fits(self, free: int, stage: str | None = None) -> bool:
+        """Returns whether a stage, by default the largest, fits in so many bytes."""
+        return self.added(stage) <= free
+
+    @property
+    def savings(self) -> str:
+        """What is done because memory is short; empty if it is not."""
+        words = ["backward passes recompute activations"] if self.recomputes else []
+        words += [f"{' and '.join(self.saving)} keep less, and compute it anew"] if self.saving else []
+        return "; ".join(words)
+
+    def report(self) -> dict[str, object]:
+        """Returns everything, for the report."""
+        return {
+            "peak": self.peak,
+            "program": self.program,
+            "model": self.model,
+            "stages": dict(self.stages),
+            "low_memory": bool(self.saving),
+            "recomputes": self.recomputes,
+            "spread": self.placement is DevicePlacement.SPREAD,
+            "onload": self.placement is DevicePlacement.ONLOADED,
+        }
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model and its calibration samples.
+
+    Attributes:
+        model: bytes of all parameters.
+        element: bytes of a weight.
+        pruned: number of weights that are pruned, kept ones included.
+        largest_weight: number of weights in the largest linear that is pruned.
+        layers: number of layers.
+        hidden: channels of the hidden states.
+        width: most channels that a linear reads, or `hidden` if there are more.
+        layer_channels: channels that the sites of a layer read, or its linears write, if there are more; of experts
+            inside it, one.
+        vocabulary: size of the logits of a token; 0 without a language-model head.
+        hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
+        forward: bytes of the activations of a pass without gradients and logits.
+        spaces: number of units of each channel space that may move.
+        kept: share of the weights that are kept.
+        vectors: values of all parameters that are vectors, and rows of the pruned linears.
+        rows: rows of the pruned linears that every token runs through.
+        sequences: number of samples that a step reads.
+        calibration: number of calibration samples.
+        generated, surplus: number of samples beside them: those that the dense model writes, and further ones of the
+            same text.
+        tokens: tokens of a sample that have logits.
+        longest: positions of a sample, in the longer half of an encoder-decoder.
+        positions: positions of all samples that the last hidden state has.
+        micro_batch_size: as the option.
+        backward_batch: most sequences of a step's backward pass, if they are fewer than ``micro_batch_size``; 0 if not.
+        checkpointing: whether activations are recomputed.
+        one_layer: whether gradients are of one layer at a time, because layers come to a GPU one by one.
+        low_memory: whether steps shall save memory, because what they could keep does not fit.
+        ranks: number of processes that share the samples.
+        shares: number of devices that share the weights.
+    """
+
+    model: int
+    element: int
+    pruned: int
+    largest_weight: int
+    layers: int
+    hidden: int
+    width: int
+    layer_channels: int
+    vocabulary: int
+    hessians: int
+    spaces: tuple[int, ...]
+    kept: float
+    vectors: int
+    rows: int
+    sequences: int
+    calibration: int
+    generated: int
+    surplus: int
+    tokens: int
+    longest: int
+    positions: int
+    forward: int
+    micro_batch_size: int
+    ranks: int
+    checkpointing: bool
+    one_layer: bool = False
+    low_memory: bool = False
+    backward_batch: int = 0
+    shares: int = 1
+
+    @property
+    def all_positions(self) -> int:
+        """Positions that a layer reads of all samples."""
+        return self.sequences * self.longest
+
+    @property
+    def gradients(self) -> int:
+        """Bytes that forward and backward passes keep."""
+        layers = 1 if self.one_layer else self.layers
+        kept = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
+        together = min(self.micro_batch_size, self.backward_batch or self.micro_batch_size)
+        backward = together * (layers * kept + 16 * self.width)
+        measuring = without_gradients(self.micro_batch_size * self.longest, self.hidden, self.width)
+        logits = self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32
+        return max(self.longest * backward * FLOAT32, measuring) + logits
+
+    @property
+    def targets(self) -> int:
+        """Bytes of the dense model's last hidden states."""
+        return self.positions * self.hidden * self.element
+
+    @property
+    def layer_inputs(self) -> int:
+        """Bytes of the inputs of a layer and of the next one, which are joined from parts."""
+        return 3 * self.all_positions * self.hidden * self.element
+
+    @property
+    def layer_by_layer(self) -> Memory:
+        """What the Hessians of one layer after another take."""
+        return Memory(self.forward + self.hessians + self.mask, self.layer_inputs)
+
+    @property
+    def finished_layers(self) -> int:
+        """Bytes of all pruned weights, packed; a position takes half a byte in groups of up to 16."""
+        return int(self.pruned * self.kept * (self.element + 0.5))
+
+    @property
+    def mask(self) -> int:
+        """Bytes of the temporaries of one mask."""
+        return self.largest_weight * 6 * FLOAT32
+
+
+def without_gradients(tokens: int, hidden: int, width: int) -> int:
+    """Returns the bytes of the activations of a pass without gradients and logits; sizes as of `ModelSizes`."""
+    return tokens * (hidden + 8 * width) * FLOAT32

@@ -1,0 +1,194 @@
+"""A walk through a model's layers, which gives the sites of each their inputs in a time that is linear in the depth.
+
+Layers that form a chain run one by one on the outputs of the layer before, which stay on the model's device, unless its
+memory is short. What is in no chain gets its inputs from the model, which then runs from its start.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from permtriton.data.samples import Samples
+from permtriton.model.forward import last_hidden_state
+from permtriton.passes.plan import Plan, Site, layer_names, linear_module
+from permtriton.running import ranks
+from permtriton.running.kept_outputs import Keep, KeptOutputs
+from permtriton.running.layer_calls import LayerCalls, as_it_is, find_chains, record_chain
+from permtriton.running.sharding import is_spread
+from permtriton.running.store import MEMORY, Store
+
+LayerContext = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The sites of a layer, and how to run what they read, on this rank's share of the sequences.
+
+    Attributes:
+        parts: numbers of the sequences that run together, int64 ``[at most batch]`` each.
+        run: runs as much of the model, on the sequences with such numbers, as gives each site its inputs.
+        may_end: whether a run may be ended when every site's input has been seen.
+        finish: says that the weights of some sites' linears are final, so that what they return may be kept.
+    """
+
+    sites: list[Site]
+    parts: Sequence[Tensor]
+    run: Callable[[Tensor], object]
+    may_end: bool = True
+    finish: Callable[[Iterable[Site]], None] = lambda _sites: None
+
+
+def from_model(
+    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, layer_context: LayerContext = as_it_is
+) -> LayerInputs:
+    """Returns the inputs of sites as the model gives them, run from its start in the context ``layer_context("")``."""
+
+    def run(rows: Tensor) -> None:
+        with layer_context(""):
+            last_hidden_state(model, samples[rows])
+
+    parts = ranks.parts(torch.arange(len(samples)), batch)
+    # FSDP2 cannot end a pass early. Of linears that run several times, the model may run some for nothing, which the
+    # plan does not count.
+    may_end = not any(map(is_spread, model.parameters())) and all(site.calls == 1 for site in sites)
+    return LayerInputs(sites, parts, run, may_end)
+
+
+@dataclass
+class _Layer:
+    """A layer of a chain: it runs on the hidden states of all sequences, and collects its outputs."""
+
+    calls: LayerCalls
+    hidden: Tensor
+    store: Store
+    context: Callable[[], AbstractContextManager[None]]
+    kept: KeptOutputs | None
+    outputs: list[Tensor] = field(default_factory=list)
+
+    def run(self, rows: Tensor) -> None:
+        with self.context():
+            output = self.calls(self.hidden[rows], rows, self.kept.running if self.kept else as_it_is)
+        if self.kept is None:
+            if not self.outputs:
+                shape = (len(self.hidden), *output.shape[1:])
+                self.outputs.append(self.store.empty(shape, dtype=output.dtype))
+            self.outputs[0][rows] = output.to(self.outputs[0].device)
+
+
+class LayerWalk:
+    """The layers of a model and the chains that they form, which are looked for once."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, store: Store = MEMORY) -> None:
+        self._model, self._plan, self._samples, self._batch = model, plan, samples, batch
+        self._groups, self._store = plan.layers(), store.on(model.device)
+        self._names = _names(model, plan, self._groups)
+        self._layers = {name: model.get_submodule(name) for name in self._names if name}
+        weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
+        several = len(self._layers) > 1
+        chains = find_chains(model, self._layers, samples[:1], weights)[0] if several else []
+        self._chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
+
+    def dense(self, values: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
+        """Yields the inputs of each layer's sites, in order. All parts must be run before the next one is asked for.
+
+        Args:
+            values: linear -> another weight that the model has here.
+        """
+        return self._walk(_with_values(self._model, self._plan, values) if values else as_it_is, None, changing=False)
+
+    def changing(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
+        """Yields the same where the weights of a layer change before the next one is asked for.
+
+        Its inputs then follow from the new weights, which takes a second run of each layer.
+
+        Args:
+            keep: keeps what linears return once their weights are final, so that each of their products is computed
+                once however often the layer runs; None to keep nothing. What the model gives is never kept.
+        """
+        return self._walk(as_it_is, keep, changing=True)
+
+    def _walk(self, layer_context: LayerContext, keep: Keep | None, *, changing: bool) -> Iterator[LayerInputs]:
+        calls: dict[str, LayerCalls] = {}
+        model, samples, batch = self._model, self._samples, self._batch
+        hidden, own = torch.empty(0), samples[ranks.own_rows(len(samples))]
+        for name, sites in zip(self._names, self._groups, strict=True):
+            if name not in self._chain_of:
+                yield from_model(model, sites, samples, batch, layer_context)
+                continue
+            chain = self._chain_of[name]
+            if name not in calls:
+                with layer_context(""):
+                    calls, hidden = record_chain(model, {each: self._layers[each] for each in chain}, own, self._store)
+            with layer_context(name):
+                calls[name].try_together(hidden)
+            calls[name].together = all(ranks.gather(calls[name].together))  # each rank has tried samples of its own
+            # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
+            parts = torch.arange(len(own)).split(batch if calls[name].together else 1)
+            kept = KeptOutputs(model, name, sites, keep) if changing else None
+            layer = _Layer(calls[name], hidden, self._store, partial(layer_context, name), kept)
+            if kept is None:
+                yield LayerInputs(sites, parts, layer.run, may_end=False)
+                (hidden,) = layer.outputs
+                continue
+            yield LayerInputs(sites, parts, layer.run, finish=kept.finish)
+            if name != chain[-1]:  # what follows runs in the model
+                last = partial(kept.running, last=True)
+                hidden = layer.calls.run(hidden, batch, store=self._store, call_context=last)
+            kept.clear()
+
+    def dense_once(self) -> Iterator[LayerInputs]:
+        """Yields what `dense` does, and all that the model must give at once, last."""
+        rest: list[Site] = []
+        for layer in self.dense():
+            if layer.may_end:
+                rest += layer.sites
+            else:
+                yield layer
+        if rest:
+            yield from_model(self._model, rest, self._samples, self._batch)
+
+
+def _with_values(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> LayerContext:
+    """Returns a context in which a layer's weights (the model's, for "") have other values.
+
+    A layer runs in the context many times: its values are brought to its device once, until another layer runs.
+    """
+    of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
+    here: dict[int, Tensor] = {}  # those of the layer that ran last, on its device
+
+    @contextmanager
+    def layer_context(layer: str) -> Iterator[None]:
+        own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
+        before = [each.data for each in own]
+        try:
+            if here.keys() != {id(each) for each in own}:
+                here.clear()
+                here.update({id(each): of[id(each)].to(each.device) for each in own})
+            for each in own:
+                each.data = here[id(each)]
+            yield
+        finally:
+            for each, value in zip(own, before, strict=True):
+                each.data = value
+
+    return layer_context
+
+
+def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
+    """Returns, for each group of sites, the name of the layer that holds it all and no other group; else "".
+
+    Also "" where other layers run the same linears: their inputs count, too.
+    """
+    layer_of = layer_names(model, plan)
+    layers = []
+    for sites in groups:
+        names = {layer_of.get(linear_module(model, linear), "") for site in sites for linear in site.linears}
+        layers.append(names.pop() if len(names) == 1 and all(site.calls == 1 for site in sites) else "")
+    counts = Counter(layers)
+    return [name if counts[name] == 1 else "" for name in layers]
