@@ -159,15 +159,6 @@ def test_held_out_sequences_are_not_trained_on():
     assert seen == set(rows.tolist())
 
 
-def test_the_schedule_rises_and_falls_to_nothing():
-    rates = [rate_at(step, 100) for step in range(101)]
-    assert rates[4] == max(rates) == 1
-    assert rates[:5] == sorted(rates[:5])
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert 0 < rates[99] < 1e-3
-    assert rate_at(0, 1) == 1
-
-
 @pytest.mark.slow
 def test_micro_batches_and_checkpointing_do_not_change_the_result():
     pruned = tiny()

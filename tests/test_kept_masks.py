@@ -146,19 +146,6 @@ def test_fixed_masks_are_computed_once_for_all_steps(step):
     assert counts[1] - counts[0] == 2 * 7, "the seven linears of the layer that learns"
 
 
-def test_kept_weights_and_gradients_lie_in_memory_as_the_weights_do(step, monkeypatch):
-    """So autograd keeps the first gradient as it is and adds the others in place, and kernels read whole rows."""
-    strides, backward = set(), torch.ops.permtriton.placement
-
-    def look(grad: Tensor, weight: Tensor, *arguments: object) -> Tensor:
-        strides.add((grad.stride() == weight.stride(), grad.stride(0)))
-        return backward(grad, weight, *arguments)
-
-    monkeypatch.setattr(torch.ops.permtriton, "placement", look)
-    step.run(keep=True, micro_batch_size=2)
-    assert strides == {(True, 1)}
-
-
 @pytest.mark.slow
 def test_where_one_sequence_does_not_fit_masked_weights_are_no_longer_kept(step):
     """The error comes in the backward pass; evaluation then goes on without them."""

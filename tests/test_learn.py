@@ -81,13 +81,6 @@ def test_the_last_epoch_is_kept_though_an_earlier_one_is_better(problem):
     assert losses[-1] == pytest.approx(problem.hard_loss(result.indices), rel=1e-4)
 
 
-def test_temperature_falls_from_start_to_end(problem):
-    taus = [epoch.tau for epoch in problem.learn().history]
-    assert taus[0] == QUICK.tau_start
-    assert taus[-1] == pytest.approx(QUICK.tau_end)
-    assert taus == sorted(taus, reverse=True)
-
-
 def test_the_published_temperature_is_that_of_the_epoch(problem):
     """And is not at its end in the last one: 0.118 after 50 epochs."""
     taus = [epoch.tau for epoch in problem.learn(replace(QUICK, tau_falls="epoch", tau_end=0.1)).history]

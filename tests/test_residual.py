@@ -206,16 +206,6 @@ def test_outputs_are_added_to_what_the_module_read(name, adds):
         assert not unconfirmed(model, plan, Samples.of(tiny.inputs(model, samples=3)))
 
 
-@pytest.mark.slow
-def test_another_module_is_not_confirmed():
-    """A norm in the middle of the block reads another state of the stream."""
-    model = zoo.build("llama")
-    plan = find_plan(model, NMPattern(2, 4))
-    writer = next(site for site in plan.sites if site.name.endswith("1.mlp.down_proj"))
-    writer.residual_reader = "model.layers.1.input_layernorm"
-    assert unconfirmed(model, plan, Samples.of(zoo.token_ids(3, 6))) == {writer.name}
-
-
 def test_a_linear_that_several_layers_run():
     """Each layer has a norm of its own, so that one module does not show what the linear's outputs are added to."""
     model = zoo.build("gpt2")

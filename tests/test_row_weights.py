@@ -55,15 +55,6 @@ def order(row_weights: dict[str, Tensor] | None, plan: Plan = PLAN) -> Tensor:
     return Heuristic("none" if row_weights is None else "fisher").indices(run)["space"]
 
 
-@pytest.mark.parametrize(("power", "factor"), [(1, lambda f: f.sqrt()), (2, lambda f: f)])
-def test_linear_scores_take_the_root_and_quadratic_ones_the_weight(power, factor):
-    given = weights()
-    found = space_scores(Linears(), [SITE], importances(power), given)
-    expected = torch.cat([plain(name, power) * factor(given[name]) for name in SITE.linears], 1)
-    torch.testing.assert_close(found, expected)
-    assert given["small"].equal(weights()["small"]), "the weights themselves stay as they are"
-
-
 def test_a_factor_per_row_changes_no_mask():
     given = weights()
     found = space_scores(Linears(), [SITE], importances(), given).split((6, 40), 1)
@@ -82,16 +73,6 @@ def test_the_heavy_row_decides_the_order():
         assert retained(scores, index, TWO_FOUR) == pytest.approx(best, rel=1e-3)
         assert retained(scores, torch.arange(CHANNELS), TWO_FOUR) < 0.99 * best
     assert not torch.equal(order(None), index)
-
-
-@pytest.mark.parametrize("power", [1, 2])
-def test_sampled_rows_stand_for_those_left_out(power):
-    """The total over the sampled rows is about that over all rows, whatever the sizes of the linears."""
-    ones = {"small": torch.ones(6), "large": torch.ones(40)}
-    found = space_scores(Linears(), [SITE], importances(power), ones, max_rows=20).split((6, 10), 1)
-    torch.testing.assert_close(found[0], plain("small", power))
-    chosen = torch.linspace(0, 39, 10).long()
-    torch.testing.assert_close(found[1], plain("large", power)[:, chosen] * 4)
 
 
 def test_rows_that_the_loss_does_not_feel_are_no_error():

@@ -1,19 +1,14 @@
-"""An interrupted search continues to the same end; a damaged state and one of another run are refused by name."""
+"""An interrupted search continues to the same end."""
 
 import pytest
 
-import permtriton
-from permtriton import config_from
-from permtriton.driver.pipeline import compile_model
-from permtriton.errors import OutputError
 from permtriton.running.state import StateFile
 
-from . import zoo
-from .learning import Counting, plant, stop, tiny, unchanged
+from .learning import Counting, stop, unchanged
 from .runs import Order
-from .searching import OPTIONS, Problem, planted
+from .searching import Problem, planted
 
-MINE, ANOTHER = {"weights": "mine"}, {"weights": "another's"}  # what identifies a run
+MINE = {"weights": "mine"}  # what identifies a run
 SEQUENCES, STEP = 8, 4  # of the problem, and of a micro batch
 STEPS = SEQUENCES // STEP  # of the pass before the search, and of every round
 
@@ -54,30 +49,3 @@ def test_a_finished_search_is_not_run_again(given, tmp_path):
     assert again.history == whole.history, "to the second"
     state.delete()
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("content", ["another run", "garbage"])
-def test_a_state_that_does_not_belong_is_refused(given, tmp_path, content):
-    path = tmp_path / "state.safetensors"
-    if content == "garbage":
-        path.write_bytes(b"garbage" * 9)
-    else:
-        given.search(state=StateFile(path, ANOTHER), search_rounds=1)
-    words = "model is another one" if content == "another run" else "is damaged: it is not a whole safetensors file"
-    with unchanged(given.model), pytest.raises(OutputError, match=f"{words}.*`restart=True`"):
-        given.search(state=StateFile(path, MINE))
-
-
-@pytest.mark.slow
-def test_compile_continues_only_an_equal_compilation(tmp_path):
-    def run(changes: dict[str, object], **more: object) -> permtriton.CompiledModel:
-        config = config_from({**OPTIONS, "search_rounds": 2, **changes})
-        return compile_model(plant(tiny(num_hidden_layers=1)), None, config, ids=zoo.tiny_ids(4, 8), **more)
-
-    path = tmp_path / "state.safetensors"
-    first = run({}, resume_path=path)
-    assert [each.name for each in tmp_path.iterdir()] == ["state.searched.safetensors"]
-    again = run({}, resume_path=path)
-    assert again.report["steps"] == first.report["steps"], "to the second: it was not run again"
-    with pytest.raises(OutputError, match=r"search_damping was 4\.0 and is 1\.0; seed was 0 and is 1"):
-        run({"search_damping": 1.0, "seed": 1}, resume_path=path)

@@ -5,12 +5,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
-from permtriton.driver.forecast import Forecast, disk_needs, make_forecast
-from permtriton.driver.identity import identify
+from permtriton.driver.forecast import Forecast
 from permtriton.driver.make_record import compilation_record
 from permtriton.driver.memory import Devices
-from permtriton.driver.placing import check_placement, estimated, place
-from permtriton.driver.prepare import CompileInputs, planned, prepare
+from permtriton.driver.prepare import CompileInputs, begin, prepare
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.traced import check_graph, comparison_refusal, traced_sample
 from permtriton.evaluation.measures import HeldOutMeasure
@@ -23,7 +21,6 @@ from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
-from permtriton.running import ranks
 from permtriton.running.workspace import Workspace
 from permtriton.util.machine import as_torch_starts
 
@@ -32,21 +29,22 @@ def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledMod
     """Permutes the channels of a dense model, on the device to work on, and prunes it to N:M, in place."""
     with unstacked_experts(model.eval()), shared_linears(model):
         run, held_out = prepare(model, inputs)
-        run_steps(run)
+        steps = all_steps(run.config)
+        for number, step in enumerate(steps):
+            with run.workspace.timed(step.name):
+                if step.stage is Stage.PRUNE:
+                    run.keep_dense(steps[number:])
+                run.outcomes[step.name] = step.run(run) or Outcome()
+                if not any(later.dense_weights for later in steps[number + 1 :]):
+                    run.dense_weights.clear()
         comparison, evaluation = prove(run), measured(run, held_out)
         if run.config.layout == "fused":  # so that save_pretrained also writes the gathers and the permuted norms
             attach(model, str(run.config.sparsity))
         report = compilation_record(run, comparison, evaluation, inputs.origin)
+    samples, states = run.reference.samples, run.workspace.states
+    device = run.placement.device
     return CompiledModel(
-        model,
-        inputs.tokenizer,
-        run.config,
-        run.plan,
-        report,
-        run.reference.samples,
-        run.indices,
-        run.workspace.states,
-        device=run.placement.device,
+        model, inputs.tokenizer, run.config, run.plan, report, samples, run.indices, states, device=device
     )
 
 
@@ -57,36 +55,9 @@ def compile_model(model: PreTrainedModel, *arguments: Any, **named: Any) -> Comp
 
 
 def forecast_loaded(model: PreTrainedModel, inputs: CompileInputs, devices: Devices | None) -> tuple[Planned, Forecast]:
-    """Returns what `compile_loaded` would start from and what it would need; the model stays as it is.
-
-    Too little memory is no error here, but gives no time.
-
-    Args:
-        devices: what the estimate is made for; None means ``inputs.device``, to which the model moves if it fits there.
-    """
-    workspace = Workspace(inputs.progress, inputs.resume_path)
+    """Returns what `compile_loaded` would start from and what it would need; the model stays as it is."""
     with unstacked_experts(model.eval()), shared_linears(model):
-        start = planned(model, inputs, workspace)
-        if devices is None:
-            start, memory, devices = place(start, inputs.device or model.device, inputs.placements, inputs.progress)
-        else:
-            ranks.check_shares(len(start.samples), devices.count)
-            start, memory = estimated(start, devices, inputs.progress)
-            check_placement(memory.placement, start, devices)
-        identify(workspace, model, start.config, start.samples, model.device)
-        disk = disk_needs(start.config, start.sizes, inputs.resume_path, inputs.save_format)
-        return start, make_forecast(start, memory, devices, disk, timed=True)
-
-
-def run_steps(run: Run) -> None:
-    steps = all_steps(run.config)
-    for number, step in enumerate(steps):
-        with run.workspace.timed(step.name):
-            if step.stage is Stage.PRUNE:
-                run.keep_dense(steps[number:])
-            run.outcomes[step.name] = step.run(run) or Outcome()
-            if not any(later.dense_weights for later in steps[number + 1 :]):
-                run.dense_weights.clear()
+        return begin(model, inputs, Workspace(inputs.progress, inputs.resume_path), timed=True, devices=devices)
 
 
 def prove(run: Run) -> str:

@@ -15,10 +15,11 @@ from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE
 from permtriton.data.text import calibration_samples, check_samples, line_of_ids_without
-from permtriton.driver.forecast import check_disk, disk_needs, make_forecast
+from permtriton.driver.forecast import Forecast, check_disk, disk_needs, make_forecast
 from permtriton.driver.identity import WRITING, identify
 from permtriton.driver.make_record import Origin
-from permtriton.driver.placing import place, without_text
+from permtriton.driver.memory import Devices
+from permtriton.driver.placing import check_placement, estimated, place, without_text
 from permtriton.driver.traced import comparison_refusal, graph_outputs, traced_sample
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure
@@ -89,27 +90,19 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
         The run, and the measure of the dense model on held-out samples, if there are any.
     """
     workspace, progress = Workspace(inputs.progress, inputs.resume_path), inputs.progress
-    start = planned(model, inputs, workspace)
-    for reason in reasons_of(start.plan.skipped) if start.config.skip_indivisible else ():
-        progress.say(f"left dense: {reason}")
-    start, memory, devices = place(start, inputs.device or model.device, inputs.placements, progress)
-    placement = ModelPlacement(memory.placement, inputs.device or model.device)
-    if memory.placement is DevicePlacement.ONLOADED:
-        workspace.store = HostMemory()
-    with workspace.timed("identify"):
-        identify(workspace, model, start.config, start.samples, placement.device)
-    with workspace.timed("estimate"):
-        disk = disk_needs(start.config, start.sizes, inputs.resume_path, inputs.save_format)
-        forecast = make_forecast(start, memory, devices, disk, timed=inputs.say_needs)
+    start, forecast = begin(model, inputs, workspace, timed=inputs.say_needs)
+    memory, placement = forecast.memory, ModelPlacement(forecast.memory.placement, inputs.device or model.device)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
         raise ConfigError(refused)
     folder = None if inputs.resume_path is None else inputs.resume_path.resolve().parent
     if folder is not None:
-        ranks.on_first(lambda: check_disk(disk, folder))
+        ranks.on_first(lambda: check_disk(forecast.disk, folder))
     if inputs.say_needs:
         progress.say("; ".join(f"{name}: {value}" for name, value in forecast.rows(folder)))
         if memory.savings:
             progress.say(f"to save memory: {memory.savings}")
+    if memory.placement is DevicePlacement.ONLOADED:
+        workspace.store = HostMemory()
     with workspace.timed("trace"):
         _check_traced(start)
     run = Run(
@@ -127,6 +120,34 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
     )
     measure_all_experts(model, start.config.calibration.calibrate_all_experts)
     return run, measure_dense(run, start.held_out)
+
+
+def begin(
+    model: PreTrainedModel,
+    inputs: CompileInputs,
+    workspace: Workspace,
+    *,
+    timed: bool,
+    devices: Devices | None = None,
+) -> tuple[Planned, Forecast]:
+    """Returns what a compilation starts from and what it needs; a dry run ends here.
+
+    Args:
+        timed: whether to run the model on a short sequence, for the time.
+        devices: what the estimate is made for; None means ``inputs.device``, to which the model moves if it fits there.
+    """
+    start, device = planned(model, inputs, workspace), inputs.device or model.device
+    if devices is None:
+        start, memory, devices = place(start, device, inputs.placements, inputs.progress)
+    else:
+        ranks.check_shares(len(start.samples), devices.count)
+        start, memory = estimated(start, devices, inputs.progress)
+        check_placement(memory.placement, start, devices)
+    with workspace.timed("identify"):
+        identify(workspace, model, start.config, start.samples, device)
+    with workspace.timed("estimate"):
+        disk = disk_needs(start.config, start.sizes, inputs.resume_path, inputs.save_format)
+        return start, make_forecast(start, memory, devices, disk, timed=timed)
 
 
 def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
@@ -162,6 +183,8 @@ def planned(model: PreTrainedModel, inputs: CompileInputs, workspace: Workspace)
         progress.say(f"layout fused has no effect: no step of {config.recipe} orders channels")
     with workspace.timed("trace"):
         plan, graph = plan_model(model, config, samples)
+    for reason in reasons_of(plan.skipped) if config.skip_indivisible else ():
+        progress.say(f"left dense: {reason}")
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
     return Planned(model, config, samples, plan, graph, held_out)
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
-from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
 
@@ -97,34 +96,6 @@ class LayerCalls:
                 joined = [_joined(values) for values in zip(*leaves, strict=True)]
                 outputs.append(run_layer(self._layer, states, joined, self._structure))
         return outputs[0] if self.together else torch.cat(outputs)
-
-    @torch.no_grad()
-    def run(
-        self,
-        hidden: Tensor,
-        batch: int,
-        rows: Tensor | None = None,
-        store: Store = MEMORY,
-        call_context: CallContext = as_it_is,
-    ) -> Tensor:
-        """Returns the output in ``store`` for some sequences, by default all, of which ``batch`` run together.
-
-        Args:
-            hidden: the hidden states of all sequences, ``[sequences, tokens, hidden]``.
-        """
-        numbers = torch.arange(hidden.shape[0]) if rows is None else rows
-
-        def outputs(size: int) -> Tensor:
-            result = torch.empty(0)
-            for start in range(0, numbers.numel(), size):
-                part = numbers[start : start + size]
-                output = self(hidden[part], part, call_context)
-                if not start:
-                    result = store.empty((numbers.numel(), *output.shape[1:]), dtype=output.dtype)
-                result[start : start + size] = output
-            return result
-
-        return MicroBatch(batch).run(outputs)
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:

@@ -7,7 +7,7 @@ memory is short. What is in no chain gets its inputs from the model, which then 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, layer_names, linear_module
 from permtriton.running import ranks
 from permtriton.running.kept_outputs import Keep, KeptOutputs
-from permtriton.running.layer_calls import LayerCalls, as_it_is, find_chains, record_chain
+from permtriton.running.layer_calls import CallContext, LayerCalls, as_it_is, find_chains, record_chain
 from permtriton.running.sharding import is_spread
 from permtriton.running.store import MEMORY, Store
 
@@ -62,19 +62,20 @@ def from_model(
 
 @dataclass
 class _Layer:
-    """A layer of a chain: it runs on the hidden states of all sequences, and collects its outputs."""
+    """A layer of a chain: it runs on the hidden states of all sequences, and may collect its outputs."""
 
     calls: LayerCalls
     hidden: Tensor
-    store: Store
     context: Callable[[], AbstractContextManager[None]]
-    kept: KeptOutputs | None
+    call_context: CallContext
+    store: Store | None
     outputs: list[Tensor] = field(default_factory=list)
 
+    @torch.no_grad()
     def run(self, rows: Tensor) -> None:
         with self.context():
-            output = self.calls(self.hidden[rows], rows, self.kept.running if self.kept else as_it_is)
-        if self.kept is None:
+            output = self.calls(self.hidden[rows], rows, self.call_context)
+        if self.store is not None:
             if not self.outputs:
                 shape = (len(self.hidden), *output.shape[1:])
                 self.outputs.append(self.store.empty(shape, dtype=output.dtype))
@@ -130,17 +131,20 @@ class LayerWalk:
             calls[name].together = all(ranks.gather(calls[name].together))  # each rank has tried samples of its own
             # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
             parts = torch.arange(len(own)).split(batch if calls[name].together else 1)
-            kept = KeptOutputs(model, name, sites, keep) if changing else None
-            layer = _Layer(calls[name], hidden, self._store, partial(layer_context, name), kept)
-            if kept is None:
+            layer = _Layer(calls[name], hidden, partial(layer_context, name), as_it_is, self._store)
+            if changing:
+                kept = KeptOutputs(model, name, sites, keep)
+                yield LayerInputs(
+                    sites, parts, replace(layer, call_context=kept.running, store=None).run, finish=kept.finish
+                )
+                if name != chain[-1]:  # what follows runs in the model
+                    layer.call_context = partial(kept.running, last=True)
+                    for rows in parts:
+                        layer.run(rows)
+                kept.clear()
+            else:
                 yield LayerInputs(sites, parts, layer.run, may_end=False)
-                (hidden,) = layer.outputs
-                continue
-            yield LayerInputs(sites, parts, layer.run, finish=kept.finish)
-            if name != chain[-1]:  # what follows runs in the model
-                last = partial(kept.running, last=True)
-                hidden = layer.calls.run(hidden, batch, store=self._store, call_context=last)
-            kept.clear()
+            hidden = layer.outputs[0] if layer.outputs else hidden
 
     def dense_once(self) -> Iterator[LayerInputs]:
         """Yields what `dense` does, and all that the model must give at once, last."""

@@ -7,7 +7,6 @@ follows from exact ones, and so does an order of channels.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from permtriton.util.machine import processor
 NARROW, FEW = 256, 64  # channels and rows below which converting costs what a product spares
 AMX = "amx_bf16"
 UNITS = ("avx512_bf16", AMX)  # of processors that multiply bfloat16
-_outside = ContextVar[str | None]("outside", default=None)  # torch's precision outside of `rounded_products`
 
 
 @contextmanager
@@ -108,21 +106,13 @@ def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
     needs `exact_products`.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))
-    if not wide or not _rounds(next(model.parameters()).device):
+    with _precision("medium") if wide and _rounds(next(model.parameters()).device) else nullcontext():
         yield
-        return
-    outside = _outside.set(_outside.get() or torch.get_float32_matmul_precision())
-    try:
-        with _precision("medium"):
-            yield
-    finally:
-        _outside.reset(outside)
 
 
 def exact_products() -> AbstractContextManager[None]:
-    """Inside the context, no float32 product rounds more than outside of `rounded_products`."""
-    outside = _outside.get()
-    return nullcontext() if outside is None else _precision(outside)
+    """Inside the context, no float32 product rounds its factors."""
+    return _precision("highest")
 
 
 def _rounds(device: torch.device) -> bool:

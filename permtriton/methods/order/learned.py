@@ -48,6 +48,7 @@ class Learned(Step):
     summary: ClassVar[str] = "block permutations learned by gradient (PermLLM): minutes to hours"
     stage: ClassVar[Stage] = Stage.ORDER
     onloads: ClassVar[bool] = False
+    gradients = True
 
     block_size: int = option(
         64,
@@ -107,10 +108,6 @@ class Learned(Step):
     def last_layers(self) -> int | None:
         """K of ``last:K``, or None for all layers."""
         return None if self.layers == "all" else int(self.layers.removeprefix("last:"))
-
-    @property
-    def gradients(self) -> bool:
-        return True
 
     def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
         for pattern in config.patterns:

@@ -56,6 +56,7 @@ class Searched(Step):
     summary: ClassVar[str] = "swaps of channels chosen by their exact gains, round by round: minutes to hours"
     stage: ClassVar[Stage] = Stage.ORDER
     onloads: ClassVar[bool] = False
+    gradients = True
 
     rounds: int = option(
         12,
@@ -68,10 +69,6 @@ class Searched(Step):
         positive=True,
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
-
-    @property
-    def gradients(self) -> bool:
-        return True
 
     def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
         chooses = [step.name for step in steps if step.stage is Stage.PRUNE and not step.keeps_values]

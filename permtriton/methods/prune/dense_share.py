@@ -49,12 +49,9 @@ class DenseShare(Step):
     prefix: ClassVar[str] = STATE
     summary: ClassVar[str] = "the linears whose masks raise the loss most per weight stay dense"
     stage: ClassVar[Stage] = Stage.ORDER
+    gradients = True
 
     share: float
-
-    @property
-    def gradients(self) -> bool:
-        return True
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         return (Memory(sizes.gradients),)

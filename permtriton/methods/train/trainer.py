@@ -44,6 +44,7 @@ class TrainingStep(Step):
 
     stage: ClassVar[Stage] = Stage.TRAIN
     shards: ClassVar[bool] = False
+    gradients = True
 
     batch_size: int
     generated: bool
@@ -55,10 +56,6 @@ class TrainingStep(Step):
     @property
     def reads_generated(self) -> bool:
         return self.generated
-
-    @property
-    def gradients(self) -> bool:
-        return True
 
     def uses_importance(self) -> bool:
         return False
