@@ -339,7 +339,7 @@ def test_a_dry_run_of_a_hub_name_fetches_no_weights(folder, tmp_path, monkeypatc
     assert not found.forecast.seconds
     assert (found.parameters, found.pruned_parameters) == (expected.parameters, expected.pruned_parameters)
     assert found.forecast.disk == expected.forecast.disk
-    assert found.forecast.needs.stages == expected.forecast.needs.stages
+    assert found.forecast.memory.stages == expected.forecast.memory.stages
     half = permtriton.dry_run("someone/model", dtype="bfloat16", **options)
     edit_json(snapshot / "config.json", lambda config: config.pop("dtype"))
     for tensor in headers.values():

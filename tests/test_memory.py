@@ -117,7 +117,7 @@ def test_masked_weights_are_kept_where_they_fit(model, plan, monkeypatch):
         other = needs(model, plan, **learned)
         assert bool(other.saving) == low_memory
     assert other.stages["learned"] < found.stages["learned"]
-    assert other.savings == "learned keep less, and compute it anew"
+    assert other.savings == "learned: less is kept, and more computed anew"
     assert not needs(model, plan, recipe="heuristic,searched,mask").saving, "it has no choice"
 
 
@@ -178,7 +178,7 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):
         compile_model(copy.deepcopy(model), None, config, ids=ids, progress=progress, say_needs=True)
-    assert low_memory == ("to save memory: learned keep less, and compute it anew" in progress.lines)
+    assert low_memory == ("to save memory: learned: less is kept, and more computed anew" in progress.lines)
 
 
 def spared(found: PreTrainedModel, free: int, **options: object) -> MemoryEstimate:

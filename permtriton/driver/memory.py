@@ -92,7 +92,7 @@ def _estimate(start: Planned, devices: Devices, placement: DevicePlacement, size
     program, model, layers = 0, sizes.model, start.layers
     beside = 2 * max(layers, default=0) - sum(layers)  # a layer, and the next one or its other values; not the others
     if placement is DevicePlacement.ONLOADED:
-        phases = _phases(start, replace(sizes, one_layer=True))
+        phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again on the way back
         del phases[RELOADING]
         stages = {name: max((phase.device for phase in each), default=0) for name, each in phases.items()}
         if GENERATION in stages:
@@ -132,8 +132,8 @@ def _keeps_more(start: Planned) -> bool:
     )
 
 
-def _phases(start: Planned, sizes: ModelSizes) -> dict[str, list[Memory]]:
-    """Returns stage or step -> what each of its phases takes."""
+def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[str, list[Memory]]:
+    """Returns stage or step -> what each of its phases takes; ``rounds``: generation may keep rounded weights."""
     model, config = start.model, start.config
     proof = 2 * max(p.numel() for p in model.parameters()) * (sizes.element + FLOAT32)  # of a permuted weight, widened
     phases = {
@@ -150,7 +150,7 @@ def _phases(start: Planned, sizes: ModelSizes) -> dict[str, list[Memory]]:
     if config.generated:
         texts = texts_at_once(model, sizes.longest, written(config.generated))
         kept = texts * sum(kept_of_text(model, sizes.longest).values())
-        rounded = config.mixed_precision and sizes.element == FLOAT32 and not sizes.one_layer
+        rounded = rounds and config.mixed_precision and sizes.element == FLOAT32
         phases[GENERATION] = [Memory(sizes.forward + kept + rounded * sizes.model // 2)]
     steps = all_steps(config)
     for number, step in enumerate(steps):

@@ -73,7 +73,7 @@ class MemoryEstimate:
     def savings(self) -> str:
         """What is done because memory is short; empty if it is not."""
         words = ["backward passes recompute activations"] if self.recomputes else []
-        words += [f"{' and '.join(self.saving)} keep less, and compute it anew"] if self.saving else []
+        words += [f"{' and '.join(self.saving)}: less is kept, and more computed anew"] if self.saving else []
         return "; ".join(words)
 
     def report(self) -> dict[str, object]:
@@ -121,7 +121,6 @@ class ModelSizes:
         micro_batch_size: as the option.
         backward_batch: most sequences of a step's backward pass, if they are fewer than ``micro_batch_size``; 0 if not.
         checkpointing: whether activations are recomputed.
-        one_layer: whether gradients are of one layer at a time, because layers come to a GPU one by one.
         low_memory: whether steps shall save memory, because what they could keep does not fit.
         ranks: number of processes that share the samples.
         shares: number of devices that share the weights.
@@ -152,7 +151,6 @@ class ModelSizes:
     micro_batch_size: int
     ranks: int
     checkpointing: bool
-    one_layer: bool = False
     low_memory: bool = False
     backward_batch: int = 0
     shares: int = 1
@@ -165,10 +163,9 @@ class ModelSizes:
     @property
     def gradients(self) -> int:
         """Bytes that forward and backward passes keep."""
-        layers = 1 if self.one_layer else self.layers
         kept = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
         together = min(self.micro_batch_size, self.backward_batch or self.micro_batch_size)
-        backward = together * (layers * kept + 16 * self.width)
+        backward = together * (self.layers * kept + 16 * self.width)
         measuring = without_gradients(self.micro_batch_size * self.longest, self.hidden, self.width)
         logits = self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32
         return max(self.longest * backward * FLOAT32, measuring) + logits

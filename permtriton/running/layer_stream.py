@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.model.forward import last_hidden_state, replaced_forwards
-from permtriton.running.layer_calls import Form, find_chains, hidden_argument, left_out, recorded, run_layer, same
+from permtriton.model.forward import replaced_forwards
+from permtriton.running.layer_calls import Form, find_chains, left_out, recorded, run_layer, same
 from permtriton.running.store import Store
 
 
@@ -23,7 +23,6 @@ class LayerStream:
 
     Attributes:
         layers: layers of the chain; none where the model has no chain, so that it can only run as a whole.
-        differentiable: whether gradients reach what is before the layers by their hidden states only.
         hidden: hidden states of each batch, ``[sequences, tokens, hidden]``: what the first layer reads, and after
             `forward` what the last one returns.
     """
@@ -32,11 +31,10 @@ class LayerStream:
     def __init__(
         self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples], store: Store
     ) -> None:
-        self._model, self._batches, self._store = model, batches, store
+        self._model, self._store = model, store
         self._arguments: list[list[tuple[list[Any], pytree.TreeSpec]]] = []  # by batch and layer
         self.layers: list[nn.Module] = []
         self.hidden: list[Tensor] = []
-        self.differentiable = False
         first = batches[0][:1]
         chain = {name: layers[name] for name in max(find_chains(model, layers, first, ())[0], key=len, default=[])}
         forms = [calls[0].form for calls in recorded(model, chain, first).values()] if len(chain) > 1 else []
@@ -46,9 +44,6 @@ class LayerStream:
         if not forms or len(self._forms) < len(chain):
             return
         self.layers = list(chain.values())
-        with torch.enable_grad(), left_out(self._forms):
-            leaves = [leaf for (call,) in recorded(model, chain, first).values() for leaf in call.leaves]
-        self.differentiable = not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         for batch in batches:
             with left_out(self._forms):
                 calls = [call for (call,) in recorded(model, chain, batch).values()]
@@ -62,24 +57,16 @@ class LayerStream:
     def _kept(self, hidden: Tensor) -> Tensor:
         return self._store.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
 
-    def call(self, layer: int, batch: int, hidden: Tensor) -> Tensor:
-        """Returns the output of a layer on other hidden states of a batch; both are numbers from 0."""
-        return run_layer(self.layers[layer], hidden.to(self._model.device), *self._arguments[batch][layer])
-
     @torch.no_grad()
-    def forward(self, *, inputs: bool = False) -> list[list[Tensor]]:
-        """Runs all layers, and returns what each has read of every batch if ``inputs`` is true, else nothing."""
-        read = []
-        for layer in range(len(self.layers)):
-            if inputs:
-                read.append(list(self.hidden))
+    def forward(self) -> None:
+        """Runs each layer on all batches, one layer after another."""
+        for number, layer in enumerate(self.layers):
             for batch, hidden in enumerate(self.hidden):
-                output = self.call(layer, batch, hidden)
-                if inputs or output.shape != hidden.shape or output.dtype != hidden.dtype:
+                output = run_layer(layer, hidden.to(self._model.device), *self._arguments[batch][number])
+                if output.shape != hidden.shape or output.dtype != hidden.dtype:
                     self.hidden[batch] = self._kept(output)
                 else:
                     hidden.copy_(output)
-        return read
 
     @contextmanager
     def returning(self, hidden: Tensor) -> Iterator[None]:
@@ -91,14 +78,3 @@ class LayerStream:
 
         with left_out(self._forms), replaced_forwards([last], lambda _: forward):
             yield
-
-    def start(self, batch: int) -> Tensor:
-        """Returns what the first layer reads of a batch, with the graph of its gradient."""
-        read: list[Tensor] = []
-
-        def hook(_layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            read.append(hidden_argument(positional, named))
-
-        with self.layers[0].register_forward_pre_hook(hook, with_kwargs=True), left_out(self._forms):
-            last_hidden_state(self._model, self._batches[batch])
-        return read[0]

@@ -8,7 +8,7 @@ The rows alone are weights for the heuristic order (``--heuristic-row-weights fi
 weights of one row, so a factor per row changes no mask, but the order sums scores over rows, which matter unequally.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,15 +23,11 @@ from permtriton.methods.measure.objective import LOSSES, default_objective
 from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.methods.run import Run
 from permtriton.model.modules import as_multiplied
-from permtriton.passes.plan import Plan, layer_modules, linear_module, named_layers, weight_in_out
+from permtriton.passes.plan import layer_modules, linear_module, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, with_gradients
-from permtriton.running.layer_stream import LayerStream
 from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.store import Store
 from permtriton.util.hooks import hooked
-from permtriton.util.machine import available_memory
-from permtriton.util.progress import Advance
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
 
@@ -187,15 +183,10 @@ class _BackwardPasses:
             clear()
             draw = _Draws(run.config.seed, skip=int(own[0]) if own.numel() else 0)
             with run.progress.stage(stage, own.numel()) as advance:
-                parts = [samples[rows] for rows in ranks.parts(torch.arange(len(samples)), size)]
-                for batches, stream in _together(model, plan, parts, run.store):
-                    if stream is not None and stream.differentiable:
-                        _backward(stream, lambda batch: loss(model, batch, draw), batches, advance)
-                        continue
-                    for batch in batches:
-                        with checkpointed(layers):
-                            with_gradients(loss(model, batch, draw), model).backward()
-                        advance(len(batch))
+                for rows in ranks.parts(torch.arange(len(samples)), size):
+                    with checkpointed(layers):
+                        with_gradients(loss(model, samples[rows], draw), model).backward()
+                    advance(len(rows))
 
         hooks = (
             linear_module(model, name).register_forward_hook(_showing(partial(watch, name)))
@@ -203,47 +194,6 @@ class _BackwardPasses:
         )
         with frozen(model), hooked(hooks):
             MicroBatch(self.micro_batch_size).run(backward)
-
-
-def _together(
-    model: PreTrainedModel, plan: Plan, batches: Sequence[Samples], store: Store
-) -> Iterator[tuple[Sequence[Samples], LayerStream | None]]:
-    """Yields as many batches at a time as half the free space holds the inputs of all layers for, and their stream."""
-    if not store.onloads or not batches:  # a rank may have no share
-        yield batches, None
-        return
-    hidden = batches[0].positions * int(model.config.get_text_config().hidden_size) * model.dtype.itemsize
-    free = available_memory(torch.device("cpu")) // ranks.count_here()
-    count = max(free // 2 // (hidden * len(named_layers(model, plan))), 1)
-    for start in range(0, len(batches), count):
-        part = batches[start : start + count]
-        yield part, LayerStream(model, named_layers(model, plan), part, store)
-
-
-def _backward(
-    stream: LayerStream, loss: Callable[[Samples], Tensor], batches: Sequence[Samples], advance: Advance
-) -> None:
-    """Runs the backward pass of ``loss`` on each batch, layer by layer; the sums are those of whole passes."""
-    inputs = stream.forward(inputs=True)
-    gradients = []
-    for batch, hidden in zip(batches, stream.hidden, strict=True):
-        last = hidden.detach().requires_grad_()
-        with stream.returning(last):
-            loss(batch).backward()
-        assert last.grad is not None
-        gradients.append(hidden.copy_(last.grad))  # the hidden states are not needed any more
-    for layer in reversed(range(len(stream.layers))):
-        for number, gradient in enumerate(gradients):
-            read = inputs[layer][number].detach().requires_grad_()
-            output = stream.call(layer, number, read)
-            output.backward(gradient.to(output.device))
-            assert read.grad is not None
-            gradient.copy_(read.grad)
-    for number, batch in enumerate(batches):
-        start = stream.start(number)
-        if start.requires_grad:  # there are linears before the layers
-            start.backward(gradients[number].to(start.device))
-        advance(len(batch))
 
 
 def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]

@@ -93,7 +93,7 @@ class Distill(TrainingStep):
         copies = 1 if self._in_one_round else 2  # of a state before the end there is another
         weights = copies * int(sizes.pruned * sizes.kept) * sizes.element + sizes.pruned * FLOAT32 * collected
         movable = sizes.targets + self._optimizer_bytes(sizes) + weights
-        return (Memory(self.gradients_of_all(sizes) + sizes.mask, movable),)
+        return (Memory(sizes.gradients + sizes.mask, movable),)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD * self._epochs(sizes.calibration, sizes.sequences)

@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
-from permtriton.methods.sizes import ModelSizes
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import layer_modules
 from permtriton.running import ranks
@@ -59,14 +58,6 @@ class TrainingStep(Step):
 
     def uses_importance(self) -> bool:
         return False
-
-    @staticmethod
-    def gradients_of_all(sizes: ModelSizes) -> int:
-        """Returns the bytes that passes through the whole model keep.
-
-        Where layers come one by one, each is run again in the backward pass, from the inputs of all of them.
-        """
-        return replace(sizes, one_layer=False, checkpointing=sizes.checkpointing or sizes.one_layer).gradients
 
 
 @dataclass(frozen=True)

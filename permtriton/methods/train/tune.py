@@ -81,7 +81,7 @@ class Tune(TrainingStep):
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         state = sizes.vectors * 6 * FLOAT32
         folding = sizes.targets + state + sizes.pruned * sizes.element + sizes.mask
-        return Memory(self.gradients_of_all(sizes) + state, sizes.targets), Memory(0, folding)
+        return Memory(sizes.gradients + state, sizes.targets), Memory(0, folding)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD * self.trained / sizes.sequences + 1
