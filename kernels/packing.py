@@ -20,7 +20,7 @@ decompresses them in registers, so that only packed bytes are read of W.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -119,7 +119,12 @@ def _refuse(rows: slice, faults: Mapping[str, Tensor]) -> None:
 
 
 def check_packed_shapes(
-    values: Tensor, positions: Tensor, out_features: int, in_features: int, pattern: NMPattern
+    values: Tensor,
+    positions: Tensor,
+    out_features: int,
+    in_features: int,
+    pattern: NMPattern,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
     """Refuses values and positions whose shapes or dtypes do not fit the weight; does not look at their content.
 
@@ -127,10 +132,10 @@ def check_packed_shapes(
         ModelError: naming what was found and what was expected.
     """
     expected_values, expected_positions = packed_shapes(out_features, in_features, pattern)
-    if values.dtype not in DTYPES or positions.dtype != torch.uint8:
+    if values.dtype not in dtypes or positions.dtype != torch.uint8:
         raise ModelError(
-            f"packed values of {values.dtype} with positions of {positions.dtype}: expected floating-point values of "
-            "16 to 64 bits with positions of torch.uint8"
+            f"packed values of {values.dtype} with positions of {positions.dtype}: expected values of "
+            f"{', '.join(map(str, dtypes))} with positions of torch.uint8"
         )
     if (tuple(values.shape), tuple(positions.shape)) != (expected_values, expected_positions):
         raise ModelError(

@@ -10,6 +10,7 @@ from permtriton.kernels.norm_permute import norm_permute, norm_permute_backward
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import permute
 from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.kernels.sparse_linear_fp8 import FLOAT8, sparse_linear_fp8
 from permtriton.kernels.tools.cases import KERNELS
 from permtriton.util.sparsity import NMPattern
 
@@ -49,6 +50,8 @@ def of_other_inputs() -> list:
     with Calls() as calls:
         unpack(*packed, 15, OTHER)
         sparse_linear(x, *packed, torch.zeros(5), index.int(), 15, OTHER)
+        in_fp8 = packed[0].to(FLOAT8), packed[1], torch.ones(5)
+        sparse_linear_fp8(x, *in_fp8, torch.zeros(5), index.int(), 15, OTHER)
         permute(torch.rand(4, 5), torch.arange(4).byte(), -2)
         for kind, shift in (("rms", None), ("rms_float", None), ("layer", None), ("layer", bias)):
             norm_permute(x, weight, shift, index.byte(), 1e-5, 1.0, kind)
