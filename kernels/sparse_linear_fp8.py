@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from permtriton.errors import ModelError
 from permtriton.kernels.operator import operator
-from permtriton.kernels.packing import check_packed_shapes, unpack
+from permtriton.kernels.packing import check_packed_shapes, pack, unpack
 from permtriton.kernels.permute import check_shapes, permute
 from permtriton.util.sparsity import NMPattern
 
@@ -36,11 +36,24 @@ def to_float8(rows: Tensor, scale: Tensor) -> Tensor:
     return ((rows / scale).clamp(-LARGEST, LARGEST).to(FLOAT8).float() + 0.0).to(FLOAT8)
 
 
+def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight ``[O, C]`` in float8 e4m3 and its scales ``[O, 1]`` in its own dtype."""
+    scale = scales_of(weight)
+    return to_float8(weight, scale), scale
+
+
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns activations ``[..., C]`` in float8 e4m3, and the scale of each token, float32 ``[..., 1]``."""
     x = x.float()
     scale = scales_of(x)
     return to_float8(x, scale), scale
+
+
+def pack_fp8(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values, positions and scales of an N:M weight ``[O, C]``, rounded."""
+    rounded, scale = round_to_fp8(weight)
+    values, positions = pack(rounded.float(), pattern)
+    return values.to(rounded.dtype), positions, scale.flatten().float()
 
 
 def unpack_fp8(values: Tensor, positions: Tensor, scale: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
