@@ -36,9 +36,29 @@ def to_float8(rows: Tensor, scale: Tensor) -> Tensor:
     return ((rows / scale).clamp(-LARGEST, LARGEST).to(FLOAT8).float() + 0.0).to(FLOAT8)
 
 
+def short_scales(largest: Tensor) -> list[Tensor]:
+    """Returns eight scales for rows whose largest |w| is known, float32 and of its shape: all of one octave.
+
+    Each has four significant bits, and float8 e4m3 has four: their products are exact in bfloat16. Each is the
+    smallest of its significand with which the row does not overflow.
+    """
+    scales = []
+    for eighths in range(8, 16):
+        significand, exponent = torch.frexp(largest.float() * (8 / eighths / LARGEST))
+        scales.append(torch.ldexp(torch.full_like(significand, eighths / 8), exponent - (significand == 0.5).int()))
+    return scales
+
+
 def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a weight ``[O, C]`` in float8 e4m3 and its scales ``[O, 1]`` in its own dtype."""
+    """Returns a weight ``[O, C]`` in float8 e4m3 and its scales ``[O, 1]`` in its own dtype.
+
+    A row that one of the `short_scales` gives exactly is rounded already, and keeps its values.
+    """
     scale = scales_of(weight)
+    for short in short_scales(weight.abs().amax(1, keepdim=True)):
+        product = (to_float8(weight, short).float() * short).to(weight.dtype)
+        exact = (product == weight).all(1, keepdim=True)
+        scale = torch.where(exact & (short > 0), short.to(scale.dtype), scale)
     return to_float8(weight, scale), scale
 
 
@@ -49,9 +69,8 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_float8(x, scale), scale
 
 
-def pack_fp8(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns values, positions and scales of an N:M weight ``[O, C]``, rounded."""
-    rounded, scale = round_to_fp8(weight)
+def pack_fp8(rounded: Tensor, scale: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values, positions and scales of an N:M weight, as `round_to_fp8` returns it."""
     values, positions = pack(rounded.float(), pattern)
     return values.to(rounded.dtype), positions, scale.flatten().float()
 

@@ -505,7 +505,7 @@ def _job(model: Model, args: CompileArgs, options: Mapping[str, Any]) -> Job:
         config=_path("config", args.config),
         output=_path("output", args.output),
     )
-    config, overrides = resolve(_name(model), options, args.recipe, args.config, args.protocol)
+    config, overrides = resolve(_name(model), options, args.recipe, args.config, args.protocol, args.save_format)
     return Job(source_of(model, **args.loading), config, overrides, replace(args, token=checked_token(args.token)))
 
 

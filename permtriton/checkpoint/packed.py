@@ -23,11 +23,6 @@ def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, 
     return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
 
 
-def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns a weight in float8 e4m3, in the dtype of its scales ``[out, 1]``."""
-    return weight.to(scale.dtype) * scale
-
-
 def check_packed_fp8(name: str, values: Tensor, scale: Tensor) -> None:
     """Refuses a weight in FP8 that holds what is never written: a NaN, or a scale that is not positive and finite.
 

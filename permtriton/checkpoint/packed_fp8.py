@@ -5,12 +5,11 @@ runs, so that both folders compute the same. Pruned weights that are no linear's
 are stored packed in their own dtype, and all other tensors as they are.
 """
 
-import torch
 from torch import Tensor, nn
 
 from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.fp8 import Rounding, dequantized
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.packed import dequantized
 from permtriton.checkpoint.quantization_config import packed_entry
 from permtriton.checkpoint.storing import Packing, check_same_bits
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8, round_to_fp8
@@ -33,15 +32,14 @@ class PackingFp8(Packing):
         tied = {name for pair in dict(getattr(model, "all_tied_weights_keys", None) or {}).items() for name in pair}
         linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear} - tied
         self.quantized = {name for name, new in loaded_names(model, source.pruned).items() if new in linears}
-        self._further_zeros = 0
+        self._rounding = Rounding()
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if name not in self.quantized:
             return super().parts(name, tensor)
         pruned = self.source.pruned[name]
         self._packed[name] = packed_entry(tensor.shape, pruned, str(self.source.pattern), in_fp8=True)
-        values, positions, scale = pack_fp8(tensor, pruned.pattern)
-        self._further_zeros += int(tensor.count_nonzero() - values.view(torch.uint8).count_nonzero())
+        values, positions, scale = pack_fp8(*self._rounding(tensor), pruned.pattern)
         parts = {"_values": values, "_positions": positions, "_scale": scale, "": tensor.new_empty(0)}
         return {name + part: stored for part, stored in parts.items()}
 
@@ -60,5 +58,4 @@ class PackingFp8(Packing):
         check_same_bits(name, dequantized(*round_to_fp8(self.source.tensor(name))), weight)
 
     def counts(self) -> dict[str, int]:
-        """Returns ``quantized``, the number of linears, and ``further_zeros``, kept weights that became zeros."""
-        return {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
+        return self._rounding.counts()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from permtriton.methods.run import Run
     from permtriton.methods.step import Outcome, Stage, Step
     from permtriton.methods.train.distill import Distill
+    from permtriton.methods.train.round import Round
     from permtriton.methods.train.tune import Tune
     from permtriton.passes.plan import linear_module, weight_in_out
     from permtriton.util.option import documented, option
@@ -36,6 +37,7 @@ __all__ = [
     "Mask",
     "Outcome",
     "Refit",
+    "Round",
     "Run",
     "Searched",
     "SparseGPT",
