@@ -212,7 +212,7 @@ def test_it_is_measured_and_reported_but_not_compiled_or_trained(source, written
     assert measured.perplexity == pytest.approx(permtriton.evaluate(source, texts).perplexity, rel=0.05)
     page = permtriton.report([source, written], tmp_path / "page.html").read_text()
     assert "fp8" in page
-    assert "measured before its weights lost bits" in page
+    assert "measured before it was stored in 8 bits" in page
     with pytest.raises(permtriton.PermTritonError, match="already been compiled"):
         permtriton.compile(str(written), recipe="mask")
     model = AutoModelForCausalLM.from_pretrained(written)

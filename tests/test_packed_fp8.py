@@ -145,7 +145,7 @@ def test_it_is_measured_reported_and_read(place, tmp_path):
     ]
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     page = permtriton.report([tmp_path / "saved", tmp_path / "packed-fp8"], tmp_path / "page.html").read_text()
-    assert "measured before its weights lost bits" in page
+    assert "measured before it was stored in 8 bits" in page
 
 
 @pytest.mark.slow

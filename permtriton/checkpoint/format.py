@@ -16,8 +16,8 @@ class Format(StrEnum):
 MEANINGS = {
     Format.PACKED: "kept values and positions, 9/16 of the dense size at 2:4 and 16 bits; loads after import "
     "permtriton",
-    Format.PACKED_FP8: "the same in float8 e4m3 with a scale per row, 5/16 of the dense size at 2:4 and 16 bits; "
-    "activations are quantized, too; loads after import permtriton",
+    Format.PACKED_FP8: "kept values in float8 e4m3 with a scale per row, and positions, 5/16 of the dense size at 2:4 "
+    "and 16 bits; activations are quantized, too; loads after import permtriton",
     Format.DENSE: "zeros stored too",
     Format.PLAIN: "dense, or refused where transformers alone cannot load it (layout fused)",
     Format.FP8: "linears in float8 e4m3 with a scale per row, as compressed-tensors lays them out; vLLM loads it by "

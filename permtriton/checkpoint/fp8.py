@@ -4,7 +4,8 @@ vLLM reads that layout by itself, transformers where compressed-tensors is insta
 token while the model runs, so that nothing needs calibrating.
 
     W [out, in]  ->  weight        float8_e4m3fn [out, in], W / scale rounded
-                     weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448
+                     weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448, or the scale by which the step
+                                   ``round`` has rounded the row
 
 A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 1024`` becomes one, too.
 """

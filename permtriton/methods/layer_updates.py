@@ -14,6 +14,7 @@ from permtriton.running.layer_inputs import layer_by_layer
 from permtriton.running.state import FinishedLayers
 
 Curved = TypeVar("Curved")
+Update = Callable[[nn.Module, Curved, str, str], dict[str, Any] | None]
 
 
 @torch.no_grad()
@@ -21,7 +22,7 @@ def update_layers(
     run: Run,
     step: str,
     curvatures: Callable[[Mapping[str, Tensor]], Callable[[str], Curved]],
-    update: Callable[[nn.Module, Curved, str, str], dict[str, Any] | None],
+    update: Update[Curved],
 ) -> list[dict[str, Any]]:
     """Changes the linears layer by layer; what is finished is kept for a run that continues.
 
@@ -44,9 +45,8 @@ def update_layers(
                 parts += finished
                 advance(share + 1)
                 continue
-            curvature_of = curvatures(hessians(model, layer, advance))
             linears = [(site.name, name) for site in layer.sites for name in site.linears]
-            done = ranks.deal(linears, lambda one, of=curvature_of: update(model, of(one[0]), *one))
+            done = ranks.deal(linears, _updating(model, curvatures(hessians(model, layer, advance)), update))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for _, name in linears])
             reported = [part for part in done if part is not None]
             if state is not None:
@@ -54,6 +54,12 @@ def update_layers(
             parts += reported
             advance()
     return parts
+
+
+def _updating(
+    model: nn.Module, curvature_of: Callable[[str], Curved], update: Update[Curved]
+) -> Callable[[tuple[str, str]], dict[str, Any] | None]:
+    return lambda linear: update(model, curvature_of(linear[0]), *linear)
 
 
 def weights_of_sites(model: nn.Module, sites: Iterable[Site]) -> dict[str, Tensor]:

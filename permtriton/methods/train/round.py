@@ -31,6 +31,8 @@ from permtriton.passes.plan import linear_module
 from permtriton.running.mixed_precision import exact_products
 from permtriton.util.option import documented, option
 
+NO_LINEAR = "it is an expert, or stores its weight transposed, and formats in 8 bits hold linears only"
+
 
 @documented
 @dataclass(frozen=True)
@@ -71,12 +73,12 @@ class Round(Step):
 
         These, ``start`` and ``end``, are those above, relative to ``tr(W H W^T)``.
         """
-        left: dict[str, str] = {}
+        names = [name for _, name in run.plan.linears()]
+        left = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
 
         def update(model: nn.Module, hessian: Tensor, _site: str, name: str) -> dict[str, Any] | None:
             linear, started = linear_module(model, name), time.perf_counter()
-            if not isinstance(linear, nn.Linear) or stacked_name(model, name) is not None:
-                left[name] = "it is no linear of its own, and the formats in 8 bits store linears only"
+            if name in left:
                 return None
             weight = linear.weight.detach().to(hessian.device).float()
             found = rounded(weight, hessian, self.sweeps)
@@ -95,6 +97,10 @@ class Round(Step):
         start, end = (fmean([part[when] for part in outcome.parts] or [0.0]) for when in ("start", "end"))
         words = f"{start:.2e}, rounded each alone, to {end:.2e} (mean of {len(outcome.parts)} linears)"
         return [("round: error", words)] + [(f"round: {name}", f"left: {why}") for name, why in outcome.left.items()]
+
+
+def _is_linear(model: nn.Module, name: str) -> bool:
+    return isinstance(linear_module(model, name), nn.Linear) and stacked_name(model, name) is None
 
 
 def _damped(hessians: Mapping[str, Tensor]) -> Any:
