@@ -46,7 +46,7 @@ class Round(Step):
     shards: ClassVar[bool] = False
 
     sweeps: int = option(
-        4,
+        2,
         "How often each kept weight is rounded anew, with all others as they are; 0: only the scale of each row is "
         "chosen.",
     )
