@@ -69,8 +69,9 @@ def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_float8(x, scale), scale
 
 
-def pack_fp8(rounded: Tensor, scale: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns values, positions and scales of an N:M weight, as `round_to_fp8` returns it."""
+def pack_fp8(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values, positions and scales of an N:M weight ``[O, C]``, rounded."""
+    rounded, scale = round_to_fp8(weight)
     values, positions = pack(rounded.float(), pattern)
     return values.to(rounded.dtype), positions, scale.flatten().float()
 

@@ -39,7 +39,8 @@ class PackingFp8(Packing):
             return super().parts(name, tensor)
         pruned = self.source.pruned[name]
         self._packed[name] = packed_entry(tensor.shape, pruned, str(self.source.pattern), in_fp8=True)
-        values, positions, scale = pack_fp8(*self._rounding(tensor), pruned.pattern)
+        self._rounding(tensor)
+        values, positions, scale = pack_fp8(tensor, pruned.pattern)
         parts = {"_values": values, "_positions": positions, "_scale": scale, "": tensor.new_empty(0)}
         return {name + part: stored for part, stored in parts.items()}
 

@@ -17,7 +17,7 @@ from permtriton.kernels.norm_permute import NormVariant, norm_permute
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import INDEX_DTYPES, permute
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.kernels.sparse_linear_fp8 import pack_fp8, round_to_fp8, sparse_linear_fp8, unpack_fp8
+from permtriton.kernels.sparse_linear_fp8 import pack_fp8, sparse_linear_fp8, unpack_fp8
 from permtriton.util.permutation import compose, index_dtype, is_permutation
 from permtriton.util.sparsity import NMPattern
 
@@ -349,7 +349,7 @@ class SparseLinearFp8(SparseLinear):
             ModelError: as `SparseLinear.pack`.
         """
         self._refuse_packed()
-        return self.set_packed_fp8(*pack_fp8(*round_to_fp8(self.weight.detach()), pattern), pattern)
+        return self.set_packed_fp8(*pack_fp8(self.weight.detach(), pattern), pattern)
 
     def set_packed_fp8(self, values: Tensor, positions: Tensor, scale: Tensor, pattern: NMPattern) -> Self:
         """Changes to the packed state with a weight that is packed already; its content is not checked."""

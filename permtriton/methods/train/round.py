@@ -77,17 +77,17 @@ class Round(Step):
         left = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
 
         def update(model: nn.Module, hessian: Tensor, _site: str, name: str) -> dict[str, Any] | None:
-            linear, started = linear_module(model, name), time.perf_counter()
             if name in left:
                 return None
-            weight = linear.weight.detach().to(hessian.device).float()
+            stored, started = linear_module(model, name).get_parameter("weight"), time.perf_counter()
+            weight = stored.detach().to(hessian.device).float()
             found = rounded(weight, hessian, self.sweeps)
-            plain, scale = round_to_fp8(linear.weight.detach())
+            plain, scale = round_to_fp8(stored.detach())
             errors = [
                 float(row_errors(each.to(weight), weight, hessian).sum())
                 for each in (torch.zeros_like(weight), plain.to(scale.dtype) * scale, found)
             ]
-            linear.weight.copy_(found)
+            stored.copy_(found)
             start, end = (error / max(errors[0], torch.finfo(torch.float32).tiny) for error in errors[1:])
             return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - started}
 
