@@ -12,10 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import permtriton
 from permtriton import demo
 from permtriton.checkpoint.export import export
+from permtriton.cli.main import app
 from permtriton.errors import ModelError, VerificationError
 from permtriton.model.modules import SparseLinearFp8
 
 from . import folders, zoo
+from .desk import RUNNER
 from .folders import LAST_UP, WEIGHTS, load
 
 IDS = torch.arange(3, 27).view(2, 12)
@@ -146,6 +148,13 @@ def test_it_is_measured_reported_and_read(place, tmp_path):
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     page = permtriton.report([tmp_path / "saved", tmp_path / "packed-fp8"], tmp_path / "page.html").read_text()
     assert "measured before it was stored in 8 bits" in page
+
+
+def test_the_command_says_how_weights_were_rounded(place, tmp_path):
+    command = ["export", str(place("llama", "saved")), "--format", "packed-fp8", "--output", str(tmp_path / "out")]
+    result = RUNNER.invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "14, each weight alone" in result.stdout
 
 
 @pytest.mark.slow
