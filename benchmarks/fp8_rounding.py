@@ -25,7 +25,7 @@ from benchmarks.known_run import Known
 from permtriton.config import CalibrationConfig
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_ids, held_out_windows, vocabulary_of
-from permtriton.kernels.sparse_linear_fp8 import round_to_fp8
+from permtriton.kernels.quantize import round_to_fp8
 from permtriton.methods.train.round import Round
 from permtriton.model.modules import SparseLinearFp8, replace_module
 from permtriton.model.source import Source

@@ -19,54 +19,8 @@ from permtriton.errors import ModelError
 from permtriton.kernels.operator import operator
 from permtriton.kernels.packing import check_packed_shapes, pack, unpack
 from permtriton.kernels.permute import check_shapes, permute
+from permtriton.kernels.quantize import FLOAT8, quantize_tokens, round_to_fp8
 from permtriton.util.sparsity import NMPattern
-
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8 e4m3
-
-
-def scales_of(rows: Tensor) -> Tensor:
-    """Returns the scale of each row of ``[..., C]``, ``[..., 1]`` in its dtype: largest |x| / 448."""
-    scale = rows.abs().amax(-1, keepdim=True) / LARGEST
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
-
-
-def to_float8(rows: Tensor, scale: Tensor) -> Tensor:
-    """Returns rows divided by their scales, rounded to float8 e4m3; never -0.0."""
-    return ((rows / scale).clamp(-LARGEST, LARGEST).to(FLOAT8).float() + 0.0).to(FLOAT8)
-
-
-def short_scales(largest: Tensor) -> list[Tensor]:
-    """Returns eight scales for rows whose largest |w| is known, float32 and of its shape: all of one octave.
-
-    Each has four significant bits, and float8 e4m3 has four: their products are exact in bfloat16. Each is the
-    smallest of its significand with which the row does not overflow.
-    """
-    scales = []
-    for eighths in range(8, 16):
-        significand, exponent = torch.frexp(largest.float() * (8 / eighths / LARGEST))
-        scales.append(torch.ldexp(torch.full_like(significand, eighths / 8), exponent - (significand == 0.5).int()))
-    return scales
-
-
-def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a weight ``[O, C]`` in float8 e4m3 and its scales ``[O, 1]`` in its own dtype.
-
-    A row that one of the `short_scales` gives exactly is rounded already, and keeps its values.
-    """
-    scale = scales_of(weight)
-    for short in short_scales(weight.abs().amax(1, keepdim=True)):
-        product = (to_float8(weight, short).float() * short).to(weight.dtype)
-        exact = (product == weight).all(1, keepdim=True)
-        scale = torch.where(exact & (short > 0), short.to(scale.dtype), scale)
-    return to_float8(weight, scale), scale
-
-
-def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns activations ``[..., C]`` in float8 e4m3, and the scale of each token, float32 ``[..., 1]``."""
-    x = x.float()
-    scale = scales_of(x)
-    return to_float8(x, scale), scale
 
 
 def pack_fp8(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The CUDA kernels of `sparse_linear` and `sparse_linear_fp8` on the sparse tensor cores, their launcher: 1 to 256 tokens.
+"""The CUDA kernels of `sparse_linear` and `sparse_linear_fp8` on the sparse tensor cores: 1 to 256 tokens.
 
 The operand A of both instructions is what a packed 2:4 weight of 16-bit values is made of, so that nothing is
 decompressed: its values in order, and a 16-bit word of a row's positions, the metadata of 16 channels (groups from the
@@ -20,14 +20,14 @@ lowest four bits on, in a group the first position in the lower two bits). x is 
 The sum does not depend on the order of the channels, so mma.sp takes two words that are not neighbours: then the
 positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
 
-Bytes moved: 9/16 of the dense weight's (again for each 64 tokens, by wgmma for each 128, from the L2 cache), x once per
-ROWS rows (from the L2 cache), y; in 8 bits 10/16 of the dense FP8 weight's. On Hopper wgmma is the default: by mma.sp a warp fetches both operands itself
-and waits for each, so that 64 tokens took twice as long there (benchmarks/NOTES.md).
+Bytes moved: 9/16 of the dense weight's, of float8 10/16 (again for each 64 tokens, by wgmma for each 128, from the L2
+cache), x once per ROWS rows (from the L2 cache), y. On Hopper wgmma is the default: by mma.sp a warp fetches both
+operands itself and waits for each, so that 64 tokens took twice as long there (benchmarks/NOTES.md).
 
 The layouts are those that the PTX manual and CUTLASS's atoms state, and an emulation written from the manual agrees
-(tests/test_sparse_linear_mma.py). All variants of 16 bits were right on an H200; no GPU ran those of 8. Each compiled kernel first computes a
-product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot be compiled, a warning says so
-and another route takes its place for the rest of the process.
+(tests/test_sparse_linear_mma.py). All variants of 16 bits were right on an H200; no GPU has run those of float8. Each
+compiled kernel first computes a product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot
+be compiled, a warning says so and another route takes its place for the rest of the process.
 
 An infinite input or NaN reaches the rows that keep its channel; the reference also makes the others NaN.
 """
@@ -304,7 +304,7 @@ def variant_of(
 def chosen(
     tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, fp8: bool = False
 ) -> Variant | None:
-    """Returns the variant for a product that `takes` or `takes_fp8` accepts, or None if the kernel is not to be trusted.
+    """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if the kernel is not to be trusted.
 
     Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant is not right, the
     same one that begins late is tried.

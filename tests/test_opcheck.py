@@ -9,8 +9,9 @@ from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.norm_permute import norm_permute, norm_permute_backward
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import permute
+from permtriton.kernels.quantize import FLOAT8
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.kernels.sparse_linear_fp8 import FLOAT8, sparse_linear_fp8
+from permtriton.kernels.sparse_linear_fp8 import sparse_linear_fp8
 from permtriton.kernels.tools.cases import KERNELS
 from permtriton.util.sparsity import NMPattern
 

@@ -10,7 +10,7 @@ import permtriton
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.folder import Folder
 from permtriton.errors import ConfigError
-from permtriton.kernels.sparse_linear_fp8 import FLOAT8, round_to_fp8, short_scales
+from permtriton.kernels.quantize import FLOAT8, round_to_fp8, short_scales
 from permtriton.methods.prune.least_squares import row_errors
 from permtriton.methods.train.round import rounded
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from permtriton.errors import ModelError
 from permtriton.kernels.packing import pack
-from permtriton.kernels.sparse_linear_fp8 import FLOAT8, quantize_tokens, sparse_linear_fp8, unpack_fp8
+from permtriton.kernels.quantize import FLOAT8, quantize_tokens
+from permtriton.kernels.sparse_linear_fp8 import sparse_linear_fp8, unpack_fp8
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import TWO_FOUR, index_of, rng, sparse

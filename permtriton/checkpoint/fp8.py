@@ -24,7 +24,7 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.storing import Storing
 from permtriton.errors import ModelError
-from permtriton.kernels.sparse_linear_fp8 import round_to_fp8
+from permtriton.kernels.quantize import round_to_fp8
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
 from permtriton.model.load import load_empty_model

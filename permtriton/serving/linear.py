@@ -16,8 +16,9 @@ from permtriton.checkpoint.packed import cast_packed, check_packed_fp8, runs_pac
 from permtriton.errors import ModelError
 from permtriton.kernels.packing import packed_shapes, position_bits
 from permtriton.kernels.permute import permute
+from permtriton.kernels.quantize import FLOAT8
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.kernels.sparse_linear_fp8 import FLOAT8, sparse_linear_fp8
+from permtriton.kernels.sparse_linear_fp8 import sparse_linear_fp8
 from permtriton.model.modules import SparseLinear, SparseLinearFp8
 from permtriton.serving.order import Order
 from permtriton.util.sparsity import NMPattern

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
-from permtriton.kernels.sparse_linear_fp8 import FLOAT8
+from permtriton.kernels.quantize import FLOAT8
 from permtriton.model.headers import DTYPES
 from permtriton.serving.linear import PermTritonLinearMethod, Stored
 from permtriton.serving.norm import use_permuted_norms

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from permtriton.kernels.sparse_linear_fp8 import FLOAT8, LARGEST, round_to_fp8, short_scales, to_float8
+from permtriton.kernels.quantize import FLOAT8, LARGEST, round_to_fp8, short_scales, to_float8
 from permtriton.methods.layer_updates import update_layers
 from permtriton.methods.prune.least_squares import row_errors
 from permtriton.methods.prune.sparsegpt_math import COLUMNS_AT_ONCE, damped
