@@ -99,7 +99,7 @@ def distinct(builds: Iterable[Build]) -> list[Build]:
 
 def name_of(dtype: torch.dtype) -> str:
     """Returns Triton's name of a floating-point dtype: ``bf16``."""
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
 def _permute() -> Iterator[Build]:
@@ -284,13 +284,13 @@ def _sparsegpt_block() -> Iterator[Build]:
 
 
 def _packing() -> Iterator[Build]:
-    """Yields the kernel for bfloat16 and float32."""
+    """Yields the kernel for float8, bfloat16 and float32."""
 
     def unpacked(dtype: torch.dtype) -> object:
         positions = torch.empty(4096, 512, dtype=torch.uint8)
         return packing.unpack_triton(torch.empty(4096, 2048, dtype=dtype), positions, 4096)
 
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", packing.CONFIGS)
 
 
