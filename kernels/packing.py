@@ -246,8 +246,8 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor
 unpack = operator(
     "unpack",
     lambda values, positions, in_features, pattern: values.new_empty(values.shape[0], in_features),
-    check=lambda values, positions, *shape: check_packed_shapes(
-        values, positions, values.shape[0], *shape, (*DTYPES, FLOAT8)
+    check=lambda values, positions, in_features, pattern: check_packed_shapes(
+        values, positions, values.shape[0], in_features, pattern, (*DTYPES, FLOAT8)
     ),
     launcher=lambda values, positions, in_features, pattern: unpack_triton(values, positions, in_features),
     supports=lambda values, positions, in_features, pattern: supports(values.dtype, in_features, pattern),
