@@ -314,12 +314,13 @@ def chosen(
     config = config_for(table, configs_for(tokens, in_features, gpu, fp8), shape, dtype)
     variant = variant_of(config, *shape, dtype, gpu, fp8)
     variant = _in_clusters_that_fit(variant, tokens, out_features, device)
+    what = f"{tokens}x{out_features}x{in_features}" + " in float8" * fp8
     if is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
         early = variant.early and _TRUSTED.get((variant, device), False)  # not tried while captured
         variant = replace(variant, early=early)
-        note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
+        note(f"variant {what}", variant.kernel.name + ", early" * variant.early)
         return variant
-    note(f"rejected {tokens}x{out_features}x{in_features}", variant.kernel.name)
+    note(f"rejected {what}", variant.kernel.name)
     return None
 
 
