@@ -215,7 +215,7 @@ def quantize(x: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         x: ``[..., C]``, floating point.
         index: ``[C]``, any integer dtype, or None for the order of ``x``.
     """
-    return quantize_tokens(x if index is None else permute(x, index))
+    return quantize_tokens(x.contiguous() if index is None else permute(x, index))
 
 
 def _check_pair(gate: Tensor, up: Tensor) -> None:
@@ -236,4 +236,4 @@ def silu_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         gate: ``[..., C]``, floating point; ``silu`` and the product are rounded to its dtype.
         up: The same.
     """
-    return quantize_tokens(silu(gate) * up)
+    return quantize_tokens((silu(gate) * up).contiguous())

@@ -20,6 +20,8 @@ from .kernel_inputs import block_index, factors_of
 OTHER = NMPattern(3, 5)
 LEAVES = {"permute": (0,), "norm_permute": (0, 1, 2), "sinkhorn": (0,), "sparse_linear": (0, 3), "nm_mask": (6,)}
 
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
 
 class Calls(TorchDispatchMode):
     """Notes the calls of our operators."""
@@ -73,13 +75,15 @@ def strided(value: object) -> object:
 @pytest.mark.slow
 def test_every_operator_passes_opcheck():
     for operator, arguments in of_cases(torch.float32):
-        torch.library.opcheck(operator, tuple(map(strided, arguments)))
+        in_fp8 = any(isinstance(one, Tensor) and one.dtype == FLOAT8 for one in arguments)
+        checks = CHECKS[in_fp8:]  # torch's check of the schema computes with the arguments, which float8 lacks
+        torch.library.opcheck(operator, tuple(map(strided, arguments)), test_utils=checks)
         leaves = LEAVES.get(operator.overloadpacket.__name__, ())
         given = [
             one.clone().requires_grad_() if number in leaves and isinstance(one, Tensor) and one.numel() else one
             for number, one in enumerate(arguments)
         ]
-        torch.library.opcheck(operator, tuple(given))
+        torch.library.opcheck(operator, tuple(given), test_utils=checks)
 
 
 def test_every_operator_is_called():
