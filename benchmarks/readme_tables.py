@@ -135,6 +135,25 @@ def quantized_table(name: str) -> str:
     return _table(heading, rows, f"{of}; {_machine([report])}.")
 
 
+def rounding_table(name: str) -> str:
+    """Returns the rows of ``python -m benchmarks.fp8_rounding``."""
+    report = _load(name)
+    dense = next(row["perplexity"] for row in report["rows"] if row["way"] == "float32")
+    rows = [["not rounded", f"{dense:.2f}", "", f"{dense:.2f}", ""]]
+    for way in dict.fromkeys(row["way"] for row in report["rows"] if "both" in row):
+        found = [row for row in report["rows"] if row["way"] == way]
+        cells = [f"{way}, {len(found)} seeds" if len(found) > 1 else way]
+        for key in ("weights", "both"):
+            values = [row[key] for row in found if key in row]
+            mean = sum(values) / len(values)
+            cells += [f"{mean:.2f}", f"{mean / dense - 1:+.2%}"]
+        rows.append(cells)
+    last = report["rows"][-1]
+    heading = "weights | FP8 weights: perplexity | cost | weights and activations: perplexity | cost"
+    of = f"The first {last['windows']} windows of {last['window']:,} tokens, in float32 but for what is in FP8"
+    return _table(heading, rows, f"{of}; {_machine([report])}.")
+
+
 def tasks_table(**files: str) -> str:
     """Returns the scores of ``permtriton evaluate --tasks`` for several models, a file each."""
     reports = {name: _load(file) for name, file in files.items()}
@@ -281,6 +300,7 @@ TABLES = {
     "gpu-speed": lambda: gpu.summary(gpu.read(RESULTS / "gpu.json")),
     "gpu": lambda: gpu.markdown(gpu.read(RESULTS / "gpu.json")),
     "quantized": lambda: quantized_table("quantized-cpu.json"),
+    "fp8-rounding": lambda: rounding_table("fp8-rounding-cpu.json"),
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),

@@ -52,7 +52,7 @@ def compile(
     json: Json = False,
     help_all: HelpAll = False,
 ) -> None:
-    config, overrides = resolve(model, flags, args.recipe, args.config, args.protocol)
+    config, overrides = resolve(model, flags, args.recipe, args.config, args.protocol, args.save_format)
     if devices is not None and not dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")
     if dry_run and torchrun.launched():

@@ -18,7 +18,9 @@ from permtriton.cli.console import fail, print_json, say, show
 from permtriton.cli.options import Json
 from permtriton.cli.self_test import FAILS, Check, self_test
 from permtriton.kernels import autotune
+from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.launch import triton
+from permtriton.kernels.quantize import has_float8
 from permtriton.util.extras import EXTRAS, install_command
 from permtriton.util.machine import versions
 
@@ -84,6 +86,7 @@ def machine() -> dict[str, Any]:
         "CUDA compiler": _compiler(("nvcc",), "nothing needs it"),
         "C compiler": _compiler((os.environ.get("CC", "gcc"), "clang"), "Triton needs one to launch kernels on a GPU"),
         "kernels run": _kernels_run(bool(gpus)),
+        "packed FP8": _packed_fp8(torch.cuda.device_count() if gpus else 0),
         "measured configurations": _measured_configurations(bool(gpus)),
     }
 
@@ -126,6 +129,15 @@ def _kernels_run(gpu: bool) -> str:
     if gpu:
         return "plain torch on CPU and GPU: the GPU kernels need triton"
     return "plain torch on the CPU"
+
+
+def _packed_fp8(count: int) -> str:
+    """Returns how products with packed FP8 weights run on the GPUs."""
+    gpus = [torch.device("cuda", number) for number in range(count)]
+    if any(mma.limits_of(gpu).has_wgmma for gpu in gpus):
+        return "its own kernel for 1 to 256 tokens, on Hopper; for more, the weight is unpacked for each product"
+    where = "multiplied in FP8" if any(map(has_float8, gpus)) else "dequantized"
+    return f"unpacked for each product and {where}: it saves memory, not time; the kernel needs a Hopper GPU"
 
 
 def _measured_configurations(gpu: bool) -> str:

@@ -12,6 +12,10 @@ from permtriton.cli.console import print_json, show
 from permtriton.cli.options import Json, output_option
 from permtriton.util.machine import format_bytes
 
+ROUNDED_ALONE = (
+    "compiled with --save-format {}, or with round as the last step, weights make up for each other's errors"
+)
+
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that permtriton compile or export wrote.")],
@@ -34,6 +38,8 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "ratio", f"{report['ratio']:.4f}"
     if "quantized" in report:
         yield "linears in 8 bits", f"{report['quantized']}"
+        if report["rounded"]:
+            yield "rounded", f"{report['rounded']}, each weight alone: {ROUNDED_ALONE.format(report['format'])}"
         yield "kept weights that became zeros", f"{report['further_zeros']:,}"
     for name, file in report["files"].items():
         yield name, format_bytes(file["bytes"])

@@ -20,7 +20,7 @@ decompresses them in registers, so that only packed bytes are read of W.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 from permtriton.util.sparsity import NMPattern
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DTYPES, FLOAT8 = (torch.bfloat16, torch.float16, torch.float32, torch.float64), torch.float8_e4m3fn
 CHUNK = 1 << 20  # weights whose positions are unpacked at once: 64-bit temporaries take a few MiB each
 
 PATTERN = NMPattern(2, 4)  # the only one that the kernels read
@@ -119,7 +119,12 @@ def _refuse(rows: slice, faults: Mapping[str, Tensor]) -> None:
 
 
 def check_packed_shapes(
-    values: Tensor, positions: Tensor, out_features: int, in_features: int, pattern: NMPattern
+    values: Tensor,
+    positions: Tensor,
+    out_features: int,
+    in_features: int,
+    pattern: NMPattern,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
     """Refuses values and positions whose shapes or dtypes do not fit the weight; does not look at their content.
 
@@ -127,10 +132,10 @@ def check_packed_shapes(
         ModelError: naming what was found and what was expected.
     """
     expected_values, expected_positions = packed_shapes(out_features, in_features, pattern)
-    if values.dtype not in DTYPES or positions.dtype != torch.uint8:
+    if values.dtype not in dtypes or positions.dtype != torch.uint8:
         raise ModelError(
-            f"packed values of {values.dtype} with positions of {positions.dtype}: expected floating-point values of "
-            "16 to 64 bits with positions of torch.uint8"
+            f"packed values of {values.dtype} with positions of {positions.dtype}: expected values of "
+            f"{', '.join(map(str, dtypes))} with positions of torch.uint8"
         )
     if (tuple(values.shape), tuple(positions.shape)) != (expected_values, expected_positions):
         raise ModelError(
@@ -182,6 +187,8 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
 
 def unpack_reference(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
     """Returns the dense weight ``[O, in_features]``, in chunks of rows. The content of ``positions`` is trusted."""
+    if values.dtype == FLOAT8:  # of which torch moves the bytes only
+        return unpack_reference(values.view(torch.uint8), positions, in_features, pattern).view(FLOAT8)
     weight_OC = values.new_zeros(values.shape[0], in_features)
     starts = _starts(in_features, pattern, values.device)
     for rows in _row_chunks(values.shape[0], in_features):
@@ -215,12 +222,14 @@ def _unpack_kernel(
 
 
 def supports(dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
-    """Whether the kernel supports the weight: 2:4, bfloat16, float16 or float32, a multiple of 16 channels."""
-    return pattern == PATTERN and in_features % WORD == 0 and dtype in TRITON_DTYPES
+    """Whether the kernel supports the weight: 2:4, float8, 16 bits or float32, a multiple of 16 channels."""
+    return pattern == PATTERN and in_features % WORD == 0 and dtype in (*TRITON_DTYPES, FLOAT8)
 
 
 def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor:
     """Computes `unpack_reference` of a weight that `supports` accepts: the same bits."""
+    if values.dtype == FLOAT8:
+        return unpack_triton(values.view(torch.int8), positions, in_features).view(FLOAT8)
     out_features = values.shape[0]
     weight = torch.empty((out_features, in_features), dtype=values.dtype, device=values.device)
     if not weight.numel():
@@ -237,7 +246,9 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor
 unpack = operator(
     "unpack",
     lambda values, positions, in_features, pattern: values.new_empty(values.shape[0], in_features),
-    check=lambda values, positions, *shape: check_packed_shapes(values, positions, values.shape[0], *shape),
+    check=lambda values, positions, in_features, pattern: check_packed_shapes(
+        values, positions, values.shape[0], in_features, pattern, (*DTYPES, FLOAT8)
+    ),
     launcher=lambda values, positions, in_features, pattern: unpack_triton(values, positions, in_features),
     supports=lambda values, positions, in_features, pattern: supports(values.dtype, in_features, pattern),
 )(unpack_reference)

@@ -1,4 +1,4 @@
-"""The CUDA kernels of `permtriton.kernels.sparse_linear` on the sparse tensor cores, their launcher: 1 to 256 tokens.
+"""The CUDA kernels of `sparse_linear` and `sparse_linear_fp8` on the sparse tensor cores: 1 to 256 tokens.
 
 The operand A of both instructions is what a packed 2:4 weight of 16-bit values is made of, so that nothing is
 decompressed: its values in order, and a 16-bit word of a row's positions, the metadata of 16 channels (groups from the
@@ -13,18 +13,21 @@ lowest four bits on, in a group the first position in the lower two bits). x is 
     wgmma.sp.m64nNk32 (sm_90 alone; section 9.7.15) 64 rows of W by 8 to 128 tokens, by four warps, in the background
         values, x   read from shared memory, whose rows of 128 bytes have their 16-byte units swapped
         positions   of each warp's 16 rows, as those of mma.sp
+    wgmma.sp.m64nNk64 (sm_90 alone) the same in float8 e4m3, 64 channels at once: as many bytes
+        positions   a 32-bit word is one row's of 32 channels; of every four threads, bit 0 says row g or g + 8, bit 1
+                    which half of the channels (CUTLASS's ELayout_64x64)
 
 The sum does not depend on the order of the channels, so mma.sp takes two words that are not neighbours: then the
 positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
 
-Bytes moved: 9/16 of the dense weight's (again for each 64 tokens, by wgmma for each 128, from the L2 cache), x once per
-ROWS rows (from the L2 cache), y. On Hopper wgmma is the default: by mma.sp a warp fetches both operands itself
-and waits for each, so that 64 tokens took twice as long there (benchmarks/NOTES.md).
+Bytes moved: 9/16 of the dense weight's, of float8 10/16 (again for each 64 tokens, by wgmma for each 128, from the L2
+cache), x once per ROWS rows (from the L2 cache), y. On Hopper wgmma is the default: by mma.sp a warp fetches both
+operands itself and waits for each, so that 64 tokens took twice as long there (benchmarks/NOTES.md).
 
 The layouts are those that the PTX manual and CUTLASS's atoms state, and an emulation written from the manual agrees
-(tests/test_sparse_linear_mma.py). All variants were right on an H200. Still each compiled kernel first computes a
-product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot be compiled, a warning says so
-and another route takes its place for the rest of the process.
+(tests/test_sparse_linear_mma.py). All variants of 16 bits were right on an H200; no GPU has run those of float8. Each
+compiled kernel first computes a product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot
+be compiled, a warning says so and another route takes its place for the rest of the process.
 
 An infinite input or NaN reaches the rows that keep its channel; the reference also makes the others NaN.
 """
@@ -48,7 +51,7 @@ from permtriton.kernels.packing import PATTERN, pack
 from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES, FP8 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 CHANNELS = 32  # in_features must be a multiple of it: then a row's positions are whole 32-bit words
 MIN_ROWS = 64  # 16, the rows of one product, for each of up to 4 warps
 MAX_SUMS = 64 * 64  # rows x tokens that the registers of a warp hold
@@ -60,6 +63,8 @@ ROOM = 64  # tokens of a block at most
 FEW_TOKENS = 16  # up to which rows of 128 bytes are the default
 WIDE_CHUNK, WIDE_ROOM, WIDE_ROWS = 128, 128, 256  # by wgmma: channels of a stage; tokens and rows of a block at most
 WIDE_ALIGNMENT = 1024  # bytes of shared memory at whose multiples its matrices begin
+FP8_CHUNK = 2 * WIDE_CHUNK  # channels of a stage in float8
+FP8_SUMS = 256 * 64  # rows x tokens of a block at most in float8, which keeps each sum twice
 
 # ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at;
 # EARLY: whether it may begin while the kernel before it ends.
@@ -98,8 +103,10 @@ class GpuLimits:
     has_wgmma: bool = False
 
 
-def configs_for(tokens: int, in_features: int, gpu: GpuLimits) -> tuple[Config, ...]:
+def configs_for(tokens: int, in_features: int, gpu: GpuLimits, fp8: bool = False) -> tuple[Config, ...]:
     """Returns the table for a product on a GPU, the default first."""
+    if fp8:
+        return WIDE_CONFIGS
     configs = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
     return (*WIDE_CONFIGS, configs[0]) if gpu.has_wgmma and in_features % WIDE_CHUNK == 0 else configs
 
@@ -131,6 +138,14 @@ def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, 
     return 0 < tokens <= MAX_TOKENS and fits and dtype in DTYPES and pattern == PATTERN
 
 
+def takes_fp8(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device
+) -> bool:
+    """Whether it supports a product in float8 there: on Hopper, a multiple of 256 channels, else as `takes`."""
+    fits = takes(tokens, out_features, in_features, dtype, pattern) and in_features % FP8_CHUNK == 0
+    return fits and limits_of(device).has_wgmma
+
+
 def runs_on(device: torch.device) -> bool:
     """Whether a GPU has sparse tensor cores: NVIDIA's, compute capability 8.0 or newer."""
     return has_kernels(device) and torch.version.hip is None
@@ -141,7 +156,7 @@ class Variant:
     """The kernel's template arguments.
 
     Attributes:
-        dtype: bfloat16 or float16.
+        dtype: Of the result and, unless ``fp8``, of what is multiplied: bfloat16 or float16.
         rows: Output features per block.
         tokens: Tokens that a block has room for: 8, 16, 32 or 64, by wgmma also 128.
         chunk: Channels that are copied and multiplied at once.
@@ -151,6 +166,7 @@ class Variant:
         splits: Blocks per cluster; they split the channels too.
         early: Whether it may begin while the kernel before it ends; no template argument.
         wide: Whether it multiplies by Hopper's wgmma; then its warps are one team, and ``chunk`` is 128.
+        fp8: Whether it multiplies float8 e4m3, with scales; it is wide then, and ``chunk`` is 256.
     """
 
     dtype: torch.dtype
@@ -163,6 +179,7 @@ class Variant:
     splits: int
     early: bool = False
     wide: bool = False
+    fp8: bool = False
 
     @property
     def teams(self) -> int:
@@ -170,9 +187,15 @@ class Variant:
         return self.warps // self.row_warps
 
     @property
+    def operands(self) -> torch.dtype:
+        """The dtype of what is multiplied."""
+        return FP8 if self.fp8 else self.dtype
+
+    @property
     def stage_bytes(self) -> int:
         """Shared memory of one stage of all teams."""
-        return self.teams * (self.rows * self.chunk * 9 // 8 + self.tokens * self.chunk * 2)
+        width = self.operands.itemsize
+        return self.teams * self.chunk * (self.rows * (4 * width + 1) + self.tokens * width * 8) // 8
 
     def of_rows(self, rows: int) -> Variant:
         """Returns the same with other rows per block, of wgmma: 16 rows per warp."""
@@ -183,34 +206,53 @@ class Variant:
         """The kernel; shared memory holds the stages, at the end the sums of all teams."""
         shared_bytes = max(self.stages * self.stage_bytes, 4 * self.teams * self.tokens * (self.rows + 4))
         constants = {
-            "BF16": int(self.dtype == torch.bfloat16), "ROWS": self.rows, "TOKENS": self.tokens, "CHUNK": self.chunk,
-            "STAGES": self.stages, "WARPS": self.warps, "ROW_WARPS": self.row_warps, "SPLITS": self.splits,
+            "FP8": int(self.fp8), "BF16": int(self.dtype == torch.bfloat16), "ROWS": self.rows, "TOKENS": self.tokens,
+            "CHUNK": self.chunk, "STAGES": self.stages, "WARPS": self.warps, "ROW_WARPS": self.row_warps,
+            "SPLITS": self.splits,
         }  # fmt: skip
-        function = "sparse_linear_mma"
+        function, unused = "sparse_linear_mma", {"FP8"}
         if self.wide:
-            function, shared_bytes = "sparse_linear_wgmma", shared_bytes + WIDE_ALIGNMENT
-            constants = {name: constants[name] for name in ("BF16", "ROWS", "TOKENS", "STAGES", "SPLITS")}
-        threads, named = 32 * self.warps, tuple(constants.items())
+            function, unused = "sparse_linear_wgmma", {"CHUNK", "WARPS", "ROW_WARPS"}
+            shared_bytes += WIDE_ALIGNMENT
+        threads, named = 32 * self.warps, tuple((name, of) for name, of in constants.items() if name not in unused)
         return CudaKernel("sparse_linear_mma.cu", function, threads, shared_bytes, named, self.early)
 
     def grid(self, tokens: int, out_features: int) -> tuple[int, int, int]:
         """Returns the blocks in each direction: rows, the splits of a cluster, tokens."""
         return -(-out_features // self.rows), self.splits, -(-tokens // self.tokens)
 
-    def launch(self, x: Tensor, values: Tensor, positions: Tensor, bias: Tensor | None, y: Tensor) -> None:
-        """Writes the product into ``y``, contiguous; ``x`` is in the order of the weight's channels."""
+    def launch(
+        self,
+        x: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        bias: Tensor | None,
+        y: Tensor,
+        scales: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Writes the product into ``y``, contiguous; ``x`` is in the order of the weight's channels.
+
+        In float8, ``scales`` are those of the rows and of the tokens, float32 and contiguous.
+        """
         out_features, in_features = y.shape[-1], x.shape[-1]
         tokens = x.numel() // in_features
+        unread = (values, values) if self.wide else ()
         self.kernel(
             self.grid(tokens, out_features), _aligned(x), _aligned(values), _aligned(positions),
-            values if bias is None else bias.contiguous(), y,
+            values if bias is None else bias.contiguous(), *(scales or unread), y,
             tokens=tokens, out_features=out_features, in_features=in_features, has_bias=int(bias is not None),
         )  # fmt: skip
 
 
 @functools.cache
 def variant_of(
-    config: Config, tokens: int, out_features: int, in_features: int, dtype: torch.dtype, gpu: GpuLimits
+    config: Config,
+    tokens: int,
+    out_features: int,
+    in_features: int,
+    dtype: torch.dtype,
+    gpu: GpuLimits,
+    fp8: bool = False,
 ) -> Variant:
     """Returns the variant that a configuration means for a shape and a GPU.
 
@@ -225,8 +267,8 @@ def variant_of(
     wide, blocks, warps = "ROW_WARPS" not in given, given["BLOCKS"], given["num_warps"]
     room = min(max(1 << (tokens - 1).bit_length(), 8), WIDE_ROOM if wide else ROOM)
     early = bool(given["EARLY"]) and gpu.has_clusters  # both came with sm_90
-    row_warps, chunk = given.get("ROW_WARPS", warps), given.get("CHUNK", WIDE_CHUNK)
-    variant = Variant(dtype, given["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide)
+    row_warps, chunk = given.get("ROW_WARPS", warps), given.get("CHUNK", FP8_CHUNK if fp8 else WIDE_CHUNK)
+    variant = Variant(dtype, given["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide, fp8)
     layers = -(-tokens // room)
     most = MAX_CLUSTER if gpu.has_clusters else 1
 
@@ -235,7 +277,8 @@ def variant_of(
 
     def fits(variant: Variant) -> bool:
         sums = variant.rows // variant.row_warps * room
-        return sums <= MAX_SUMS and variant.kernel.shared_bytes <= gpu.block_bytes and variant.rows <= out_features
+        fits = sums <= MAX_SUMS and not (fp8 and variant.rows * room > FP8_SUMS)
+        return fits and variant.kernel.shared_bytes <= gpu.block_bytes and variant.rows <= out_features
 
     def stages(variant: Variant) -> int:
         allowed = min(gpu.shared_bytes // blocks - RESERVED, gpu.block_bytes) - WIDE_ALIGNMENT * wide
@@ -259,24 +302,25 @@ def variant_of(
 
 
 def chosen(
-    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, fp8: bool = False
 ) -> Variant | None:
-    """Returns the variant for a product that `takes` accepts, or None if the kernel is not to be trusted.
+    """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if the kernel is not to be trusted.
 
     Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant is not right, the
     same one that begins late is tried.
     """
     shape, gpu = (tokens, out_features, in_features), limits_of(device)
-    variant = variant_of(
-        config_for("sparse_linear_mma", configs_for(tokens, in_features, gpu), shape, dtype), *shape, dtype, gpu
-    )
+    table = "sparse_linear_fp8" if fp8 else "sparse_linear_mma"
+    config = config_for(table, configs_for(tokens, in_features, gpu, fp8), shape, dtype)
+    variant = variant_of(config, *shape, dtype, gpu, fp8)
     variant = _in_clusters_that_fit(variant, tokens, out_features, device)
+    what = f"{tokens}x{out_features}x{in_features}" + " in float8" * fp8
     if is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
         early = variant.early and _TRUSTED.get((variant, device), False)  # not tried while captured
         variant = replace(variant, early=early)
-        note(f"variant {tokens}x{out_features}x{in_features}", variant.kernel.name + ", early" * variant.early)
+        note(f"variant {what}", variant.kernel.name + ", early" * variant.early)
         return variant
-    note(f"rejected {tokens}x{out_features}x{in_features}", variant.kernel.name)
+    note(f"rejected {what}", variant.kernel.name)
     return None
 
 
@@ -366,7 +410,7 @@ def is_right(variant: Variant, device: torch.device) -> bool:
     """Whether the kernel computes one product of small integers exactly; nothing in it is rounded but the result.
 
     Every pair of positions occurs in every place of a word, every stage is filled again, the last chunk is ragged, the
-    last blocks overlap, and there is one token less than two blocks have room for.
+    last blocks overlap, and there is one token less than two blocks have room for. Scales are powers of 2.
 
     Raises:
         PermTritonError: the kernel could not be compiled or launched.
@@ -382,9 +426,13 @@ def is_right(variant: Variant, device: torch.device) -> bool:
     order = torch.rand(out_features, in_features // 4, 4, generator=generator, device="cpu").argsort(-1)
     weight = (integers(out_features, in_features // 4, 4) * (order < 2)).flatten(1)
     x, bias = integers(2 * variant.tokens - 1, in_features), integers(out_features)
-    expected = (x.double() @ weight.double().t() + bias).to(variant.dtype)
-    packed = pack(weight.to(variant.dtype), PATTERN)
+    sides = (out_features, len(x))
+    scales = [2.0 ** integers(side) if variant.fp8 else torch.ones(side, device="cpu") for side in sides]
+    expected = (x.double() @ weight.double().t() * scales[0] * scales[1].view(-1, 1) + bias).to(variant.dtype)
+    values, positions = pack(weight.to(variant.dtype), PATTERN)
     y = torch.full(expected.shape, torch.nan, dtype=variant.dtype, device=device)
-    x, bias, values, positions = (tensor.to(device) for tensor in (x.to(y.dtype), bias.to(y.dtype), *packed))
-    variant.launch(x, values, positions, bias, y)
+    x, values = (tensor.to(device, variant.operands) for tensor in (x, values))
+    rows, tokens = (scale.to(device, torch.float32) for scale in scales)
+    arguments = (positions.to(device), bias.to(device, y.dtype), y, (rows, tokens) if variant.fp8 else None)
+    variant.launch(x, values, *arguments)
     return torch.equal(y.cpu(), expected)

@@ -368,14 +368,14 @@ def export(
     Args:
         folder: folder that permtriton wrote.
         output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
-        format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``fp8``: 8 bits, whose zeros are
-            the same.
+        format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``packed-fp8`` or ``fp8``: 8 bits,
+            whose zeros are the same.
         overwrite: whether an earlier output of permtriton may be replaced.
         progress: as `compile` takes it.
 
     Returns:
-        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, what loads it, and of ``fp8``
-            how many linears are quantized and how many weights became zero.
+        ``output``, and the entry ``export`` of its ``permtriton.json``: sizes, what loads it, and in 8 bits how many
+            linears are quantized, how many of them were not rounded before, and how many weights became zero.
 
     Raises:
         PermTritonError: an unknown format, a folder that cannot be read or written, or a failed check.
@@ -481,7 +481,7 @@ def _job(model: Model, args: CompileArgs, options: Mapping[str, Any]) -> Job:
         config=_path("config", args.config),
         output=_path("output", args.output),
     )
-    config, overrides = resolve(_name(model), options, args.recipe, args.config, args.protocol)
+    config, overrides = resolve(_name(model), options, args.recipe, args.config, args.protocol, args.save_format)
     return Job(source_of(model, **args.loading), config, overrides, replace(args, token=checked_token(args.token)))
 
 

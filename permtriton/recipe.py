@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from permtriton.arguments import CompileArgs
+from permtriton.checkpoint.format import IN_8_BITS
 from permtriton.config import CalibrationConfig, ImportanceMethod
 from permtriton.errors import ConfigError, near, reading, shown
 from permtriton.evaluation.protocol import protocol_of
@@ -26,6 +27,7 @@ from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
+from permtriton.methods.train.round import Round
 from permtriton.methods.train.tune import Tune
 from permtriton.model.name import DEMO, shown_name
 from permtriton.util.option import Option, fields_of, options_of
@@ -171,7 +173,11 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
 
 
 def config_from(
-    options: Mapping[str, Any] | None = None, recipe: str | Sequence[Step] | None = None, model: str = ""
+    options: Mapping[str, Any] | None = None,
+    recipe: str | Sequence[Step] | None = None,
+    model: str = "",
+    *,
+    in_8_bits: bool = False,
 ) -> CompileConfig:
     """Builds a config from flat options laid over a recipe.
 
@@ -180,6 +186,7 @@ def config_from(
             stand for what they mean on the command line.
         recipe: as `steps_of` takes it; None for that of the options, or the default.
         model: name of the model; ``demo`` has small settings of its own.
+        in_8_bits: whether a recipe that is a key of `RECIPES` ends with the step that rounds weights to 8 bits.
 
     Raises:
         ConfigError: an unknown option, recipe or step, a value of the wrong type or out of range, or steps that do not
@@ -191,13 +198,14 @@ def config_from(
     in_options = overrides.pop("recipe", None)
     chosen = next((name for name in (recipe, in_options) if name is not None), DEFAULT)
     chosen = ALIASES.get(chosen, chosen) if isinstance(chosen, str) else chosen
-    steps = steps_of(chosen)
+    named = isinstance(chosen, str) and chosen in RECIPES
+    steps = (*steps_of(chosen), *([Round()] if named and in_8_bits else []))
     known = all_options(steps)
     _check_names(overrides, known)
     overrides = {name: known[name].convert(value) for name, value in overrides.items()}
     for name, value in overrides.items():  # those of steps that the recipe lacks, too
         known[name].check(value)
-    of_recipe = RECIPES[chosen].options if isinstance(chosen, str) and chosen in RECIPES else {}
+    of_recipe = RECIPES[str(chosen)].options if named else {}
     values = {**(SMALL if model == DEMO else {}), **of_recipe, **overrides}
     if chosen == PERMLLM and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
@@ -226,10 +234,11 @@ def resolve(
     recipe: str | Sequence[Step] | None = None,
     config_file: str | Path | None = None,
     protocol: str | None = None,
+    save_format: str | None = None,
 ) -> tuple[CompileConfig, dict[str, Any]]:
     """Returns a compilation's config, and the options that were set for it; those of the user must have an effect."""
     overrides = overrides_of(options, config_file, protocol, model)
-    config = config_from(overrides, recipe, model)
+    config = config_from(overrides, recipe, model, in_8_bits=save_format in IN_8_BITS)
     check_effects(options, config)
     return config, overrides
 
@@ -323,7 +332,7 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
     bare = tuple(type(step)() for step in config.steps)
     overrides: dict[str, Any] = {}
     for _ in range(2):  # the second time for defaults that another option decides
-        start = config_from(overrides, config.named or bare, name).to_dict()
+        start = config_from(overrides, config.named or bare, name, in_8_bits=config.has(Round.name)).to_dict()
         differing = (o for o in values if o in known and values[o] != start[o] and has_effect(known[o], config))
         overrides |= {option: values[option] for option in differing}
     recipe = config.named or config.recipe

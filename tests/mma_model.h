@@ -13,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -202,32 +203,62 @@ static void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[
 // 4 to 6 of an address change by bits 7 to 9. Rows of A lie 128 bytes apart, 16 of them per warp, and so do those of B, a
 // token each. Sums and metadata of a warp are those of mma.sp (figures of section 9.7.15.6). What they read may be read at
 // any time until they are waited for.
-static uint16_t operand(uint64_t description, int row, int element, Block& block) {
+static uint8_t* operand_at(uint64_t description, int row, int byte, int bytes, Block& block) {
     if (description >> 62 != 1 || (description >> 49 & 7)) error = 6;
-    uint32_t at = (description & 0x3FFF) * 16 + row / 8 * uint32_t((description >> 32 & 0x3FFF) * 16) + row % 8 * 128 + 2 * element;
+    uint32_t at = (description & 0x3FFF) * 16 + row / 8 * uint32_t((description >> 32 & 0x3FFF) * 16) + row % 8 * 128 + byte;
     at ^= (at >> 7 & 7) << 4;
-    uint16_t value;
-    std::memcpy(&value, shared_at(at, 2, block), 2);
-    return value;
+    return shared_at(at, bytes, block);
 }
-template <int BF16, int TOKENS, int SELECTOR>
+template <int FP8, int BF16>
+static float operand(uint64_t description, int row, int element, Block& block) {
+    if (FP8) {  // e4m3: no infinity, one NaN of each sign
+        const int bits = *operand_at(description, row, element, 1, block), exponent = bits >> 3 & 15, fraction = bits & 7;
+        const float size = exponent ? std::ldexp(8.f + fraction, exponent - 10) : std::ldexp(fraction, -9);
+        return (bits & 127) == 127 ? NAN : bits >> 7 ? -size : size;
+    }
+    uint16_t value;
+    std::memcpy(&value, operand_at(description, row, 2 * element, 2, block), 2);
+    return widen<BF16>(value);
+}
+// Hopper adds products of 8 bits as fixed-point numbers: bits below 2^-13 of the largest term are cut off (so DeepSeek-V3's
+// report, section 3.5.2, found it; no manual says it).
+template <int COUNT>
+static float sum_of_few_bits(const float (&terms)[COUNT]) {
+    float largest = 0;
+    for (float term : terms) largest = std::fmax(largest, std::fabs(term));
+    double sum = 0;
+    const double unit = largest > 0 && std::isfinite(largest) ? std::ldexp(1.0, std::ilogb(largest) - 13) : 0;
+    for (float term : terms) sum += unit ? std::trunc(term / unit) * unit : term;
+    return float(sum);
+}
+// Metadata of 8 bits (the figure of section 9.7.15.6 for .e4m3; CUTLASS's ELayout_64x64): 32 bits are 32 channels of one
+// row; bit 0 of a thread's number says row g or g + 8, bit 1 the first or the last 32 channels.
+template <int FP8, int BF16, int TOKENS, int SELECTOR, int ADDS>
 static void multiply_wide(float (&d)[TOKENS / 2], uint64_t a, uint64_t b, uint32_t metadata) {
     const int lane = me->thread.x % 32, first = me->thread.x / 32 % 4 * 16;
+    if (FP8 && SELECTOR) error = 6;
     auto all = posted({metadata});
-    uint32_t words[2];  // of the groups 0 to 3 and 4 to 7
-    for (int i = 0; i < 2; ++i) words[i] = all[lane / 4 * 4 + 2 * SELECTOR + i][0];
+    uint64_t positions[2] = {};  // of row g and of row g + 8, 4 bits per group
+    for (int half = 0; half < 2; ++half)
+        for (int i = 0; i < 2; ++i)
+            positions[half] |= FP8 ? uint64_t(all[lane / 4 * 4 + half + 2 * i][0]) << (32 * i)
+                                   : uint64_t(all[lane / 4 * 4 + 2 * SELECTOR + i][0] >> (16 * half) & 0xFFFF) << (16 * i);
     __syncwarp();
     Block* block = me->block;
+    const uint64_t upper = positions[0], lower = positions[1];
     const auto add = [=, &d] {
         for (int i = 0; i < TOKENS / 2; ++i) {
             const int half = i / 2 % 2, row = first + half * 8 + lane / 4, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-            for (int group = 0; group < 8; ++group) {
-                const int bits = words[group / 4] >> (16 * half + 4 * (group % 4)) & 15, places[2] = {bits & 3, bits >> 2};
+            constexpr int GROUPS = FP8 ? 16 : 8;
+            float terms[1 + 2 * GROUPS] = {ADDS ? d[i] : 0.f};
+            for (int group = 0; group < GROUPS; ++group) {
+                const int bits = (half ? lower : upper) >> (4 * group) & 15, places[2] = {bits & 3, bits >> 2};
                 if (places[0] >= places[1]) error = 4;
                 for (int j = 0; j < 2; ++j)
-                    d[i] += widen<BF16>(operand(a, row, 2 * group + j, *block)) *
-                            widen<BF16>(operand(b, token, 4 * group + places[j], *block));
+                    terms[1 + 2 * group + j] = operand<FP8, BF16>(a, row, 2 * group + j, *block) *
+                                               operand<FP8, BF16>(b, token, 4 * group + places[j], *block);
             }
+            d[i] = FP8 ? sum_of_few_bits(terms) : std::accumulate(std::begin(terms), std::end(terms), 0.f);
         }
     };
     if (eager) add();

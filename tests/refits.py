@@ -9,10 +9,12 @@ from permtriton.data.samples import Inputs
 from permtriton.data.text import check_samples
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
+from permtriton.methods.train.round import Round
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import linear_module
 
 from . import zoo
+from .folders import prune_weight
 from .updating import PATTERN
 
 CONFIG = CompileConfig(sparsity=PATTERN)
@@ -51,6 +53,11 @@ class Problem:
 
     def update(self, progress=None, state=None) -> None:
         SparseGPT().run(Known(self.model, self.plan, self.samples, CONFIG, progress, state=state))
+
+    def rounded(self, progress=None, state=None):
+        for weight in self.weights.values():
+            prune_weight(weight, pattern=PATTERN)
+        return Round().run(Known(self.model, self.plan, self.samples, CONFIG, progress, state=state)).parts
 
     def sparsegpt(self) -> float:
         self.update()

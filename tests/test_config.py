@@ -82,6 +82,7 @@ OTHER = {
     "tune_batch_size": 7,
     "tune_generated": False,
     "tune_loss": "cosine",
+    "round_sweeps": 1,
     "distill_epochs": 6,
     "distill_learning_rate": 0.04,
     "distill_batch_size": 3,
@@ -93,7 +94,7 @@ OTHER = {
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
 # Recipes that have every step between them.
-LEARN, UPDATE = "heuristic,learned,searched,mask,tune,distill", "heuristic,sparsegpt"
+LEARN, UPDATE = "heuristic,learned,searched,mask,tune,distill,round", "heuristic,sparsegpt"
 REFIT = "heuristic,refit"
 
 

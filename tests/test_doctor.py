@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from permtriton.cli import doctor
 from permtriton.cli.main import app
 from permtriton.cli.self_test import FAILS, Check
+from permtriton.kernels.sparse_linear_mma import GpuLimits
 from permtriton.util.extras import EXTRAS
 
 
@@ -37,3 +39,12 @@ def test_the_verdict_names_what_fails_and_what_is_missing(monkeypatch):
     assert doctor.verdict(about, [works, Check("reload", FAILS, "", 1.0)]) == (
         "permtriton does not work here: reload failed"
     )
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"), [((9, 0), "its own kernel"), ((8, 9), "and multiplied in FP8"), ((8, 0), "dequantized")]
+)
+def test_it_says_how_packed_fp8_runs(capability, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(doctor.mma, "limits_of", lambda device: GpuLimits(132, has_wgmma=capability[0] == 9))
+    assert words in doctor._packed_fp8(1)

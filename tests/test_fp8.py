@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization.utils import calculate_qparams
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,8 +27,9 @@ import permtriton
 from permtriton import demo
 from permtriton.checkpoint import fp8
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.fp8 import dequantize, quantize
+from permtriton.checkpoint.fp8 import dequantized
 from permtriton.errors import ConfigError, ModelError, VerificationError
+from permtriton.kernels.quantize import round_to_fp8
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 
@@ -63,8 +65,8 @@ def test_zeros_stay_zeros_and_weights_move_by_rounding_only(dtype):
     weight[3], weight[4] = 0, weight[4] * 1e-3
     weight[5, ::2] *= 1e-5
     folders.prune_weight(weight)
-    stored, scale = quantize(weight)
-    back = dequantize(stored, scale)
+    stored, scale = round_to_fp8(weight)
+    back = dequantized(stored, scale)
     assert (stored.dtype, scale.dtype, scale.shape, back.dtype) == (FLOAT8, dtype, (64, 1), dtype)
     assert not back[weight == 0].any()
     assert not (stored.view(torch.uint8) == 0x80).any()
@@ -168,16 +170,13 @@ def test_a_packed_folder_gives_the_same(source, written, tmp_path):
     ],
 )
 def test_what_is_written_wrongly_is_found(source, tmp_path, monkeypatch, damage, words):
-    """The package that rounds is patched: a fault of it must leave no folder."""
-    compressor = fp8._compressor()
-    compress = compressor.compress
+    """A fault on the way to the file must leave no folder."""
 
-    def broken(state, scheme):
-        found = compress(state, scheme)
-        bits = found["weight"].view(torch.uint8)
-        return {**found, "weight": damage(bits).to(torch.uint8).view(FLOAT8)}
+    def broken(tensors, *arguments):
+        tensors[LAST_UP] = damage(tensors[LAST_UP].view(torch.uint8)).to(torch.uint8).view(FLOAT8)
+        save_file(tensors, *arguments)
 
-    monkeypatch.setattr(compressor, "compress", broken)
+    monkeypatch.setattr("permtriton.checkpoint.export.save_file", broken)
     with pytest.raises(VerificationError, match=words):
         export(source, tmp_path / "out", "fp8")
     assert list(tmp_path.iterdir()) == []
@@ -212,8 +211,7 @@ def test_it_is_measured_and_reported_but_not_compiled_or_trained(source, written
     measured = permtriton.evaluate(written, texts)
     assert measured.perplexity == pytest.approx(permtriton.evaluate(source, texts).perplexity, rel=0.05)
     page = permtriton.report([source, written], tmp_path / "page.html").read_text()
-    assert "fp8" in page
-    assert "measured before its weights lost bits" in page
+    assert "measured before it was stored in 8 bits" in page
     with pytest.raises(permtriton.PermTritonError, match="already been compiled"):
         permtriton.compile(str(written), recipe="mask")
     model = AutoModelForCausalLM.from_pretrained(written)
@@ -227,18 +225,27 @@ def test_what_another_tool_quantized_is_dequantized_and_compiled(written, tmp_pa
     other = shutil.copytree(written, tmp_path / "other", ignore=shutil.ignore_patterns("permtriton.json"))
     stored = load_file(other / WEIGHTS)
     weight = load_original(Source(str(other)))[0].get_parameter(LAST_UP)
-    assert torch.equal(weight, dequantize(stored[LAST_UP], stored[f"{LAST_UP}_scale"]))
+    assert torch.equal(weight, dequantized(stored[LAST_UP], stored[f"{LAST_UP}_scale"]))
     permtriton.compile(other, recipe="mask", data=zoo.token_ids(), output=tmp_path / "out")
     assert load_file(tmp_path / "out" / WEIGHTS)[LAST_UP].dtype == torch.bfloat16
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_a_row_of_small_weights_keeps_its_precision():
-    weight = torch.randn(4, 32) * torch.tensor([[1.0], [1e-6], [1e4], [1e-3]])
-    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), fp8._scheme().weights)
-    torch.testing.assert_close(quantize(weight)[1], scale, rtol=0, atol=0)
-    back = dequantize(*quantize(weight))
-    assert ((back - weight).norm(dim=1) / weight.norm(dim=1) < 0.05).all()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_rounded_as_compressed_tensors_rounds_them(dtype):
+    """Bit for bit; rows of small weights keep their precision."""
+    weight = (torch.randn(4, 32) * torch.tensor([[1.0], [1e-6], [1e4], [1e-3]])).to(dtype)
+    scheme = fp8._scheme()
+    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
+    compressor = BaseCompressor.get_value_from_registry(fp8.LAYOUT)
+    theirs = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)["weight"]
+    stored, found = round_to_fp8(weight)
+    assert torch.equal(found, scale)
+    assert torch.equal(stored.float(), theirs.float())
+    unpacked = compressor.decompress({"weight": stored, "weight_scale": found}, scheme)["weight"]
+    assert torch.equal(dequantized(stored, found), unpacked)
+    if dtype == torch.float32:
+        assert ((unpacked - weight).norm(dim=1) / weight.norm(dim=1) < 0.05).all()
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ TUNE = ("--tune-steps", 4, "--tune-batch-size", 2)
 DISTILL = ("--distill-epochs", 2, "--distill-batch-size", 4)
 COMMANDS = {
     "searched, tune": ("--recipe", "heuristic,searched,mask,tune", *SEARCH, *TUNE),
+    "sparsegpt, round, in 8 bits": ("--recipe", "sparsegpt,round", "--save-format", "packed-fp8"),
     "learned, distill": ("--recipe", "heuristic,learned,mask,distill", *LEARN, *DISTILL),
     "sparsegpt, distill": ("--recipe", "heuristic,sparsegpt,distill", *DISTILL),
     "default": ("--generated", 2),
@@ -148,10 +149,10 @@ def weights(place: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_killed_compilations_end_as_if_uninterrupted(compilations, tmp_path, soak):
-    """2 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving."""
+    """2 kills, or 50 with ``--soak``: of every kind of stage with a state, and while saving in two formats."""
     kills, chance = (50, random.Random(0)) if soak else (2, random.Random(1))
     places = {}
-    for name, options in list(COMMANDS.items())[: None if soak else 1]:
+    for name, options in list(COMMANDS.items())[: None if soak else 2]:
         place = tmp_path / name
         place.mkdir()
         assert compilations.run(place, options) == 0, compilations.log

@@ -31,7 +31,9 @@ def path(tmp_path):
 
 def pruned(problem: Problem, step: str, progress=None, state=None) -> tuple[dict[str, torch.Tensor], list]:
     """The weights that a step gives, and what it reports without times."""
-    parts = problem.reset().refit(progress, state) if step == "refit" else problem.reset().update(progress, state)
+    run = {"refit": problem.refit, "sparsegpt": problem.update, "round": problem.rounded}[step]
+    problem.reset()
+    parts = run(progress, state)
     weights = {name: weight.detach().clone() for name, weight in problem.weights.items()}
     return weights, [{**part, "seconds": 0} for part in parts or []]
 
@@ -40,6 +42,7 @@ def pruned(problem: Problem, step: str, progress=None, state=None) -> tuple[dict
     ("name", "step"),
     [
         ("llama", "refit"),
+        ("llama", "round"),
         pytest.param("experts", "sparsegpt", marks=pytest.mark.slow),
         pytest.param("half precision", "refit", marks=pytest.mark.slow),
         pytest.param("transposed weights", "refit", marks=pytest.mark.slow),

@@ -43,20 +43,30 @@ EMULATED = (
     Variant(BF16, 64, 8, 128, 3, 4, 4, 3, early=True, wide=True),
     Variant(FP16, 128, 32, 128, 2, 8, 8, 1, wide=True),
 )
+IN_FP8 = (
+    Variant(BF16, 64, 8, 256, 3, 4, 4, 3, early=True, wide=True, fp8=True),
+    Variant(FP16, 128, 16, 256, 2, 8, 8, 2, wide=True, fp8=True),
+    Variant(BF16, 64, 64, 256, 2, 4, 4, 1, wide=True, fp8=True),
+)
+ALL = (*EMULATED, *IN_FP8)
 HARNESS = """
 #include "{model}"
 #include "{source}"
-extern "C" int run(const char* name, const void* x, const void* values, const void* positions, const void* bias,
-                   void* y, int tokens, int rows, int channels, int has_bias, int columns, int blocks, int threads,
-                   int layers, int bytes, int at_once, int seed) {{
+extern "C" int run(const char* name, const void* const* tensors, int width, int tokens, int rows, int channels,
+                   int has_bias, int columns, int blocks, int threads, int layers, int bytes, int at_once, int seed) {{
     error = 0, eager = at_once;
-    auto byte = [](const void* p) {{ return static_cast<const uint8_t*>(p); }};
-    readable = {{{{byte(x), 2LL * tokens * channels}}, {{byte(values), 1LL * rows * channels}},
-                 {{byte(positions), 1LL * rows * channels / 8}}}};
-    auto kernel = [&](auto* function) {{
+    const auto byte = [=](int i) {{ return static_cast<const uint8_t*>(tensors[i]); }};
+    const auto half = [=](int i) {{ return static_cast<u16*>(const_cast<void*>(tensors[i])); }};
+    const auto scales = [=](int i) {{ return static_cast<const float*>(tensors[i]); }};
+    readable = {{{{byte(0), 1LL * width * tokens * channels}}, {{byte(1), 1LL * width * rows * channels / 2}},
+                 {{byte(2), 1LL * rows * channels / 8}}}};
+    const auto kernel = [&](auto* function) {{
         body = [=] {{
-            function(byte(x), byte(values), byte(positions), static_cast<const u16*>(bias), static_cast<u16*>(y),
-                     tokens, rows, channels, has_bias);
+            if constexpr (std::is_invocable_v<decltype(function), u8*, u8*, u8*, u16*, u16*, int, int, int, int>)
+                function(byte(0), byte(1), byte(2), half(3), half(4), tokens, rows, channels, has_bias);
+            else
+                function(byte(0), byte(1), byte(2), half(3), scales(4), scales(5), half(6), tokens, rows, channels,
+                         has_bias);
         }};
     }};
     {choices} return -1;
@@ -100,7 +110,7 @@ def library(tmp_path_factory):
     if shutil.which("g++") is None:
         pytest.skip("no g++ here")
     there = tmp_path_factory.mktemp("mma")
-    choices = " else ".join(f'if (!strcmp(name, "{one.kernel.name}")) kernel({one.kernel.name});' for one in EMULATED)
+    choices = " else ".join(f'if (!strcmp(name, "{one.kernel.name}")) kernel({one.kernel.name});' for one in ALL)
     model = Path(__file__).with_name("mma_model.h")
     (there / "h.cpp").write_text(HARNESS.format(model=model, source=SOURCE, choices=f"{choices} else"))
     command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "h.cpp", "-o", "h.so"]
@@ -114,9 +124,10 @@ def emulated(library, request, monkeypatch):
     """Makes kernels run in the emulation; asynchronous copies land late or at once, threads run in any order."""
 
     def call(kernel: CudaKernel, grid, *tensors, **numbers) -> None:
-        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        pointers = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         launch = (grid[0], grid[1], kernel.threads, grid[2], kernel.shared_bytes, *request.param)
-        assert library.run(kernel.name.encode(), *pointers, *numbers.values(), *launch) == 0
+        width = tensors[0].dtype.itemsize
+        assert library.run(kernel.name.encode(), pointers, width, *numbers.values(), *launch) == 0
 
     monkeypatch.setattr(CudaKernel, "__call__", call)
 
@@ -130,8 +141,8 @@ def test_the_emulated_metadata_is_that_of_cutlass(library):
         assert library.rows_of(selector, lane, half, word) == (1 << row % 16 if holds else 0), (selector, lane, half)
 
 
-@pytest.mark.parametrize("variant", EMULATED, ids=lambda variant: variant.kernel.name)
-@pytest.mark.slow(but=[f"shuffled-{one.kernel.name}" for one in EMULATED])
+@pytest.mark.parametrize("variant", ALL, ids=lambda variant: variant.kernel.name)
+@pytest.mark.slow(but=[f"shuffled-{one.kernel.name}" for one in ALL])
 def test_the_kernel_computes_a_product_exactly(emulated, variant):
     """What a GPU checks too, before it uses the kernel; the known product is made on the CPU."""
     with torch.device("meta"):  # whatever the default device is
@@ -177,6 +188,43 @@ def test_an_infinite_input_reaches_the_rows_that_keep_its_channel(emulated, vari
     expected = torch.full((3, rows), channels / 2)
     expected[1, 1:] = torch.inf
     assert torch.equal(y.float(), expected)
+
+
+def in_fp8(variant, x, weight, bias, scales):
+    """The kernel's result, and the terms' sum in float64; both operands are float8, scales those of rows and tokens."""
+    values, positions = pack(weight.float(), TWO_FOUR)
+    y = torch.full((len(x), len(weight)), torch.nan, dtype=variant.dtype)
+    variant.launch(x, values.to(mma.FP8), positions, bias, y, scales)
+    dense = x.double() @ weight.double().t() * scales[0] * scales[1].view(-1, 1)
+    return y.double(), dense + (0 if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("variant", IN_FP8, ids=lambda variant: variant.kernel.name)
+@pytest.mark.slow(but=[f"shuffled-{one.kernel.name}" for one in IN_FP8])
+def test_the_product_in_float8(emulated, variant):
+    """Ragged rows and tokens, inputs that are not aligned, and scales that no two rows or tokens share."""
+    channels, rows, tokens = 1792, variant.rows + 3, variant.tokens + variant.tokens // 2 + 1
+    weight = sparse(rows, channels // 4).clamp(-448, 448).to(mma.FP8)
+    x = torch.randn(tokens * channels + 1).mul(30).to(mma.FP8)[1:].view(tokens, channels)
+    limit = 2 * torch.finfo(variant.dtype).eps + 2**-10
+    for bias in (None, torch.randn(2 * rows).to(variant.dtype)[::2]):
+        found, expected = in_fp8(variant, x, weight, bias, (torch.rand(rows) / 50, torch.rand(tokens)))
+        torch.testing.assert_close(found, expected, rtol=limit, atol=limit * expected.abs().max().item())
+
+
+def test_a_long_sum_in_float8_keeps_its_last_terms(emulated):
+    """One large term, then thousands below the 14 bits of a sum with it: without totals all of them would be lost.
+
+    In a chunk, four products cut off less than 33 units each, of at most 2^-13 of the sum of its terms.
+    """
+    variant, channels = IN_FP8[0], 14336
+    weight, x = torch.zeros(64, channels), torch.full((3, channels), 3.5)
+    weight.view(64, -1, 4)[..., :2] = 4.0
+    weight[:, 0] = x[:, 0] = 448
+    found, expected = in_fp8(variant, x.to(mma.FP8), weight.to(mma.FP8), None, (torch.ones(64), torch.ones(3)))
+    large = 448 * 448
+    assert expected.min() > 1.4 * large
+    assert ((found - expected).abs() < (4 * 33 * 2**-13 + 2**-8) * expected).all()
 
 
 @pytest.fixture
@@ -290,6 +338,19 @@ def test_a_variant_fits_its_gpu(gpu, config):
             assert variant.splits == 1 or tiles * variant.splits <= config.constants["BLOCKS"] * gpu.multiprocessors
 
 
+@pytest.mark.parametrize("config", mma.WIDE_CONFIGS)
+def test_a_variant_in_float8_fits_its_gpu(config):
+    for tokens in (1, 9, 64, 65, 256):
+        for rows, channels in ((64, 256), (1024, 4096), (14336, 4096), (128256, 8192)):
+            variant = variant_of(config, tokens, rows, channels, BF16, H200, fp8=True)
+            assert (variant.chunk, variant.wide, variant.fp8) == (256, True, True)
+            assert variant.rows <= rows
+            assert variant.rows * variant.tokens <= mma.FP8_SUMS, "sums and totals fit into registers"
+            assert variant.kernel.shared_bytes <= H200.block_bytes
+            assert variant.stages >= 2
+            assert variant.splits <= max(channels // 256, 1)
+
+
 @pytest.mark.parametrize(
     ("gpu", "shape", "expected"),
     [
@@ -336,12 +397,24 @@ def test_what_the_kernel_takes(tokens, rows, channels, dtype, fits):
     assert mma.takes(tokens, rows, channels, dtype, TWO_FOUR) is fits
 
 
+def test_what_the_kernel_takes_in_float8(monkeypatch):
+    """Whole stages of 256 channels, and only where there is wgmma."""
+    for gpu, channels, fits in ((H200, 512, True), (H200, 384, False), (B200, 512, False)):
+        monkeypatch.setattr(mma, "limits_of", lambda device, gpu=gpu: gpu)
+        assert mma.takes_fp8(2, 64, channels, BF16, TWO_FOUR, CPU) is fits
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
 def test_the_defaults_compile_without_a_spill(tmp_path):
+    in_fp8 = [(0, 8, 4096), (0, 16, 4096), (0, 32, 4096), (0, 64, 4096), (0, 128, 4096), (0, 64, 1024), (3, 64, 8192)]
     variants = [
         variant_of(configs_for(tokens, 4096, gpu)[0], tokens, 4096, 4096, BF16, gpu)
         for gpu, tokens in product_of((H200, B200), (16, 64))
+    ]
+    variants += [
+        variant_of(mma.WIDE_CONFIGS[config], tokens, rows, 4096, BF16, H200, fp8=True)
+        for config, tokens, rows in in_fp8
     ]
     uses = "\n".join(f"void* use_{i} = (void*)&{one.kernel.name};" for i, one in enumerate(variants))
     (tmp_path / "k.cu").write_text(f'#include "{SOURCE}"\n{uses}\n')

@@ -22,6 +22,7 @@ from permtriton.kernels import (
     nm_mask,
     packing,
     placement,
+    quantize,
     sinkhorn,
     sparsegpt_block,
     swap_gains,
@@ -52,6 +53,11 @@ class Build:
     launch: Launch
     default: bool
     aligned: bool = False
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether it converts to float8 e4m3, which GPUs before sm_89 cannot."""
+        return "*fp8e4nv" in self.launch.signature.values()
 
 
 def builds_of(
@@ -93,7 +99,7 @@ def distinct(builds: Iterable[Build]) -> list[Build]:
 
 def name_of(dtype: torch.dtype) -> str:
     """Returns Triton's name of a floating-point dtype: ``bf16``."""
-    return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+    return {torch.float8_e4m3fn: "fp8", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
 def _permute() -> Iterator[Build]:
@@ -138,6 +144,35 @@ def _norm_permute() -> Iterator[Build]:
                 yield from builds_of(about, partial(back, *of), "norm_permute_backward", norms.BACKWARD_CONFIGS)
         for either in (there, back):
             yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * norms.LONGEST))
+
+
+def _quantize() -> Iterator[Build]:
+    """Yields the kernels alone, with a gather, after a gate and after each kind of norm; short and long rows."""
+
+    def alone(dtype: torch.dtype, channels: int, gather: bool, gated: bool) -> object:
+        x, index = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=index_dtype(channels))
+        return quantize.quantize_triton(x, index if gather else None, x if gated else None)
+
+    def normed(kind: str, channels: int) -> object:
+        x, vector = torch.empty(1024, channels, dtype=torch.bfloat16), torch.empty(channels, dtype=torch.bfloat16)
+        index = torch.empty(channels, dtype=index_dtype(channels))
+        return norms.norm_quantize_triton(x, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
+
+    longest = quantize.LONGEST
+    for dtype, channels, gather, gated in (
+        *((torch.bfloat16, channels, *how) for channels in (128, 4096, longest)
+          for how in ((False, False), (True, False), (False, True))),
+        (torch.float32, 4096, False, False), (torch.bfloat16, 2 * longest, False, False),
+        (torch.bfloat16, 2 * longest, False, True),
+    ):  # fmt: skip
+        about = f"{name_of(dtype)} x {channels}" + ", gathered" * gather + ", gated" * gated
+        table = ("quantize", quantize.CONFIGS) if channels <= longest else ()
+        aligned = channels == longest
+        yield from builds_of(about, partial(alone, dtype, channels, gather, gated), *table, aligned=aligned)
+    for kind, channels in product(norms.KINDS, (4096, norms.HELD)):
+        call = partial(normed, kind, channels)
+        about = f"{kind} bf16 x {channels}, quantized"
+        yield from builds_of(about, call, "norm_permute", norms.CONFIGS, aligned=True)
 
 
 def _sinkhorn() -> Iterator[Build]:
@@ -249,16 +284,17 @@ def _sparsegpt_block() -> Iterator[Build]:
 
 
 def _packing() -> Iterator[Build]:
-    """Yields the kernel for bfloat16 and float32."""
+    """Yields the kernel for float8, bfloat16 and float32."""
 
     def unpacked(dtype: torch.dtype) -> object:
         positions = torch.empty(4096, 512, dtype=torch.uint8)
         return packing.unpack_triton(torch.empty(4096, 2048, dtype=dtype), positions, 4096)
 
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", packing.CONFIGS)
 
 
 MODULES = (
-    _permute, _norm_permute, _sinkhorn, _assignment, _nm_mask, _placement, _swap_gains, _sparsegpt_block, _packing,
+    _permute, _norm_permute, _quantize, _sinkhorn, _assignment, _nm_mask, _placement, _swap_gains, _sparsegpt_block,
+    _packing,
 )  # fmt: skip

@@ -154,7 +154,7 @@ def sinkhorn(bench: Bench) -> None:
         lambda grad, logits: _both_eager(grad.double(), logits.double()), backward.error, backward.limit,
         forward.bytes + backward.bytes,
     )  # fmt: skip
-    bench.compare("sinkhorn both", joined, _eager_and_compiled(bench, _both_eager))
+    bench.compare("sinkhorn both", joined, eager_and_compiled(bench, _both_eager))
 
 
 def _both_eager(grad: Tensor, logits: Tensor) -> Tensor:
@@ -162,7 +162,8 @@ def _both_eager(grad: Tensor, logits: Tensor) -> Tensor:
     return sinkhorn_backward_reference(grad, logits, rows, columns, 0.5)
 
 
-def _eager_and_compiled(bench: Bench, function: Callable[..., Tensor]) -> dict[str, Prepare]:
+def eager_and_compiled(bench: Bench, function: Callable[..., Any]) -> dict[str, Prepare]:
+    """Returns a function as peers: as it is, and compiled."""
     compiled: Any = function if bench.tiny else torch.compile(function, dynamic=False)
     return {"eager torch": lambda inputs: partial(function, *inputs),
             "torch.compile": lambda inputs: partial(compiled, *inputs)}  # fmt: skip

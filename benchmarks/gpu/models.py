@@ -63,7 +63,7 @@ def _products(bench: Bench, counts: Sequence[int], layer: dict[tuple[int, int], 
             case = sparse_linear_case(tokens, rows, channels, bench.dtype, bench.device)
             how: dict[str, Any] = {"seconds": 1.0, "reads": tokens in FEW, "label": f"{rows}x{channels}"}
             bench.compare(name, case, _peers(channels), **how)
-        _weighted(bench, name, layer, total)
+        weighted(bench, name, layer, total)
 
 
 def table_3(bench: Bench) -> None:
@@ -81,7 +81,7 @@ def table_3(bench: Bench) -> None:
     permute(bench, ((2048, 4096), (2048, 11008)))
 
 
-def _weighted(bench: Bench, name: str, layer: dict[tuple[int, int], int], total: str) -> None:
+def weighted(bench: Bench, name: str, layer: dict[tuple[int, int], int], total: str) -> None:
     """Adds up the times of a layer's linears, if all of them were measured."""
     found = {result["case"]: result for result in bench.record["results"] if result["name"] == name}
     labels = {f"{rows}x{channels}": count for (rows, channels), count in layer.items()}

@@ -20,7 +20,7 @@ MERGED_8B = {(6144, 4096): 1, (4096, 4096): 1, (28672, 4096): 1, (4096, 14336): 
 TABLE_3 = {"q, k, v, o": (4096, 4096), "up, gate": (11008, 4096), "down": (4096, 11008)}  # of LLaMA-2-7B
 PREFILL, DECODING, COMPILED = "2:4 prefill", "decoding, 8B shape", "decoding, 8 layers of the 8B shape, torch.compile"
 OURS, COPIES = "permtriton", ("copy_ in a graph", "copy_ on the stream")
-DENSE, BARE = "cuBLAS, dense", "cuSPARSELt"
+DENSE, BARE, DENSE_FP8 = "cuBLAS, dense", "cuSPARSELt", "_scaled_mm, dense FP8"
 Bounds = tuple[float | None, float | None]
 
 
@@ -46,6 +46,9 @@ ROWS = {  # in the order of their worth
     "paper": Row(30, 90, "the paper's Table 3: products and permutations of LLaMA-2-7B, 2048 tokens", True),
     "kernels": Row(60, 140, "every Triton kernel of pruning once, beside a copy of its bytes", True),
     "sparse_linear": Row(30, 90, "the packed product with 1 to 1024 tokens, shapes of an 8B model", True),
+    "sparse_linear_fp8": Row(60, 150, "the packed FP8 product with 1 to 4096 tokens, its input quantized", True),
+    "quantize": Row(30, 60, "activations quantized per token, alone and after a gate", True),
+    "norm_quantize": Row(25, 50, "RMSNorm that permutes and quantizes, against the norm alone", True),
     "decoding_compiled": Row(120, 220, "a step of decoding of 8 layers of the 8B shape under torch.compile"),
     "merged": Row(25, 80, "the packed product with q, k, v and gate, up as one, as engines have them", True),
     "prefill": Row(25, 60, "the packed product with many tokens", True),
@@ -111,6 +114,16 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "sparse_linear, 256 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
     "sparse_linear, 512 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
     "sparse_linear, 1024 tokens": {f"{SPEED}{DENSE}": (1.0, None)},
+    **{
+        f"sparse_linear_fp8, {tokens}: {LAYER}": {f"{SPEED}{DENSE}": (dense, None), f"{SPEED}{DENSE_FP8}": (fp8, None)}
+        for tokens, dense, fp8 in (
+            ("1 token", 2.4, 1.25),
+            ("16 tokens", 2.25, 1.25),
+            ("64 tokens", 2.1, 1.15),
+            ("256 tokens", 2.0, 1.05),
+            ("4096 tokens", 2.25, 1.15),
+        )
+    },
     PREFILL: {f"{SPEED}{DENSE}": (1.5, None), f"{SPEED}{BARE}, tuned": (0.98, None)},
     f"{DECODING}: batch 1,": {f"{SPEED}{DENSE}": (1.4, None)},
     f"{DECODING}: batch 64,": {f"{SPEED}{DENSE}": (1.25, None)},
@@ -128,6 +141,9 @@ GOALS: dict[str, dict[str, Bounds]] = {  # how a result's name and case begin ->
     "permute, 16384 rows": {COPY: (0.95, None)},
     "permute": {f"{SPEED}the kernel in CUDA": (0.95, None), COPY: (0.8, None)},
     "RMSNorm": {f"{SPEED}our RMSNorm alone": (0.97, None), COPY: (0.8, None)},
+    "norm_quantize": {f"{SPEED}our RMSNorm alone": (0.95, None)},
+    "quantize": {COPY: (0.8, None)},
+    "silu_quantize": {COPY: (0.8, None)},
 }
 HEADINGS = ("result", "case", "ours, us", "best peer, us", "floor, us", "figures", "goal", "met", "ran as")
 
@@ -187,7 +203,7 @@ def lines(rows: Mapping[str, Any]) -> list[tuple[str, ...]]:
         row = rows[name]
         for result in row["results"]:
             line = _line(name, result, row["tiny"])
-            if name != "sparse_linear" or result["case"] == LAYER or "NO" in line:
+            if name not in ("sparse_linear", "sparse_linear_fp8") or result["case"] == LAYER or "NO" in line:
                 found.append(line)
         found += [(failure["what"], *"----", f"failed: {failure['why'][:160]}", "", "NO", "")
                   for failure in row["failures"]]  # fmt: skip

@@ -18,6 +18,7 @@ from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.cases.permute import permute_case
 from permtriton.kernels.tools.cases.sinkhorn import sinkhorn_backward_case, sinkhorn_case
 from permtriton.kernels.tools.cases.sparse_linear import sparse_linear_case
+from permtriton.kernels.tools.cases.sparse_linear_fp8 import sparse_linear_fp8_case
 
 
 def tune(bench: Bench) -> None:
@@ -50,6 +51,7 @@ def by_value(bench: Bench) -> list[Case]:
     rows, blocks = bench.pick(((16384, 4096), (BLOCKS_7B, 64)), ((8, 256), (4, 16)))
     return [
         *(sparse_linear_case(count, *shape, dtype, device) for count in tokens for shape in shapes),
+        *(sparse_linear_fp8_case(count, *shape, dtype, device) for count in tokens for shape in shapes),
         nm_mask_backward_case(*size, dtype, device), nm_mask_case(*size, dtype, device),
         sinkhorn_backward_case(*blocks, device), sinkhorn_case(*blocks, device), assignment_case(*blocks, device),
         norm_permute_case(*rows, dtype, device), permute_case(*rows, dtype, device),

@@ -1,4 +1,5 @@
-// y = x W^T + bias for a packed 2:4 weight W of 16-bit values and some tokens, on the sparse tensor cores.
+// y = x W^T + bias for a packed 2:4 weight W and some tokens, on the sparse tensor cores. W and x are of 16 bits, or both
+// of 8 (e4m3) with a scale per row of W and one per token.
 //
 // A packed row is what mma.sp multiplies: its values in order are the rows of fragment A, its position words the
 // metadata, x is B with a token per column. Nothing is decompressed; see sparse_linear_mma.py for the layouts.
@@ -10,7 +11,7 @@
 // shared memory, over the blocks of the cluster.
 //
 // The second kernel multiplies by wgmma, on Hopper alone: four warps at once, whose operands lie in shared memory. There
-// all warps of a block are one team, and the next chunk is copied while the products run.
+// all warps of a block are one team, and the next chunk is copied while the products run. It multiplies 8 bits, too.
 //
 // A kernel may begin while the one before it ends (a launch attribute). Until that one's writes can be seen, it only
 // brings its first weights into the L2 cache, where a later write would be seen, too.
@@ -125,22 +126,25 @@ __device__ __forceinline__ u16 narrow(float value) {
 #define FOURS_32 FOURS_16, FOUR(8), FOUR(12)
 #define FOURS_64 FOURS_32, FOUR(16), FOUR(20), FOUR(24), FOUR(28)
 #define FOURS_128 FOURS_64, FOUR(32), FOUR(36), FOUR(40), FOUR(44), FOUR(48), FOUR(52), FOUR(56), FOUR(60)
-#define WIDE_PRODUCT(TOKENS, A, B, METADATA, SELECTOR_AT, TYPE)                                                        \
-    asm volatile("{.reg .pred adds; setp.eq.u32 adds, 0, 0; wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS "k32.f32."   \
-                 TYPE "." TYPE " {" SUMS_##TOKENS "}, %" #A ", %" #B ", %" #METADATA ", %" #SELECTOR_AT                \
-                 ", adds, 1, 1, 0, 0;}" : FOURS_##TOKENS : "l"(a), "l"(b), "r"(metadata), "n"(SELECTOR))
-#define WIDE_PRODUCTS(TOKENS_, A, B, METADATA, SELECTOR_AT)                                                            \
-    if (TOKENS == TOKENS_ && BF16) WIDE_PRODUCT(TOKENS_, A, B, METADATA, SELECTOR_AT, "bf16");                         \
-    if (TOKENS == TOKENS_ && !BF16) WIDE_PRODUCT(TOKENS_, A, B, METADATA, SELECTOR_AT, "f16")
+#define WIDE_PRODUCT(TOKENS, A, B, METADATA, SELECTOR_AT, ADDS_AT, SHAPE, NOT_TRANSPOSED)                              \
+    asm volatile("{.reg .pred adds; setp.ne.u32 adds, %" #ADDS_AT ", 0; wgmma.mma_async.sp.sync.aligned.m64n" #TOKENS  \
+                 SHAPE " {" SUMS_##TOKENS "}, %" #A ", %" #B ", %" #METADATA ", %" #SELECTOR_AT ", adds, 1, 1"         \
+                 NOT_TRANSPOSED ";}"                                                                                   \
+                 : FOURS_##TOKENS : "l"(a), "l"(b), "r"(metadata), "n"(SELECTOR), "n"(ADDS))
+#define WIDE_PRODUCTS(TOKENS_, ...)                                                                                    \
+    if (TOKENS == TOKENS_ && FP8) WIDE_PRODUCT(TOKENS_, __VA_ARGS__, "k64.f32.e4m3.e4m3", "");                         \
+    if (TOKENS == TOKENS_ && !FP8 && BF16) WIDE_PRODUCT(TOKENS_, __VA_ARGS__, "k32.f32.bf16.bf16", ", 0, 0");          \
+    if (TOKENS == TOKENS_ && !FP8 && !BF16) WIDE_PRODUCT(TOKENS_, __VA_ARGS__, "k32.f32.f16.f16", ", 0, 0")
 
-// 64 rows of W by TOKENS tokens, summed over 32 channels; a and b describe the operands in shared memory.
-template <int BF16, int TOKENS, int SELECTOR>
+// 64 rows of W by TOKENS tokens, summed over 64 bytes of channels, and added to d if it ADDS; a and b describe the
+// operands in shared memory.
+template <int FP8, int BF16, int TOKENS, int SELECTOR, int ADDS>
 __device__ __forceinline__ void multiply_wide(float (&d)[TOKENS / 2], u64 a, u64 b, u32 metadata) {
-    if constexpr (TOKENS == 8) { WIDE_PRODUCTS(8, 4, 5, 6, 7); }
-    if constexpr (TOKENS == 16) { WIDE_PRODUCTS(16, 8, 9, 10, 11); }
-    if constexpr (TOKENS == 32) { WIDE_PRODUCTS(32, 16, 17, 18, 19); }
-    if constexpr (TOKENS == 64) { WIDE_PRODUCTS(64, 32, 33, 34, 35); }
-    if constexpr (TOKENS == 128) { WIDE_PRODUCTS(128, 64, 65, 66, 67); }
+    if constexpr (TOKENS == 8) { WIDE_PRODUCTS(8, 4, 5, 6, 7, 8); }
+    if constexpr (TOKENS == 16) { WIDE_PRODUCTS(16, 8, 9, 10, 11, 12); }
+    if constexpr (TOKENS == 32) { WIDE_PRODUCTS(32, 16, 17, 18, 19, 20); }
+    if constexpr (TOKENS == 64) { WIDE_PRODUCTS(64, 32, 33, 34, 35, 36); }
+    if constexpr (TOKENS == 128) { WIDE_PRODUCTS(128, 64, 65, 66, 67, 68); }
 }
 __device__ __forceinline__ void load_two_words(u32 (&to)[2], u32 from) {
     asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(to[0]), "=r"(to[1]) : "r"(from) : "memory");
@@ -260,10 +264,11 @@ struct Stage {
 };
 
 // Adds up the sums of TEAMS teams of SPLITS blocks, [TEAMS, TOKENS, ROWS + 4] floats in shared memory, in a fixed order.
-// Four rows of a token at once; BATCH such fours are read before the first is written: other blocks are far away.
-template <int BF16, int ROWS, int TOKENS, int WARPS, int TEAMS, int SPLITS>
-__device__ __forceinline__ void add_up(u32 shared, const u16* bias, u16* y, int block_row, int tokens, int out_features,
-                                       int has_bias) {
+// Four rows of a token at once; BATCH such fours are read before the first is written: other blocks are far away. Of 8
+// bits the sums are multiplied by the scales of their row and token, before the bias is added.
+template <int FP8, int BF16, int ROWS, int TOKENS, int WARPS, int TEAMS, int SPLITS>
+__device__ __forceinline__ void add_up(u32 shared, const u16* bias, const float* row_scales, const float* token_scales,
+                                       u16* y, int block_row, int tokens, int out_features, int has_bias) {
     constexpr int SUMS_ROW = ROWS + 4;  // padded: the threads of a warp store to different banks
     meet<(SPLITS > 1)>();
     constexpr int FOURS = ROWS / 4, THREADS = 32 * WARPS * SPLITS, EACH = (TOKENS * FOURS + THREADS - 1) / THREADS;
@@ -271,25 +276,32 @@ __device__ __forceinline__ void add_up(u32 shared, const u16* bias, u16* y, int 
     const int end = tokens * FOURS;
     int i = blockIdx.y * 32 * WARPS + threadIdx.x;
     if (i < end) do {
-        float totals[BATCH][4] = {};
-        if (has_bias) {  // all at once: they come from far away
+        float totals[BATCH][4] = {}, scales[BATCH][4];
+        if (has_bias || FP8) {  // all at once: they come from far away
 #pragma unroll
             for (int k = 0; k < BATCH; ++k)
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    totals[k][j] = widen<BF16>(bias[block_row + min(i + k * THREADS, end - 1) % FOURS * 4 + j]);
+                for (int j = 0; j < 4; ++j) {
+                    const int at = min(i + k * THREADS, end - 1), row = block_row + at % FOURS * 4 + j;
+                    if (has_bias) totals[k][j] = widen<BF16>(bias[row]);
+                    if (FP8) scales[k][j] = token_scales[at / FOURS] * row_scales[row];
+                }
         }
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
             const int at = min(i + k * THREADS, end - 1);
+            float sums[4] = {};
 #pragma unroll
             for (int part = 0; part < SPLITS * TEAMS; ++part) {
                 const int line = part % TEAMS * TOKENS + at / FOURS;
                 float some[4];
                 load_floats<(SPLITS > 1)>(some, shared + 4 * (line * SUMS_ROW + at % FOURS * 4), part / TEAMS);
 #pragma unroll
-                for (int j = 0; j < 4; ++j) totals[k][j] += some[j];
+                for (int j = 0; j < 4; ++j) (FP8 ? sums[j] : totals[k][j]) += some[j];
             }
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (FP8) totals[k][j] += sums[j] * scales[k][j];
         }
 #pragma unroll
         for (int k = 0; k < BATCH; ++k) {
@@ -365,45 +377,53 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(32 * WARPS)
                 const int row = first_row + tile * 16 + i / 2 * 8 + lane / 4, token = column * 8 + lane % 4 * 2 + i % 2;
                 store_float(shared + 4 * ((team * TOKENS + token) * SUMS_ROW + row), sums[tile][column][i]);
             }
-    add_up<BF16, ROWS, TOKENS, WARPS, TEAMS, SPLITS>(shared, bias, y, block_row, tokens, out_features, has_bias);
+    add_up<0, BF16, ROWS, TOKENS, WARPS, TEAMS, SPLITS>(shared, bias, nullptr, nullptr, y, block_row, tokens,
+                                                        out_features, has_bias);
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(SPARSE_LINEAR_MMA_MODEL)
-// What all warps of a block copy and multiply at once: 128 channels of ROWS rows of W and of TOKENS rows of x. Rows of 128
-// bytes lie in shared memory as wgmma wants them: the 16-byte units of row r change places by r % 8. x is two such
-// matrices, of 64 channels each.
-template <int ROWS, int TOKENS>
+// What all warps of a block copy and multiply at once: 256 bytes of channels (128 of 16 bits, 256 of 8), of ROWS rows of W
+// and of TOKENS rows of x. Rows of 128 bytes lie in shared memory as wgmma wants them: the 16-byte units of row r change
+// places by r % 8. x is two such matrices, of half of the channels each. Positions lie in units of 16 bytes, of all rows
+// the first unit, then of all rows the second.
+template <int FP8, int ROWS, int TOKENS>
 struct WideStage {
+    static constexpr int WIDTH = FP8 ? 1 : 2, CHANNELS = 256 / WIDTH, UNITS = CHANNELS / 128;  // UNITS of positions per row
     static constexpr int THREADS = 2 * ROWS, X = ROWS * 128, X_HALF = TOKENS * 128, POSITIONS = X + 2 * X_HALF;
-    static constexpr int BYTES = POSITIONS + ROWS * 16;
+    static constexpr int BYTES = POSITIONS + ROWS * UNITS * 16;
+
+    // Bytes of the kept values of some channels.
+    static __device__ __forceinline__ long long values_of(long long channels) { return channels >> FP8; }
 
     static __device__ __forceinline__ void fill(u32 stage, const u8* x, const u8* values, const u8* positions, int c,
                                                 int tokens, int in_features, int thread) {
         int row = thread / 8, unit = thread % 8;
-        const u8* from = values + (long long)row * in_features + c + 16 * unit;
+        const u8* from = values + values_of((long long)row * in_features + c) + 16 * unit;
         u32 to = stage + row * 128 + (unit ^ row % 8) * 16;
 #pragma unroll
         for (int i = 0; i < ROWS * 8 / THREADS; ++i) {
             copy_16(to + i * (THREADS / 8) * 128, from, true);
-            from += THREADS / 8 * (long long)in_features;
+            from += values_of(THREADS / 8 * (long long)in_features);
         }
-        if (thread < ROWS)
-            copy_16(stage + POSITIONS + thread * 16, positions + (long long)thread * (in_features / 8) + c / 8, true);
+        row = thread / UNITS, unit = thread % UNITS;
+        if (thread < ROWS * UNITS)
+            copy_16(stage + POSITIONS + (unit * ROWS + row) * 16,
+                    positions + (long long)row * (in_features / 8) + c / 8 + 16 * unit, true);
         row = thread / 16, unit = thread % 16;
-        from = x + ((long long)row * in_features + c) * 2 + 16 * unit;
+        from = x + ((long long)row * in_features + c) * WIDTH + 16 * unit;
         to = stage + X + unit / 8 * X_HALF;
 #pragma unroll
         for (int i = 0; i < (TOKENS * 16 + THREADS - 1) / THREADS; ++i) {
             const int token = row + i * (THREADS / 16);
             if (token < tokens) copy_16(to + token * 128 + (unit % 8 ^ token % 8) * 16, from, true);
-            from += THREADS / 16 * (long long)in_features * 2;
+            from += THREADS / 16 * (long long)in_features * WIDTH;
         }
     }
 
     static __device__ __forceinline__ void expect(const u8* values, const u8* positions, int c, bool first,
                                                   int in_features, int thread) {
         if (thread >= ROWS) return;
-        bring_to_l2(values + (long long)thread * in_features + c);
+        bring_to_l2(values + values_of((long long)thread * in_features + c));
         if (first) bring_to_l2(positions + (long long)thread * (in_features / 8) + c / 8);
     }
 
@@ -412,44 +432,58 @@ struct WideStage {
         return u64(from >> 4) | u64(1) << 16 | u64(1024 / 16) << 32 | u64(1) << 62;
     }
 
-    // Begins to add a chunk, in products of 32 channels. Of every four threads, the first two hold the positions of the
-    // first two products, the others those of the last two; of each two, the first holds the first 16 channels.
+    // Begins to add a chunk, in products of 64 bytes of channels; of 8 bits, the sums begin anew.
+    // Positions of 16 bits: of every four threads, the first two hold those of the first two products, the others those
+    // of the last two; of each two, the first holds the first 16 channels, for two rows. Of 8 bits: of every four
+    // threads, the first two hold those of the first 32 channels, the others of the last 32, each for one row.
     template <int BF16>
     static __device__ __forceinline__ void add(float (&sums)[TOKENS / 2], u32 stage, int warp, int lane) {
-        const u32 words = stage + POSITIONS + (warp * 16 + lane / 4) * 16 + lane % 4 / 2 * 8;
-        u32 upper[2], lower[2], metadata[2];
-        load_two_words(upper, words);
-        load_two_words(lower, words + 8 * 16);  // of the row eight further
+        const u32 words = stage + POSITIONS + (warp * 16 + lane / 4) * 16;
+        u32 metadata[4];
+        if constexpr (FP8) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) metadata[i] = __byte_perm(upper[i], lower[i], lane % 2 ? 0x7632 : 0x5410);
+            for (int i = 0; i < 4; ++i)
+                metadata[i] = load_word(words + lane % 2 * 8 * 16 + i / 2 * ROWS * 16 + i % 2 * 8 + lane % 4 / 2 * 4);
+        } else {
+            u32 upper[2], lower[2];
+            load_two_words(upper, words + lane % 4 / 2 * 8);
+            load_two_words(lower, words + lane % 4 / 2 * 8 + 8 * 16);  // of the row eight further
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                metadata[i] = __byte_perm(upper[i % 2], lower[i % 2], lane % 2 ? 0x7632 : 0x5410);
+        }
         const u64 a = describe(stage + warp / 4 * (64 * 128)), b = describe(stage + X), half = X_HALF / 16;
         begin_products();
-        multiply_wide<BF16, TOKENS, 0>(sums, a, b, metadata[0]);
-        multiply_wide<BF16, TOKENS, 0>(sums, a + 2, b + 4, metadata[1]);
-        multiply_wide<BF16, TOKENS, 1>(sums, a + 4, b + half, metadata[0]);
-        multiply_wide<BF16, TOKENS, 1>(sums, a + 6, b + half + 4, metadata[1]);
+        multiply_wide<FP8, BF16, TOKENS, 0, !FP8>(sums, a, b, metadata[0]);
+        multiply_wide<FP8, BF16, TOKENS, 0, 1>(sums, a + 2, b + 4, metadata[1]);
+        multiply_wide<FP8, BF16, TOKENS, !FP8, 1>(sums, a + 4, b + half, metadata[2]);
+        multiply_wide<FP8, BF16, TOKENS, !FP8, 1>(sums, a + 6, b + half + 4, metadata[3]);
         end_products();
     }
 };
 
-// The same product by wgmma; in_features is a multiple of 128, a warp has 16 rows, and ROWS is a multiple of 64.
-template <int BF16, int ROWS, int TOKENS, int STAGES, int SPLITS>
+// The same product by wgmma; in_features is a multiple of a stage's channels, a warp has 16 rows, and ROWS is a multiple of
+// 64. Of 8 bits, row_scales [out_features] and token_scales [tokens] multiply the sums; of 16 they are not read.
+// Products of 8 bits are summed with some 14 bits, whatever their result holds, so that a long sum would lose its last
+// terms: those of each chunk are added to totals.
+template <int FP8, int BF16, int ROWS, int TOKENS, int STAGES, int SPLITS>
 __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(2 * ROWS)
-    sparse_linear_wgmma(const u8* x, const u8* values, const u8* positions, const u16* bias, u16* y, int tokens,
-                        int out_features, int in_features, int has_bias) {
-    using Chunk = WideStage<ROWS, TOKENS>;
-    constexpr int STRIDE = 128 * SPLITS;
+    sparse_linear_wgmma(const u8* x, const u8* values, const u8* positions, const u16* bias, const float* row_scales,
+                        const float* token_scales, u16* y, int tokens, int out_features, int in_features, int has_bias) {
+    using Chunk = WideStage<FP8, ROWS, TOKENS>;
+    constexpr int STRIDE = Chunk::CHANNELS * SPLITS;
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int block_row = min(int(blockIdx.x) * ROWS, out_features - ROWS);
     const int first_token = int(blockIdx.z) * TOKENS;
-    x += (long long)first_token * in_features * 2;
+    x += (long long)first_token * in_features * Chunk::WIDTH;
     y += (long long)first_token * out_features;
+    token_scales += first_token;
     tokens = min(tokens - first_token, TOKENS);
-    values += (long long)block_row * in_features;
+    values += Chunk::values_of((long long)block_row * in_features);
     positions += (long long)block_row * (in_features / 8);
     const u32 shared = (shared_start() + 1023) / 1024 * 1024;
-    const int begin = int(blockIdx.y) * 128;
-    float sums[TOKENS / 2] = {};
+    const int begin = int(blockIdx.y) * Chunk::CHANNELS;
+    float sums[TOKENS / 2] = {}, totals[FP8 ? TOKENS / 2 : 1] = {};
 
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) {
@@ -475,6 +509,9 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(2 * ROWS)
         if (ahead < in_features) Chunk::fill(shared + next, x, values, positions, ahead, tokens, in_features, thread);
         commit_copies();
         wait_for_products();
+#pragma unroll
+        for (int i = 0; i < TOKENS / 2; ++i)
+            if constexpr (FP8) totals[i] += sums[i];
         next = current;
         current = current == (STAGES - 1) * Chunk::BYTES ? 0 : current + Chunk::BYTES;
     }
@@ -484,8 +521,9 @@ __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(2 * ROWS)
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; ++i) {
         const int row = warp * 16 + i / 2 % 2 * 8 + lane / 4, token = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        store_float(shared + 4 * (token * (ROWS + 4) + row), sums[i]);
+        store_float(shared + 4 * (token * (ROWS + 4) + row), FP8 ? totals[FP8 ? i : 0] : sums[i]);
     }
-    add_up<BF16, ROWS, TOKENS, ROWS / 16, 1, SPLITS>(shared, bias, y, block_row, tokens, out_features, has_bias);
+    add_up<FP8, BF16, ROWS, TOKENS, ROWS / 16, 1, SPLITS>(shared, bias, row_scales, token_scales, y, block_row, tokens,
+                                                          out_features, has_bias);
 }
 #endif

@@ -10,7 +10,7 @@ import transformers
 from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto as auto
 
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.format import IN_8_BITS, PACKED
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
@@ -186,7 +186,7 @@ def _sizes(samples: Mapping[str, Any]) -> str:
 
 
 def _has_8_bits(report: Mapping[str, Any]) -> bool:
-    return report.get("export", {}).get("format") == Format.FP8
+    return report.get("export", {}).get("format") in IN_8_BITS
 
 
 def _loading(report: Mapping[str, Any], loader: str, loads_with: str, call: str) -> str:
@@ -198,7 +198,7 @@ def _loading(report: Mapping[str, Any], loader: str, loads_with: str, call: str)
         text = f"vLLM loads it by itself, and `transformers` after `pip install compressed-tensors`. {zeros}"
     else:
         lines.insert(0, "import permtriton")
-        packed = "export" in report and report["export"]["format"] == Format.PACKED
+        packed = "export" in report and report["export"]["format"] in PACKED
         reasons = ["its weights are packed"] * packed
         reasons += ["it permutes channels at run time"] * (not packed or report["config"]["layout"] == "fused")
         text = (

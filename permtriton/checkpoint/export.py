@@ -14,6 +14,7 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
 from permtriton.checkpoint.fp8 import Fp8
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
+from permtriton.checkpoint.packed_fp8 import PackingFp8
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.checkpoint.save import copy_file, share_mode
 from permtriton.checkpoint.shards import describe_files
@@ -26,6 +27,7 @@ from permtriton.util.progress import NoProgress, Progress
 
 WAYS: dict[Format, type[Storing]] = {
     Format.PACKED: Packing,
+    Format.PACKED_FP8: PackingFp8,
     Format.DENSE: Storing,
     Format.PLAIN: Storing,
     Format.FP8: Fp8,

@@ -9,10 +9,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from permtriton.checkpoint.packed import unpacked
-from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig
+from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig, parts_of
 from permtriton.checkpoint.record import Record, read_record, recorded_weights
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.errors import ModelError, reading
+from permtriton.kernels.sparse_linear_fp8 import unpack_fp8
 from permtriton.model.headers import (
     CONFIG_FILE,
     REPORT_FILE,
@@ -56,14 +57,15 @@ class Folder:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether compressed-tensors' layout stores its weights in few bits, as in format fp8."""
+        """Whether its weights are in 8 bits: in format fp8, in compressed-tensors' layout, or packed-fp8."""
         entries = self.config.get("quantization_config")
-        return isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors"
+        in_fp8 = any("values" in entry for entry in self.packed.values())
+        return in_fp8 or (isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors")
 
     @cached_property
     def quantization(self) -> PermTritonQuantizationConfig | None:
         entries = self.config.get("quantization_config")
-        if entries is None or self.is_quantized:
+        if entries is None or (isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors"):
             return None
         if not isinstance(entries, dict) or entries.get("quant_method") != METHOD:
             raise ModelError(
@@ -134,7 +136,7 @@ class Folder:
 
     def names(self) -> list[str]:
         """Returns the names of the model's tensors, ordered by file and name."""
-        parts = {f"{name}_{part}": name for name in self.packed for part in ("values", "positions")}
+        parts = {f"{name}{part}": name for name, entry in self.packed.items() for part in parts_of(entry)}
         ordered = sorted(self.stored, key=lambda name: (self.stored[name].file, name))
         return list(dict.fromkeys(parts.get(name, name) for name in ordered))
 
@@ -150,12 +152,16 @@ class Folder:
         return shape[1:] if self.has_more_dimensions(name) and shape[:1] == (1,) and len(shape) > 1 else shape
 
     def tensor(self, name: str) -> Tensor:
-        """Reads a tensor in the model's shape, and unpacks it if it is packed."""
+        """Reads a tensor in the model's shape, and unpacks and dequantizes it if it is packed."""
         if name not in self.packed:
             return self._read(name).view(self.shape(name))
         entry = self.packed[name]
         values, positions = self._read(f"{name}_values"), self._read(f"{name}_positions")
-        return unpacked(values, positions, entry["shape"], entry["dim"], self.entries.pattern_of(name))
+        pattern = self.entries.pattern_of(name)
+        if "values" not in entry:
+            return unpacked(values, positions, entry["shape"], entry["dim"], pattern)
+        weight = unpack_fp8(values, positions, self._read(f"{name}_scale"), entry["shape"][1], pattern)
+        return weight.to(self._read(name).dtype)
 
     def file_of(self, name: str) -> str:
         """Returns the name of the file that holds a tensor, or the values of a packed one."""

@@ -7,6 +7,7 @@ class Format(StrEnum):
     """How a folder stores its pruned weights."""
 
     PACKED = "packed"
+    PACKED_FP8 = "packed-fp8"
     DENSE = "dense"
     PLAIN = "plain"
     FP8 = "fp8"
@@ -15,11 +16,15 @@ class Format(StrEnum):
 MEANINGS = {
     Format.PACKED: "kept values and positions, 9/16 of the dense size at 2:4 and 16 bits; loads after import "
     "permtriton",
+    Format.PACKED_FP8: "kept values in float8 e4m3 with a scale per row, and positions, 5/16 of the dense size at 2:4 "
+    "and 16 bits; activations are quantized, too; loads after import permtriton",
     Format.DENSE: "zeros stored too",
     Format.PLAIN: "dense, or refused where transformers alone cannot load it (layout fused)",
     Format.FP8: "linears in float8 e4m3 with a scale per row, as compressed-tensors lays them out; vLLM loads it by "
     "itself, transformers with that package; refused in layout fused",
 }
 SERVED_ALONE = (Format.PLAIN, Format.FP8)  # that other programs load without permtriton, so that nothing may permute
+PACKED = (Format.PACKED, Format.PACKED_FP8)  # that store positions
+IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # whose weights are rounded
 NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the module that writes it
 HELP = " ".join(f"{each}: {meaning}." for each, meaning in MEANINGS.items())

@@ -4,7 +4,8 @@ vLLM reads that layout by itself, transformers where compressed-tensors is insta
 token while the model runs, so that nothing needs calibrating.
 
     W [out, in]  ->  weight        float8_e4m3fn [out, in], W / scale rounded
-                     weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448
+                     weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448, or the scale by which the step
+                                   ``round`` has rounded the row
 
 A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 1024`` becomes one, too.
 """
@@ -23,6 +24,7 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.storing import Storing
 from permtriton.errors import ModelError
+from permtriton.kernels.quantize import round_to_fp8
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
 from permtriton.model.load import load_empty_model
@@ -30,7 +32,6 @@ from permtriton.model.name import location_of
 from permtriton.model.source import Source
 
 LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them
-NEGATIVE_ZERO = 0x80
 
 
 class Fp8(Storing):
@@ -62,7 +63,7 @@ class Fp8(Storing):
         left = linears.keys() - {name.removesuffix(".weight") for name in self.quantized.values()}
         stored = {name.removesuffix(".weight") for name, new in weights.items() if new.removesuffix(".weight") in left}
         self._ignored = self._not_quantized(left | stored)
-        self._further_zeros = 0
+        self._rounding = Rounding()
 
     @property
     def loads_with(self) -> str:
@@ -71,8 +72,7 @@ class Fp8(Storing):
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if name not in self.quantized:
             return super().parts(name, tensor)
-        weight, scale = quantize(tensor)
-        self._further_zeros += int(((weight.view(torch.uint8) == 0) & (tensor != 0)).sum())
+        weight, scale = self._rounding(tensor)
         return {name: weight, f"{name}_scale": scale}
 
     def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any]:
@@ -99,14 +99,13 @@ class Fp8(Storing):
         if name not in self.quantized:
             super().check(name, written)
             return
-        weight = dequantize(written.tensor(name), written.tensor(f"{name}_scale")).float()
+        weight = dequantized(written.tensor(name), written.tensor(f"{name}_scale")).float()
         check_finite_tensor(name, weight)
         if name in self.source.pruned:
             check_weight(name, weight, self.source.pruned[name].pattern)
 
     def counts(self) -> dict[str, int]:
-        """Returns ``quantized``, the number of linears, and ``further_zeros``, kept weights that became zeros."""
-        return {"quantized": len(self.quantized), "further_zeros": self._further_zeros}
+        return self._rounding.counts()
 
     def _not_quantized(self, left: Set[str]) -> list[str]:
         """Returns what is to be ignored in 8 bits: names, and a pattern of all that is where nothing is quantized.
@@ -140,33 +139,38 @@ def check_quantizable(model: PreTrainedModel) -> None:
             )
 
 
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a weight ``[out, in]`` in float8 e4m3, without ``-0.0``, and its scales ``[out, 1]`` in its own dtype."""
-    from compressed_tensors.quantization.utils import calculate_qparams
+class Rounding:
+    """Rounds weights to 8 bits and counts what that changes."""
 
-    scheme = _scheme()
-    scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
-    stored = _compressor().compress({"weight": weight, "weight_scale": scale}, scheme)["weight"]
-    bits = stored.view(torch.uint8)
-    return torch.where(bits == NEGATIVE_ZERO, 0, bits).view(stored.dtype), scale.contiguous()
+    def __init__(self) -> None:
+        self._quantized = self._further_zeros = self._rounded = 0
+
+    def __call__(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns a weight ``[out, in]`` in float8 e4m3, and its scales ``[out, 1]`` in its own dtype."""
+        weight, scale = round_to_fp8(tensor)
+        self._quantized += 1
+        self._further_zeros += int(((weight.view(torch.uint8) == 0) & (tensor != 0)).sum())
+        self._rounded += not torch.equal(dequantized(weight, scale), tensor)
+        return weight, scale
+
+    def counts(self) -> dict[str, int]:
+        """Returns what ``export`` in ``permtriton.json`` says of it.
+
+        ``quantized`` is the number of linears, ``rounded`` that of those whose weights were not on the grid already,
+        and ``further_zeros`` that of kept weights that became zeros.
+        """
+        return {"quantized": self._quantized, "rounded": self._rounded, "further_zeros": self._further_zeros}
 
 
-def dequantize(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns a quantized weight in the dtype of its scales."""
-    dequantized: Tensor = _compressor().decompress({"weight": weight, "weight_scale": scale}, _scheme())["weight"]
-    return dequantized
+def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns a weight in float8 e4m3, in the dtype of its scales ``[out, 1]``."""
+    return weight.to(scale.dtype) * scale
 
 
 def _scheme() -> Any:
     from compressed_tensors.quantization import preset_name_to_scheme
 
     return preset_name_to_scheme(SCHEME, ["Linear"])
-
-
-def _compressor() -> Any:
-    from compressed_tensors.compressors import BaseCompressor
-
-    return BaseCompressor.get_value_from_registry(LAYOUT)
 
 
 def _place(weight: str) -> str:

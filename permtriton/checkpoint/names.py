@@ -15,7 +15,7 @@ from torch import Tensor
 
 from permtriton.errors import ModelError, listed
 
-PACKED_PARTS = ("_values", "_positions")
+PACKED_PARTS = ("_values", "_positions", "_scale")
 
 
 @dataclass(frozen=True)

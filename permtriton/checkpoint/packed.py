@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from permtriton.errors import ModelError
 from permtriton.kernels.launch import has_kernels
 from permtriton.kernels.packing import pack, supports, unpack
 from permtriton.util.sparsity import NMPattern
@@ -20,6 +21,16 @@ def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, 
     outer = [size for position, size in enumerate(shape) if position != dim]
     weight = unpack(values, positions, shape[dim], pattern)
     return weight.view(*outer, shape[dim]).movedim(-1, dim).contiguous()
+
+
+def check_packed_fp8(name: str, values: Tensor, scale: Tensor) -> None:
+    """Refuses a weight in FP8 that holds what is never written: a NaN, or a scale that is not positive and finite.
+
+    Raises:
+        ModelError: naming the weight.
+    """
+    if bool((values.view(torch.uint8) & 127 == 127).any()) or not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ModelError(f"{name}: a value or a scale in FP8 is not finite: the checkpoint is damaged")
 
 
 def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device) -> bool:

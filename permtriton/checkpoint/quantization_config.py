@@ -3,10 +3,11 @@
     quant_method  "permtriton"
     version       1
     format        "packed": the weights in ``packed`` are stored as ``P_values`` and ``P_positions`` (see
-                  `permtriton.kernels.packing`); "dense": all weights are stored as they are
+                  `permtriton.kernels.packing`); "packed-fp8": some of them in FP8, with ``P_scale``, too (see
+                  `permtriton.kernels.sparse_linear_fp8`); "dense": all weights are stored as they are
     sparsity      N:M pattern, such as "2:4"
     packed        packed parameter P -> {"shape": its shape, "dim": its input dimension}, and "sparsity" if P has
-                  another pattern
+                  another pattern, and "values": "float8_e4m3fn" if it is in FP8
     gathers       linear that gathers its input -> number of its input channels
     norms         norm that writes its output in another order -> {"kind", "offset", "eps", "channels"}
     sha256        file of weights -> the SHA-256 of its bytes; may be missing
@@ -22,7 +23,7 @@ before the file is used, at one to two GB/s. To load without this check, remove 
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -49,6 +50,7 @@ class Packed(TypedDict):
     shape: Annotated[list[Size], Field(min_length=2, max_length=4)]
     dim: Annotated[int, Field(ge=0)]
     sparsity: NotRequired[Pattern]
+    values: NotRequired[Literal["float8_e4m3fn"]]
 
 
 class Norm(TypedDict):
@@ -65,7 +67,7 @@ class Entries(TypedDict):
 
     quant_method: NotRequired[Literal["permtriton"]]
     version: int
-    format: Literal["packed", "dense"]
+    format: Literal["packed", "packed-fp8", "dense"]
     sparsity: Pattern
     packed: NotRequired[dict[Name, Packed]]
     gathers: NotRequired[dict[Name, Size]]
@@ -101,6 +103,8 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
             group = self.pattern_of(name).group
             if dim >= len(shape) or shape[dim] % group or math.prod(shape) >= 2**62:
                 raise _damaged(f"{name} is {entry}, expected a dimension of the shape that is a multiple of {group}")
+            if "values" in entry and (len(shape), dim) != (2, 1):
+                raise _damaged(f"{name} is {entry}, but only the weight of a linear, [out, in], can be in FP8")
 
     def pattern_of(self, name: str) -> NMPattern:
         """Returns the pattern of a packed parameter."""
@@ -119,14 +123,30 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
         return entries
 
 
-def packed_entry(shape: Sequence[int], pruned: PrunedWeight, sparsity: str) -> Packed:
+def packed_entry(shape: Sequence[int], pruned: PrunedWeight, sparsity: str, *, in_fp8: bool = False) -> Packed:
     """Returns the entry of a packed parameter.
 
     Args:
         sparsity: the entry ``sparsity`` of the config.
     """
     entry: Packed = {"shape": list(shape), "dim": pruned.dim}
-    return entry if str(pruned.pattern) == sparsity else {**entry, "sparsity": str(pruned.pattern)}
+    if str(pruned.pattern) != sparsity:
+        entry["sparsity"] = str(pruned.pattern)
+    if in_fp8:
+        entry["values"] = "float8_e4m3fn"
+    return entry
+
+
+def parts_of(entry: Packed) -> tuple[str, ...]:
+    """Returns the ends of the names of the tensors that a packed parameter is stored as."""
+    return ("_values", "_positions", *(["_scale"] if "values" in entry else []))
+
+
+def format_of(packed: Mapping[str, Packed]) -> Format:
+    """Returns the entry ``format`` of a folder with these packed parameters."""
+    if any("values" in entry for entry in packed.values()):
+        return Format.PACKED_FP8
+    return Format.PACKED if packed else Format.DENSE
 
 
 def _damaged(problem: str) -> ModelError:

@@ -24,12 +24,13 @@ from transformers.quantizers.base import HfQuantizer
 from permtriton.checkpoint.folder import check_hashes
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, check_packed_fp8, runs_packed, unpacked
 from permtriton.checkpoint.quantization_config import (
     VERSION,
     Norm,
     Packed,
     PermTritonQuantizationConfig,
+    format_of,
     packed_entry,
 )
 from permtriton.checkpoint.replace_modules import (
@@ -52,6 +53,7 @@ from permtriton.model.modules import (
     PermutedLayerNorm,
     PermutedRMSNorm,
     SparseLinear,
+    SparseLinearFp8,
     check_index,
     is_packed,
     is_permuted,
@@ -69,7 +71,9 @@ def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantization
         if is_packed(module):
             assert module.pattern is not None
             shape = module.out_features, module.in_features
-            packed[f"{name}.weight"] = packed_entry(shape, PrunedWeight(1, module.pattern), sparsity)
+            in_fp8 = isinstance(module, SparseLinearFp8)
+            pruned = PrunedWeight(1, module.pattern)
+            packed[f"{name}.weight"] = packed_entry(shape, pruned, sparsity, in_fp8=in_fp8)
         if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
             variant = module.variant
             norms[name] = {
@@ -84,7 +88,7 @@ def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantization
         return None
     return PermTritonQuantizationConfig(
         version=VERSION,
-        format=Format.PACKED if packed else Format.DENSE,
+        format=format_of(packed),
         sparsity=sparsity,
         packed=packed,
         gathers=gathers,
@@ -129,7 +133,7 @@ class PermTritonQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return True
+        return self.quantization_config.format != Format.PACKED_FP8
 
     @property
     def is_compileable(self) -> bool:
@@ -191,7 +195,9 @@ class PermTritonQuantizer(HfQuantizer):
             if is_packed(module):
                 assert module.pattern is not None
                 values, positions = module.weight_values, module.weight_positions
-                state[key] = values.new_empty(0)
+                state[key] = module.weight
+                if isinstance(module, SparseLinearFp8):
+                    continue
                 # Packed again, because a cast of the module may have made zeros of small weights.
                 parts = cast_packed(values, positions, module.in_features, module.pattern, values.dtype)
                 state[f"{key}_values"], state[f"{key}_positions"] = parts
@@ -215,7 +221,7 @@ class PermTritonQuantizer(HfQuantizer):
         if by and self._packed:
             raise ModelError(
                 f"packed checkpoints cannot be divided by {by} while they are loaded: export the model as dense "
-                "(permtriton export --format dense)"
+                "(permtriton export --format dense; of one in 8 bits, the folder that it was made from)"
             )
         if by and (self.quantization_config.gathers or by == "FSDP2"):
             raise ModelError(
@@ -249,8 +255,8 @@ class PermTritonQuantizer(HfQuantizer):
                 dtype = self._target_dtype(model, name, getattr(owner, attribute))
                 device, alone = device_of(name, device_map), not self._copies[name]
                 pattern = config.pattern_of(listed)
-                if alone and _stays_packed(owner, attribute, dtype, pattern, device):
-                    replace_by_sparse_linear(model, name)
+                if "values" in entry or (alone and _stays_packed(owner, attribute, dtype, pattern, device)):
+                    replace_by_sparse_linear(model, name, SparseLinearFp8 if "values" in entry else SparseLinear)
                     self._kept.add(name)
                 replace_by_packed(model, name, names[listed], dims[name], entry, stored, pattern)
                 set_parameter(model, self._copies[name], model.get_parameter(name))
@@ -309,7 +315,11 @@ class PermTritonQuantizer(HfQuantizer):
 
     def _target_dtype(self, model: Any, name: str, tensor: Tensor) -> torch.dtype:
         for pattern, dtype in model._get_dtype_plan(self._dtype).items() if self._dtype else ():
-            if tensor.is_floating_point() and re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name):
+            if (
+                tensor.is_floating_point()
+                and tensor.dtype.itemsize > 1
+                and re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name)
+            ):
                 return dtype
         return tensor.dtype
 
@@ -323,6 +333,10 @@ class PermTritonQuantizer(HfQuantizer):
         owner, attribute = owner_of(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
         if name in self._kept:
+            if isinstance(owner, SparseLinearFp8):
+                check_packed_fp8(name, values, owner.weight_scale)
+                owner.set_packed_fp8(values, positions, owner.weight_scale, pattern)
+                return
             assert isinstance(owner, SparseLinear)
             dtype = self._dtypes[f"{name}_values"] = self._dtypes[name]
             if values.dtype != dtype:

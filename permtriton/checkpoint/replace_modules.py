@@ -102,13 +102,14 @@ def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> None:
     replace_module(model, name, from_norm(norm, NormVariant(entry["kind"], entry["eps"], entry["offset"]), index))
 
 
-def replace_by_sparse_linear(model: nn.Module, name: str) -> None:
-    """Replaces the linear that holds the parameter ``name`` by a `SparseLinear`."""
+def replace_by_sparse_linear(model: nn.Module, name: str, kind: type[SparseLinear] = SparseLinear) -> None:
+    """Replaces the linear that holds the parameter ``name`` by a `SparseLinear` of a kind."""
     path, _, _ = name.rpartition(".")
     linear = model.get_submodule(path)
-    assert isinstance(linear, nn.Linear)
-    if not isinstance(linear, SparseLinear):
-        replace_module(model, path, SparseLinear.from_linear(linear))
+    if not isinstance(linear, nn.Linear):
+        raise ModelError(f"{WHERE}: {name} is not the weight of a linear in this model: the file is damaged")
+    if not isinstance(linear, kind):
+        replace_module(model, path, kind.from_linear(linear))
 
 
 def replace_by_gathered_linear(model: nn.Module, name: str, channels: int) -> None:
@@ -159,13 +160,19 @@ def replace_by_packed(
     if values is None or positions is None:
         raise ModelError(f"the checkpoint holds no packed weights for {stored_name}: it is incomplete")
     shapes = packed_shapes(torch.Size(shape).numel() // shape[dim], shape[dim], pattern)
-    if (values.shape, positions.shape) != shapes or values.dtype not in DTYPES or positions.dtype != "U8":
+    dtypes = {"F8_E4M3": torch.float8_e4m3fn} if "values" in entry else DTYPES
+    if (values.shape, positions.shape) != shapes or values.dtype not in dtypes or positions.dtype != "U8":
         raise ModelError(
             f"{values.file}: {stored_name} is stored as {values.dtype} {list(values.shape)} and {positions.dtype} "
-            f"{list(positions.shape)}, expected floating-point {list(shapes[0])} and U8 {list(shapes[1])} for "
+            f"{list(positions.shape)}, expected {' or '.join(dtypes)} {list(shapes[0])} and U8 {list(shapes[1])} for "
             f"{shape} at {pattern}: the checkpoint is damaged"
         )
     empty = torch.empty(0, dtype=getattr(owner, attribute).dtype, device="meta")
     setattr(owner, attribute, nn.Parameter(empty))  # transformers fails on None when it initializes
-    owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=DTYPES[values.dtype], device="meta"))
+    owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=dtypes[values.dtype], device="meta"))
     owner.register_buffer(f"{attribute}_positions", torch.empty(shapes[1], dtype=torch.uint8, device="meta"))
+    if "values" in entry:
+        scale = stored.get(f"{stored_name}_scale")
+        if scale is None or (scale.dtype, scale.shape) != ("F32", (shape[0],)):
+            raise ModelError(f"the checkpoint holds no F32 scale [{shape[0]}] for {stored_name}: it is damaged")
+        owner.register_buffer(f"{attribute}_scale", torch.empty(shape[0], dtype=torch.float32, device="meta"))

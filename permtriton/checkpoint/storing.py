@@ -12,8 +12,13 @@ from torch import Tensor
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.quantization_config import VERSION, Packed, PermTritonQuantizationConfig, packed_entry
+from permtriton.checkpoint.quantization_config import (
+    VERSION,
+    Packed,
+    PermTritonQuantizationConfig,
+    format_of,
+    packed_entry,
+)
 from permtriton.errors import VerificationError
 from permtriton.kernels.packing import pack
 from permtriton.util.progress import Progress
@@ -80,7 +85,7 @@ class Storing:
         quantization = self.source.quantization
         return PermTritonQuantizationConfig(
             version=VERSION,
-            format=Format.PACKED if packed else Format.DENSE,
+            format=format_of(packed or {}),
             sparsity=str(self.source.pattern),
             packed=packed or {},
             gathers=quantization.gathers if quantization else {},

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.format import IN_8_BITS, PACKED, Format
 from permtriton.data.generated import written
 from permtriton.driver.identity import states_beside
 from permtriton.driver.memory import Devices, refusal
@@ -142,8 +142,9 @@ def disk_needs(
 
 def _bytes_per_weight(config: CompileConfig, sizes: ModelSizes, save_format: str | None) -> float:
     """Returns what a format stores of a weight that may be pruned; a scale per row of 8 bits counts nothing."""
-    if save_format == Format.PACKED:
-        packed = sizes.kept * (sizes.element + position_bits(config.sparsity.group) / 8)
+    if save_format in PACKED:
+        element = 1 if save_format in IN_8_BITS else sizes.element
+        packed = sizes.kept * (element + position_bits(config.sparsity.group) / 8)
         return packed + config.dense_share * (sizes.element - packed)
     return 1 if save_format == Format.FP8 else sizes.element
 

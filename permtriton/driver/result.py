@@ -121,9 +121,9 @@ class CompiledModel(Pruned):
         Args:
             folder: folder to write.
             format: ``packed`` (kept values and positions), ``dense`` (zeros stored, too), ``plain`` (dense, and
-                refused where transformers alone cannot load it) or ``fp8`` (8 bits, as vLLM loads them). None for
-                dense. A packed folder and one in 8 bits are written by way of a dense one beside them, as
-                `permtriton.export` writes it.
+                refused where transformers alone cannot load it), ``packed-fp8`` (packed in 8 bits) or ``fp8`` (8 bits,
+                as vLLM loads them). None for dense. A packed folder and one in 8 bits are written by way of a dense one
+                beside them, as `permtriton.export` writes it.
             overwrite: whether an earlier output of permtriton may be replaced.
 
         Returns:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.format import Format
+from permtriton.checkpoint.format import PACKED
 from permtriton.checkpoint.masks import Masks
 from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
@@ -39,7 +39,7 @@ class Compiled(Folder):
 
     @property
     def is_packed(self) -> bool:
-        return "export" in self.record and self.record["export"]["format"] == Format.PACKED
+        return "export" in self.record and self.record["export"]["format"] in PACKED
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -106,7 +106,9 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
         text += " * follows from the pattern: the kept values, and the position of each in its group."
     for folder in folders:
         if folder.is_quantized:
-            text += f" {folder.label}: measured before its weights lost bits; permtriton evaluate measures it as it is."
+            text += (
+                f" {folder.label}: measured before it was stored in 8 bits; permtriton evaluate measures it as it is."
+            )
     texts = dict.fromkeys(Path(entry["text"]).name for entry in evaluations if {"dense", "text"} <= entry.keys())
     caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
     tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]

@@ -25,10 +25,11 @@ from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
+from permtriton.methods.train.round import Round
 from permtriton.methods.train.tune import Tune
 
 GROUP = "permtriton.steps"
-OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Tune, Distill)
+OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Tune, Distill, Round)
 
 
 def problem_of(kind: Any) -> str:

@@ -17,6 +17,7 @@ from permtriton.kernels.norm_permute import NormVariant, norm_permute
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import INDEX_DTYPES, permute
 from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.kernels.sparse_linear_fp8 import pack_fp8, sparse_linear_fp8, unpack_fp8
 from permtriton.util.permutation import compose, index_dtype, is_permutation
 from permtriton.util.sparsity import NMPattern
 
@@ -294,6 +295,68 @@ class SparseLinear(GatheredLinear):
             raise ModelError(f"this linear is packed at {self.pattern} already: unpack it first")
         if parametrize.is_parametrized(self, "weight"):
             raise ModelError("a linear with a parametrized weight cannot be packed: remove the parametrization first")
+
+
+class SparseLinearFp8(SparseLinear):
+    """A linear layer whose N:M weight is packed in FP8, and whose input is quantized per token, on any device.
+
+    ``weight_values`` is float8 e4m3 and the buffer ``weight_scale`` float32 ``[out_features]``, as
+    `permtriton.kernels.sparse_linear_fp8` takes them; neither is cast with the model.
+    """
+
+    weight_scale: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``[..., out_features]`` in the dtype of ``x``."""
+        if self.pattern is None:
+            return super().forward(x)
+        index = None if self.gather is None else self.gather.index
+        packed = (self.weight_values, self.weight_positions, self.weight_scale)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return sparse_linear_fp8(x, *packed, bias, index, self.in_features, self.pattern)
+
+    def pack(self, pattern: NMPattern) -> Self:
+        """Changes to the packed state; the weight is rounded to FP8.
+
+        Raises:
+            ModelError: as `SparseLinear.pack`.
+        """
+        self._refuse_packed()
+        return self.set_packed_fp8(*pack_fp8(self.weight.detach(), pattern), pattern)
+
+    def set_packed_fp8(self, values: Tensor, positions: Tensor, scale: Tensor, pattern: NMPattern) -> Self:
+        """Changes to the packed state with a weight that is packed already; its content is not checked."""
+        dtype = self.weight.dtype
+        self.set_packed(values, positions, pattern)
+        self.weight = values.new_empty(0, dtype=dtype)
+        self.register_buffer("weight_scale", scale)
+        return self
+
+    def compress(self) -> Self:
+        """Does nothing: cuSPARSELt's form has no kernel for FP8 here."""
+        return self
+
+    def unpack(self) -> Self:
+        """Changes to the dense state, with the dequantized weight as a new Parameter."""
+        if self.pattern is not None:
+            packed = (self.weight_values, self.weight_positions, self.weight_scale)
+            weight = unpack_fp8(*packed, self.in_features, self.pattern).to(self.weight.dtype)
+            del self.weight, self.weight_values, self.weight_positions, self.weight_compressed, self.weight_scale
+            self.weight, self.pattern = nn.Parameter(weight), None
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the layer; a cast leaves the bytes of the packed weight as they are."""
+        if self.pattern is None:
+            return super()._apply(fn, recurse)
+        values, scale = self.weight_values, self.weight_scale
+        self.weight_values, self.weight_scale = values.view(torch.uint8), scale.view(torch.int32)
+        super()._apply(fn, recurse)
+        self.weight_values, self.weight_scale = (
+            self.weight_values.view(values.dtype),
+            self.weight_scale.view(scale.dtype),
+        )
+        return self
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -10,14 +10,16 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.parameter import ModelWeightParameter
+from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, check_packed_fp8, runs_packed, unpacked
 from permtriton.errors import ModelError
 from permtriton.kernels.packing import packed_shapes, position_bits
 from permtriton.kernels.permute import permute
+from permtriton.kernels.quantize import FLOAT8
 from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.model.modules import SparseLinear
+from permtriton.kernels.sparse_linear_fp8 import sparse_linear_fp8
+from permtriton.model.modules import SparseLinear, SparseLinearFp8
 from permtriton.serving.order import Order
 from permtriton.util.sparsity import NMPattern
 
@@ -37,6 +39,8 @@ class Stored(NamedTuple):
 @register_weight_loader_v2_supported_method
 class PermTritonLinearMethod(LinearMethodBase):
     """Holds values and positions while they are loaded; afterwards the linear is packed on a GPU, dense on a CPU.
+
+    One in FP8 stays packed on both.
 
     Rows and columns are divided among the ranks of tensor parallelism as vLLM divides dense weights: rows of values and
     positions are those of the weight, and columns are divided between groups, in whole bytes of positions.
@@ -81,6 +85,9 @@ class PermTritonLinearMethod(LinearMethodBase):
         self._add(layer, "weight", torch.empty(0, dtype=stored.dtype), self._skip)
         self._add(layer, "weight_values", torch.empty(values, dtype=stored.dtype), load)
         self._add(layer, "weight_positions", torch.empty(positions, dtype=torch.uint8), load)
+        if stored.dtype == FLOAT8:
+            scale = ChannelQuantScaleParameter(data=torch.empty(rows), output_dim=0, weight_loader=load)
+            layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Brings what was loaded into the form that is multiplied.
@@ -94,6 +101,13 @@ class PermTritonLinearMethod(LinearMethodBase):
             pattern = self.stored.pattern
             values, positions = layer.weight_values.data, layer.weight_positions.data
             del layer.weight, layer.weight_values, layer.weight_positions
+            if self.stored.dtype == FLOAT8:
+                scale = layer.weight_scale.data
+                del layer.weight_scale
+                check_packed_fp8(self.name, values, scale)
+                linear = SparseLinearFp8(self.columns, self.rows, bias=False, device="meta")
+                layer.packed = linear.set_packed_fp8(values, positions, scale, pattern)
+                return
             if runs_packed(self.columns, self.dtype, pattern, values.device):
                 layer.packed = self._packed(values, positions, pattern)
                 return
@@ -108,6 +122,8 @@ class PermTritonLinearMethod(LinearMethodBase):
         if packed is not None:
             assert packed.pattern is not None
             weight = (packed.weight_values, packed.weight_positions)
+            if isinstance(packed, SparseLinearFp8):
+                return sparse_linear_fp8(x, *weight, packed.weight_scale, bias, index, self.columns, packed.pattern)
             return sparse_linear(x, *weight, bias, index, self.columns, packed.pattern, packed.weight_compressed)
         return self.dense.apply(layer, x if index is None else permute(x, index), bias)
 

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.kernels import autotune
+from permtriton.kernels.quantize import FLOAT8
 from permtriton.model.headers import DTYPES
 from permtriton.serving.linear import PermTritonLinearMethod, Stored
 from permtriton.serving.norm import use_permuted_norms
@@ -73,8 +74,11 @@ class PermTritonConfig(QuantizationConfig):
         refuse_unservable(folder)
         self.folder = folder.path
         self.packed = {
-            name: Stored(DTYPES[folder.stored[f"{name}_values"].dtype], folder.entries.pattern_of(name))
-            for name in folder.packed
+            name: Stored(
+                FLOAT8 if "values" in entry else DTYPES[folder.stored[f"{name}_values"].dtype],
+                folder.entries.pattern_of(name),
+            )
+            for name, entry in folder.packed.items()
         }
         self.gathers, self.norms = dict(folder.entries.gathers), dict(folder.entries.norms)
 

@@ -15,6 +15,7 @@ from permtriton.kernels.packing import pack
 from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_reference
 from permtriton.kernels.sparse_linear import sparse_linear
+from permtriton.kernels.sparse_linear_fp8 import pack_fp8, sparse_linear_fp8
 from permtriton.kernels.tools import timing, tuning
 from permtriton.kernels.tools.case import Random
 from permtriton.kernels.tools.cases import KERNELS
@@ -52,9 +53,12 @@ def test_every_case_reads_the_tables_that_it_names(device):
     for case in tuning.cases_for([(256, 512)], [1, 16, 77], torch.bfloat16, device):
         several = {name for name, configs in case.tables.items() if len(configs) > 1}
         # cuSPARSELt's table is searched, and the dense route unpacks, which has a case of its own.
-        others = {"cusparselt", *(["packing"] if case.op.startswith("sparse_linear") else [])}
+        others = {"cusparselt", *(["packing", "quantize"] if case.op.startswith("sparse_linear") else [])}
         read = {request.op for request in tuning.requests_of(case)} - others
-        if (read ^ several) - {"sparse_linear_route"}:  # which is read only if there is a choice
+        if (read ^ several) - {
+            "sparse_linear_route",
+            "sparse_linear_fp8_route",
+        }:  # which is read only if there is a choice
             found[case.name] = read, several
     assert found == {}
 
@@ -87,6 +91,12 @@ def test_the_sparse_tensor_cores_compute_a_product_exactly(dtype, shape, device)
         for tokens in (8, 16, 32, 64, 128)
         for config in (*mma.CONFIGS, *mma.configs_for(tokens, shape[1], gpu))
     }
+    if gpu.has_wgmma:
+        variants |= {
+            mma.variant_of(config, tokens, *shape, dtype, gpu, fp8=True)
+            for tokens in (8, 16, 32, 64, 128)
+            for config in mma.WIDE_CONFIGS
+        }
     fitting = [variant for variant in variants if variant.kernel.shared_bytes <= gpu.block_bytes]
     assert [variant.kernel.name for variant in fitting if not mma.is_right(variant, device)] == []
 
@@ -218,6 +228,23 @@ def test_compiled_without_a_break(device):
         return sparse_linear(hidden, values, positions, None, index, 128, NMPattern(2, 4)) * 2
 
     assert relative_error(torch.compile(layer, fullgraph=True)(x), layer(x)) < 1e-2
+
+
+def test_a_product_in_float8_is_compiled_without_a_break_and_captured(device):
+    """By its kernel where there is one; the input is quantized in the same graph."""
+    x = torch.randn(8, 512, device=device, dtype=torch.bfloat16)
+    packed = pack_fp8(Random(0, device).two_of_four(64, 512, torch.bfloat16), NMPattern(2, 4))
+
+    def layer(x: Tensor) -> Tensor:
+        return sparse_linear_fp8(x * 2, *packed, None, order_of_x, 512, NMPattern(2, 4))
+
+    order_of_x = order(512, device)
+    expected = layer(x)
+    assert relative_error(torch.compile(layer, fullgraph=True)(x), expected) < 1e-2
+    replay, (out,) = timing.captured([lambda: layer(x)], device)
+    out.zero_()
+    replay()
+    assert torch.equal(out, expected)
 
 
 def test_tuning_finds_a_configuration_that_is_used(device, tmp_path, monkeypatch):

@@ -20,6 +20,15 @@ def test_unpacks_bit_for_bit(rows, channels, dtype, config, monkeypatch):
     assert torch.equal(kernels.unpack_triton(*packed, channels), weight)
 
 
+def test_float8_is_moved_as_bytes(monkeypatch):
+    weight = sparse(9, 16).to(torch.float8_e4m3fn)
+    values, positions = pack(weight.float(), TWO_FOUR)
+    poison(monkeypatch)
+    found = kernels.unpack_triton(values.to(weight.dtype), positions, 64)
+    assert found.dtype == weight.dtype
+    assert torch.equal(found.view(torch.uint8), (weight.float() + 0.0).to(weight.dtype).view(torch.uint8))
+
+
 def test_strided_parts():
     weight = sparse(6, 16)
     values, positions = (part.t().contiguous().t() for part in pack(weight, TWO_FOUR))

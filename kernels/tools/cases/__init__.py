@@ -12,13 +12,15 @@ from permtriton.kernels.tools.cases import (
     packing,
     permute,
     placement,
+    quantize,
     sinkhorn,
     sparse_linear,
+    sparse_linear_fp8,
     sparsegpt_block,
     swap_gains,
 )
 
 KERNELS = (
     permute, norm_permute, sinkhorn, assignment, nm_mask, placement, swap_gains, sparsegpt_block, packing,
-    sparse_linear,
+    sparse_linear, quantize, sparse_linear_fp8,
 )  # fmt: skip

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from permtriton.methods.layer_updates import weights_of_sites
 from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inputs, moments
@@ -38,7 +39,7 @@ from permtriton.methods.prune.least_squares import (
     least_squares,
     metric_of,
 )
-from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, weights_of_sites
+from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE
 from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes

@@ -1,0 +1,239 @@
+# mypy: allow-untyped-defs
+"""Activations in float8 e4m3 with a scale per token: ``x[t] ~ scale[t] q[t]``, alone and after what makes them.
+
+    scale[t] = max over c of |x[t, c]| / 448, in float32 (the smallest positive step if all are zeros)
+    q[t, c]  = e4m3(x[t, c] / scale[t])
+
+    quantize       of x, or of x[..., index]
+    silu_quantize  of silu(gate) * up, each rounded to their dtype, as a gated MLP makes the input of its last linear
+    (norm_quantize of a norm, in `permtriton.kernels.norm_permute`)
+
+Shapes: ``x``, ``gate``, ``up`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
+Bytes moved: the inputs read once, one byte per value written: less than what they replace writes. Kernels run on NVIDIA
+GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the references do.
+
+The kernels multiply by 1 / scale: a division would cost more instructions than all the rest. So a value that lies
+within a float32 rounding of the middle between two float8 values may get the other one.
+
+A program holds a row of up to `LONGEST` channels in registers and walks over rows. Longer rows are read twice in tiles,
+the second time from the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from permtriton.kernels.autotune import config_for
+from permtriton.kernels.launch import DTYPES, Config, has_kernels, jit, tl, triton
+from permtriton.kernels.operator import operator
+from permtriton.kernels.permute import check_shapes, load_index, permute, programs_for, warps_for
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0  # of float8 e4m3
+LARGEST_VALUE, SMALLEST_SCALE = tl and tl.constexpr(LARGEST), tl and tl.constexpr(torch.finfo(torch.float32).eps)
+LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
+LONG_TILE = 2048
+
+# num_warps for rows of 4096 channels, in proportion; STAGES: rows that are copied ahead, beside the one in registers.
+CONFIGS = tuple(Config({"STAGES": stages}, num_warps=warps) for warps, stages in ((8, 3), (4, 3), (8, 1), (16, 1)))
+
+
+def scales_of(rows: Tensor) -> Tensor:
+    """Returns the scale of each row of ``[..., C]``, ``[..., 1]`` in its dtype: largest |x| / 448."""
+    scale = rows.abs().amax(-1, keepdim=True) / LARGEST
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def to_float8(rows: Tensor, scale: Tensor) -> Tensor:
+    """Returns rows divided by their scales, rounded to float8 e4m3; never -0.0."""
+    return ((rows / scale).clamp(-LARGEST, LARGEST).to(FLOAT8).float() + 0.0).to(FLOAT8)
+
+
+def short_scales(largest: Tensor) -> list[Tensor]:
+    """Returns eight scales for rows whose largest |w| is known, float32 and of its shape: all of one octave.
+
+    Each has four significant bits, and float8 e4m3 has four: their products are exact in bfloat16. Each is the
+    smallest of its significand with which the row does not overflow.
+    """
+    scales = []
+    for eighths in range(8, 16):
+        significand, exponent = torch.frexp(largest.float() * (8 / eighths / LARGEST))
+        scales.append(torch.ldexp(torch.full_like(significand, eighths / 8), exponent - (significand == 0.5).int()))
+    return scales
+
+
+def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight ``[O, C]`` in float8 e4m3 and its scales ``[O, 1]`` in its own dtype.
+
+    A row that one of the `short_scales` gives exactly is rounded already, and keeps its values.
+    """
+    scale = scales_of(weight)
+    for short in short_scales(weight.abs().amax(1, keepdim=True)):
+        product = (to_float8(weight, short).float() * short).to(weight.dtype)
+        exact = (product == weight).all(1, keepdim=True)
+        scale = torch.where(exact & (short > 0), short.to(scale.dtype), scale)
+    return to_float8(weight, scale), scale
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns activations ``[..., C]`` in float8 e4m3, and the scale of each token, float32 ``[..., 1]``."""
+    x = x.float()
+    scale = scales_of(x)
+    return to_float8(x, scale), scale
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether a GPU converts to float8 e4m3 and multiplies it: NVIDIA's, compute capability 8.9 or newer."""
+    there = has_kernels(device) and torch.version.hip is None
+    return there and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@jit
+def scale_of(largest):
+    """Returns the scale of a row whose largest magnitude is given, in float32."""
+    scale = tl.div_rn(largest, LARGEST_VALUE)
+    return tl.where(scale == 0.0, SMALLEST_SCALE, scale)
+
+
+@jit
+def store_quantized(row, inside, y_ptr, scale_ptr):
+    """Quantizes a row in registers, zeros outside, and stores it with its scale."""
+    row = row.to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(row), 0))
+    tl.store(y_ptr, (row * tl.div_rn(1.0, scale)).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr, scale)
+
+
+@jit
+def _values(x_ptr, up_ptr, inside, SILU: tl.constexpr):
+    """Returns what is quantized; zeros outside."""
+    value = tl.load(x_ptr, mask=inside, other=0.0)
+    if SILU:
+        wide = value.to(tl.float32)
+        gate = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
+        value = (gate * tl.load(up_ptr, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+    return value
+
+
+@jit
+def _quantize_kernel(
+    x_ptr, up_ptr, index_ptr, y_ptr, scale_ptr, rows, C, row_stride, up_stride,
+    BLOCK_C: tl.constexpr, SILU: tl.constexpr, GATHER: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    channel = tl.arange(0, BLOCK_C)
+    inside = channel < C
+    if GATHER:
+        source = load_index(index_ptr, channel, inside, C)
+    for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=STAGES):
+        value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, inside, SILU)
+        if GATHER:
+            value = tl.gather(value, source, 0)
+        store_quantized(value, inside, y_ptr + row * C + channel, scale_ptr + row)
+
+
+@jit
+def _quantize_long_kernel(
+    x_ptr, up_ptr, y_ptr, scale_ptr, rows, C, row_stride, up_stride, TILE: tl.constexpr, SILU: tl.constexpr
+):  # fmt: skip
+    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
+        largest = tl.zeros([TILE], tl.float32)
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, channel < C, SILU)
+            largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
+        scale = scale_of(tl.max(largest, 0))
+        for start in range(0, C, TILE):
+            channel = start + tl.arange(0, TILE)
+            value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, channel < C, SILU)
+            result = value.to(tl.float32) * tl.div_rn(1.0, scale)
+            tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=channel < C)
+        tl.store(scale_ptr + row, scale)
+
+
+def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Computes `quantize`, or of a gate ``x`` and ``up`` `silu_quantize`."""
+    y, scale = _empty(x)
+    hidden = rows_of(x)
+    rows, channels = hidden.shape
+    other = hidden if up is None else rows_of(up)
+    results, sizes = (y, scale), (rows, channels, hidden.stride(0), other.stride(0))
+    block = triton.next_power_of_2(channels)
+    if block > (LONGEST if are_aligned(hidden) else LONGEST // 2):
+        if index is not None:
+            return quantize_triton(permute(x, index))
+        grid = (programs_for(x, rows, 4),)
+        _quantize_long_kernel[grid](hidden, other, *results, *sizes, TILE=LONG_TILE, SILU=up is not None, num_warps=8)
+        return results
+    config = config_for("quantize", CONFIGS, (rows, channels), x.dtype)
+    warps = warps_for(config, block)
+    grid = (programs_for(x, rows, triton.cdiv(32, warps)),)
+    _quantize_kernel[grid](
+        hidden, other, hidden if index is None else index.contiguous(), *results, *sizes, BLOCK_C=block,
+        SILU=up is not None, GATHER=index is not None, STAGES=config.constants["STAGES"], num_warps=warps,
+    )  # fmt: skip
+    return results
+
+
+def are_aligned(rows: Tensor) -> bool:
+    """Whether rows ``[rows, C]`` are a multiple of 16 values long and apart."""
+    return rows.shape[1] % 16 == 0 and rows.stride(0) % 16 == 0
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Returns ``[rows, C]`` with adjacent channels; copies if they are not, which no model's activations need."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _empty(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(x.shape, dtype=FLOAT8, device=x.device),
+        torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device),
+    )
+
+
+def supports(x: Tensor, *_: Any) -> bool:
+    """Whether the kernels run on a tensor's GPU and take its dtype, and it is not empty."""
+    return has_float8(x.device) and x.dtype in DTYPES and x.numel() > 0
+
+
+@operator(
+    "quantize",
+    _empty,
+    check=lambda x, index: None if index is None else check_shapes(x, index),
+    launcher=quantize_triton,
+    supports=supports,
+)
+def quantize(x: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns ``x[..., index]`` in float8 e4m3, contiguous, and the scale of each token; not differentiable.
+
+    Args:
+        x: ``[..., C]``, floating point.
+        index: ``[C]``, any integer dtype, or None for the order of ``x``.
+    """
+    return quantize_tokens(x.contiguous() if index is None else permute(x, index))
+
+
+def _check_pair(gate: Tensor, up: Tensor) -> None:
+    assert (gate.shape, gate.dtype) == (up.shape, up.dtype), f"{gate.dtype} {gate.shape}, {up.dtype} {up.shape}"
+
+
+@operator(
+    "silu_quantize",
+    _empty,
+    check=_check_pair,
+    launcher=lambda gate, up: quantize_triton(gate, None, up),
+    supports=supports,
+)
+def silu_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ``silu(gate) * up`` in float8 e4m3, contiguous, and the scale of each token; not differentiable.
+
+    Args:
+        gate: ``[..., C]``, floating point; ``silu`` and the product are rounded to its dtype.
+        up: The same.
+    """
+    return quantize_tokens((silu(gate) * up).contiguous())

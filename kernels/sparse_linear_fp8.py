@@ -1,0 +1,209 @@
+"""A linear layer whose N:M weight is stored packed in FP8, and whose input is quantized per token: W8A8.
+
+The weight is `permtriton.kernels.packing`'s, with values in float8 e4m3 and a scale per row:
+
+    W[o, c]    = scale[o] e4m3[o, c]
+    Q(x)[t, c] = s[t] e4m3(x[t, c] / s[t]),    s[t] = max over c of |x[t, c]| / 448, in float32
+    y          = Q(x[..., index]) W^T + bias
+
+Shapes: ``x`` ``[..., C]``, ``scale`` float32 ``[O]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y`` ``[..., O]`` in the
+dtype of ``x``. That is what vLLM computes of a checkpoint in FP8_DYNAMIC. At 2:4 the weight takes 5 bits per weight.
+The reference unpacks the weight to float32 and multiplies in float32. On a GPU the input is quantized by a kernel, and
+a product takes one of three routes:
+
+    mma          the CUDA kernel of sparse_linear_mma.py on Hopper, 1 to 256 tokens of 16 bits, channels a multiple of
+                 256: the sparse tensor cores multiply the packed weight as it is
+    dense        unpacked to float8 by a kernel, then torch's `_scaled_mm`: bfloat16, both dimensions multiples of 16,
+                 on GPUs that multiply float8 (compute capability 8.9 or newer)
+    dequantized  weight and input rounded to the dtype of ``x``, then cuBLAS: everything else
+
+Unless `permtriton autotune` measured a faster one (`ROUTE_CONFIGS`), the first possible one is taken. No GPU has
+measured them yet. Where up to 256 tokens cannot take mma, each product unpacks the whole weight: a warning says so.
+"""
+
+import functools
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from permtriton.errors import ModelError
+from permtriton.kernels import sparse_linear_mma as mma
+from permtriton.kernels.autotune import config_for, decided, note
+from permtriton.kernels.launch import Config
+from permtriton.kernels.operator import operator
+from permtriton.kernels.packing import check_packed_shapes, pack, unpack
+from permtriton.kernels.permute import check_shapes, permute
+from permtriton.kernels.quantize import FLOAT8, has_float8, quantize, quantize_tokens, round_to_fp8
+from permtriton.util.sparsity import NMPattern
+
+DENSE, DEQUANTIZED, MMA = 1, 2, 3
+ROUTES = {DENSE: "dense FP8", DEQUANTIZED: "dequantized", MMA: "mma FP8"}
+ROUTE_CONFIGS = tuple(Config({"ROUTE": route}) for route in (MMA, DENSE, DEQUANTIZED))
+DENSE_MULTIPLE = 16  # of both dimensions, for `_scaled_mm`
+
+
+def pack_fp8(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values, positions and scales of an N:M weight ``[O, C]``, rounded."""
+    rounded, scale = round_to_fp8(weight)
+    values, positions = pack(rounded.float(), pattern)
+    return values.to(rounded.dtype), positions, scale.flatten().float()
+
+
+def unpack_fp8(values: Tensor, positions: Tensor, scale: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
+    """Returns the dense weight, float32 ``[O, C]``."""
+    return unpack(values, positions, in_features, pattern).float() * scale.unsqueeze(1)
+
+
+def sparse_linear_fp8_reference(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    index: Tensor | None,
+    in_features: int,
+    pattern: NMPattern,
+) -> Tensor:
+    """Unpacks the weight, quantizes the input, and multiplies densely in float32."""
+    quantized, token_scale = quantize_tokens(x if index is None else permute(x, index))
+    y = linear(quantized.float(), unpack_fp8(values, positions, scale, in_features, pattern)) * token_scale
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def routed(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    index: Tensor | None,
+    in_features: int,
+    pattern: NMPattern,
+) -> Tensor:
+    """Computes the product on a GPU by the fastest measured route, or else by the first possible one, see above."""
+    quantized, token_scale = quantize(x, index)
+    shape = (x.numel() // max(in_features, 1), values.shape[0], in_features, x.dtype)
+    route, variant = decided(("sparse_linear_fp8", shape, x.device, pattern), _decide)
+    if route == MMA:
+        y = torch.empty((*x.shape[:-1], values.shape[0]), dtype=x.dtype, device=x.device)
+        variant.launch(quantized, values, positions, bias, y, (scale.contiguous(), token_scale))
+        return y
+    if route == DENSE:
+        weight, tokens = unpack(values, positions, in_features, pattern), quantized.view(-1, in_features)
+        scales = (token_scale.view(-1, 1), scale.view(1, -1))
+        y = torch._scaled_mm(tokens, weight.t(), *scales, out_dtype=x.dtype)
+        return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
+    weight = unpack_fp8(values, positions, scale, in_features, pattern).to(x.dtype)
+    return linear((quantized.float() * token_scale).to(x.dtype), weight, bias)
+
+
+def _decide(
+    _: str, shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern
+) -> tuple[int, mma.Variant | None]:
+    """Returns the route of a product ``(tokens, O, C, dtype)``, and the variant of its kernel."""
+    tokens, out_features, in_features, dtype = shape
+    whole = out_features % DENSE_MULTIPLE == 0 and in_features % DENSE_MULTIPLE == 0
+    dense = tokens > 0 and dtype == torch.bfloat16 and whole and _multiplies_float8(device)
+    possible = [MMA] * mma.takes_fp8(*shape, pattern, device) + [DENSE] * dense + [DEQUANTIZED]
+    route, variant = _route(*shape, possible), None
+    if route == MMA and (variant := mma.chosen(*shape, device, fp8=True)) is None:  # the kernel is not right here
+        route = _route(*shape, possible[1:])
+    note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
+    if 0 < tokens <= mma.MAX_TOKENS and possible[0] != MMA:
+        _warn_once(ROUTES[route])
+    return route, variant
+
+
+def _route(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, possible: Sequence[int]) -> int:
+    configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
+    config = configs[0]
+    if len(configs) > 1:
+        config = config_for("sparse_linear_fp8_route", configs, (tokens, out_features, in_features), dtype)
+    return config.constants["ROUTE"]
+
+
+@functools.cache
+def _multiplies_float8(device: torch.device) -> bool:
+    """Whether torch multiplies float8 with a scale per row and per token on a GPU; tried once."""
+    if not has_float8(device):
+        return False
+    x, scale = torch.zeros(16, 16, device=device).to(FLOAT8), torch.ones(16, 1, device=device)
+    with suppress(RuntimeError):
+        torch._scaled_mm(x, x.t(), scale, scale.t(), out_dtype=torch.bfloat16)
+        return True
+    return False
+
+
+@functools.cache
+def _warn_once(route: str) -> None:
+    warnings.warn(
+        f"sparse_linear_fp8: packed FP8 weights are unpacked for each product here ({route}), which is slower than a "
+        "dense model: the kernel that multiplies them as they are needs a Hopper GPU, 16-bit activations, and a "
+        "multiple of 256 input channels",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _check(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    index: Tensor | None,
+    in_features: int,
+    pattern: NMPattern,
+) -> None:
+    rows = values.shape[:1]
+    if values.dim() != 2 or not x.dim() or x.shape[-1] != in_features:
+        raise ModelError(
+            f"sparse_linear_fp8: an input of shape {list(x.shape)} for values of shape {list(values.shape)}: expected "
+            f"[..., {in_features}] and two dimensions"
+        )
+    check_packed_shapes(values, positions, values.shape[0], in_features, pattern, (FLOAT8,))
+    if scale.shape != rows or scale.dtype != torch.float32:
+        raise ModelError(
+            f"sparse_linear_fp8: a scale of {scale.dtype} {list(scale.shape)}: expected torch.float32 {list(rows)}"
+        )
+    assert bias is None or (bias.shape, bias.dtype) == (rows, x.dtype), f"{bias.dtype} {bias.shape}"
+    if index is not None:
+        check_shapes(x, index)
+
+
+@operator(
+    "sparse_linear_fp8",
+    lambda x, values, *_: x.new_empty((*x.shape[:-1], values.shape[0])),
+    check=_check,
+    launcher=routed,
+)
+def sparse_linear_fp8(
+    x: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    index: Tensor | None,
+    in_features: int,
+    pattern: NMPattern,
+) -> Tensor:
+    """Returns ``Q(x[..., index]) W^T + bias`` of a packed FP8 weight; not differentiable.
+
+    Args:
+        x: ``[..., in_features]``, bfloat16, float16 or float32.
+        values: float8 e4m3 ``[O, in_features / group * kept]``, no NaN and no -0.0.
+        positions: uint8, from `permtriton.kernels.packing.pack`. Their content is trusted.
+        scale: float32 ``[O]``.
+        bias: ``[O]`` in the dtype of ``x``, or None.
+        index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
+        in_features: C.
+        pattern: What each group keeps.
+
+    Raises:
+        ModelError: ``x``, the packed weight or its scale have another shape or dtype.
+    """
+    return sparse_linear_fp8_reference(x, values, positions, scale, bias, index, in_features, pattern)

@@ -1,0 +1,51 @@
+"""Cases of `permtriton.kernels.sparse_linear_fp8`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from permtriton.kernels import sparse_linear_mma as mma
+from permtriton.kernels.quantize import quantize_tokens
+from permtriton.kernels.sparse_linear_fp8 import ROUTE_CONFIGS, pack_fp8, sparse_linear_fp8, unpack_fp8
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
+from permtriton.kernels.tools.timing import relative_error
+
+LIMIT = 1e-2  # a value between two of float8 may be rounded to either
+
+
+def cases(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Case]:
+    """Returns the cases of each linear and number of tokens."""
+    return [sparse_linear_fp8_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
+
+
+def sparse_linear_fp8_case(
+    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+) -> Case:
+    """A linear with a packed 2:4 weight in FP8, and its input quantized; on every route that the GPU has."""
+
+    def make(seed: int) -> Arguments:
+        random = Random(seed, device)
+        weight = random.two_of_four(out_features, in_features, dtype)
+        return random.normal(tokens, in_features, dtype=dtype), *pack_fp8(weight, PATTERN)
+
+    def run(x: Tensor, values: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+        return sparse_linear_fp8(x, values, positions, scale, None, None, in_features, PATTERN)
+
+    def reference(x: Tensor, *packed: Tensor) -> Tensor:
+        quantized, token_scale = quantize_tokens(x)
+        weight = unpack_fp8(*packed, in_features, PATTERN)  # type: ignore[arg-type, call-arg]
+        return (quantized.double() * token_scale) @ weight.double().t()
+
+    weights = out_features * in_features
+    moved = weights * 5 // 8 + 4 * out_features + tokens * (in_features + out_features) * dtype.itemsize
+    tables = {"sparse_linear_fp8_route": ROUTE_CONFIGS}
+    if mma.takes_fp8(tokens, out_features, in_features, dtype, PATTERN, device):
+        tables["sparse_linear_fp8"] = mma.WIDE_CONFIGS
+    return Case(
+        "sparse_linear_fp8", f"{tokens} tokens {out_features}x{in_features}", dtype, make, run, reference,
+        relative_error, LIMIT, moved, tokens * weights // 2,  # of the kept half, at twice the rate of 16 bits
+        tables=tables,
+    )  # fmt: skip

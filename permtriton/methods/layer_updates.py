@@ -1,0 +1,67 @@
+"""How does a step change the linears of each layer by the Hessians of their inputs, in the model as changed so far?"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.methods.measure.statistics import hessians
+from permtriton.methods.run import Run
+from permtriton.passes.plan import Site, linear_module, weight_in_out
+from permtriton.running import ranks
+from permtriton.running.layer_walk import LayerWalk
+from permtriton.running.state import FinishedLayers
+
+Curved = TypeVar("Curved")
+Update = Callable[[nn.Module, Curved, str, str], dict[str, Any] | None]
+
+
+@torch.no_grad()
+def update_layers(
+    run: Run,
+    step: str,
+    curvatures: Callable[[Mapping[str, Tensor]], Callable[[str], Curved]],
+    update: Update[Curved],
+) -> list[dict[str, Any]]:
+    """Changes the linears layer by layer; what is finished is kept for a run that continues.
+
+    Args:
+        step: name of the step.
+        curvatures: returns, of a layer's Hessians by site, a function of a site's name, whose result ``update`` gets.
+        update: changes a linear, of the model, what ``curvatures`` gave of its site, and the names of site and linear;
+            returns what the step reports of it.
+
+    Returns:
+        What ``update`` returned of each linear.
+    """
+    plan, state, parts = run.plan, run.state(FinishedLayers, step), list[dict[str, Any]]()
+    share = ranks.own_rows(len(run.samples)).numel()
+    with run.fitting() as model, run.progress.stage(step, (share + 1) * len(plan.layers())) as advance:
+        walk = LayerWalk(model, plan, run.samples, run.batch, run.store)
+        for number, layer in enumerate(walk.changing()):
+            weights = weights_of_sites(model, layer.sites)
+            if state is not None and (finished := state.restore(number, weights, plan.patterns)) is not None:
+                parts += finished
+                advance(share + 1)
+                continue
+            linears = [(site.name, name) for site in layer.sites for name in site.linears]
+            done = ranks.deal(linears, _updating(model, curvatures(hessians(model, layer, advance)), update))
+            ranks.send_dealt([linear_module(model, name).get_parameter("weight") for _, name in linears])
+            reported = [part for part in done if part is not None]
+            if state is not None:
+                state.keep(number, weights, plan.patterns, reported)
+            parts += reported
+            advance()
+    return parts
+
+
+def _updating(
+    model: nn.Module, curvature_of: Callable[[str], Curved], update: Update[Curved]
+) -> Callable[[tuple[str, str]], dict[str, Any] | None]:
+    return lambda linear: update(model, curvature_of(linear[0]), *linear)
+
+
+def weights_of_sites(model: nn.Module, sites: Iterable[Site]) -> dict[str, Tensor]:
+    """Returns linear -> its weight, ``[in_features, out_features]``, for all that read the sites."""
+    return {name: weight_in_out(linear_module(model, name)) for site in sites for name in site.linears}

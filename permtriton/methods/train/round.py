@@ -1,0 +1,152 @@
+"""Step ``round``: kept weights in FP8, layer by layer, each rounded such that it makes up for the errors of the others.
+
+FP8 is float8 e4m3 with a scale per row, which the formats fp8 and packed-fp8 then store as it is. With ``H`` of a
+linear's inputs, in the model as rounded so far, the weight ``Q`` on the grid should have a small error
+
+    tr((Q - W) H (Q - W)^T)
+
+First each row gets the scale, of the `short_scales`, with which rounding to nearest has the smallest error. Then, one
+after another and several times over, each kept weight takes the place on the grid that is best with all others as they
+are: with ``G = (Q - W) H`` that is ``q_j - G_j / H_jj``, rounded. No error grows, and pruned weights stay zero; GPTQ
+(arXiv 2210.17323), which visits each weight once, would let pruned ones take part.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from permtriton.kernels.quantize import FLOAT8, LARGEST, round_to_fp8, short_scales, to_float8
+from permtriton.methods.layer_updates import update_layers
+from permtriton.methods.prune.least_squares import row_errors
+from permtriton.methods.prune.sparsegpt_math import COLUMNS_AT_ONCE, damped
+from permtriton.methods.run import Run
+from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
+from permtriton.methods.step import Outcome, Stage, Step
+from permtriton.model.experts import stacked_name
+from permtriton.passes.plan import linear_module
+from permtriton.running.mixed_precision import exact_products
+from permtriton.util.option import documented, option
+
+NO_LINEAR = "it is an expert, or stores its weight transposed, and formats in 8 bits hold linears only"
+
+
+@documented
+@dataclass(frozen=True)
+class Round(Step):
+    """Options of rounding to FP8."""
+
+    name: ClassVar[str] = "round"
+    prefix: ClassVar[str] = "round"
+    summary: ClassVar[str] = "kept weights rounded to FP8 such that they make up for each other's errors: minutes"
+    stage: ClassVar[Stage] = Stage.TRAIN
+    shards: ClassVar[bool] = False
+
+    sweeps: int = option(
+        2,
+        "How often each kept weight is rounded anew, with all others as they are; 0: only the scale of each row is "
+        "chosen.",
+    )
+
+    def conflicts(self, config: Any, steps: Any) -> str:
+        if steps[-1] is not self:
+            return f"{steps[-1].name} cannot follow {self.name}, which rounds the weights: name {self.name} last"
+        return ""
+
+    def uses_importance(self) -> bool:
+        return False
+
+    def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
+        layer = sizes.layer_by_layer
+        return (Memory(layer.device + sizes.largest_weight * 8 * FLOAT32, layer.movable),)
+
+    def passes(self, sizes: ModelSizes) -> float:
+        return 3
+
+    def state_bytes(self, sizes: ModelSizes) -> int:
+        return sizes.finished_layers
+
+    def run(self, run: Run) -> Outcome:
+        """Returns for each linear its ``name``, ``seconds``, and the errors of plain rounding and of this.
+
+        These, ``start`` and ``end``, are those above, relative to ``tr(W H W^T)``.
+        """
+        names = [name for _, name in run.plan.linears()]
+        left = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
+
+        def update(model: nn.Module, hessian: Tensor, _site: str, name: str) -> dict[str, Any] | None:
+            if name in left:
+                return None
+            stored, started = linear_module(model, name).get_parameter("weight"), time.perf_counter()
+            weight = stored.detach().to(hessian.device).float()
+            found = rounded(weight, hessian, self.sweeps)
+            plain, scale = round_to_fp8(stored.detach())
+            errors = [
+                float(row_errors(each.to(weight), weight, hessian).sum())
+                for each in (torch.zeros_like(weight), plain.to(scale.dtype) * scale, found)
+            ]
+            stored.copy_(found)
+            start, end = (error / max(errors[0], torch.finfo(torch.float32).tiny) for error in errors[1:])
+            return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - started}
+
+        return Outcome(parts=update_layers(run, self.name, _damped, update), left=left)
+
+    def words(self, outcome: Outcome) -> list[tuple[str, str]]:
+        start, end = (fmean([part[when] for part in outcome.parts] or [0.0]) for when in ("start", "end"))
+        words = f"{start:.2e}, rounded each alone, to {end:.2e} (mean of {len(outcome.parts)} linears)"
+        return [("round: error", words)] + [(f"round: {name}", f"left: {why}") for name, why in outcome.left.items()]
+
+
+def _is_linear(model: nn.Module, name: str) -> bool:
+    return isinstance(linear_module(model, name), nn.Linear) and stacked_name(model, name) is None
+
+
+def _damped(hessians: Mapping[str, Tensor]) -> Any:
+    return lambda site: damped(hessians[site])
+
+
+def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
+    """Returns a weight on the grid of FP8, float32 ``[out_features, in_features]``, zero where ``weight`` is.
+
+    Args:
+        weight: float32, of the same shape.
+        hessian: damped, float32 ``[in_features, in_features]``.
+    """
+    nearest, scale = _with_best_scale(weight, hessian)
+    # Channels first: what belongs to one channel is then contiguous.
+    q_CO, kept_CO = nearest.T.contiguous(), weight.T != 0
+    with exact_products():
+        gradient_CO = hessian @ (q_CO - weight.T)
+        for start in list(range(0, len(q_CO), COLUMNS_AT_ONCE)) * sweeps:
+            columns = slice(start, start + COLUMNS_AT_ONCE)
+            inside, before = hessian[columns, columns], q_CO[columns].clone()
+            _round_block(q_CO[columns], gradient_CO[columns].clone(), kept_CO[columns], inside, scale.flatten())
+            gradient_CO.addmm_(hessian[:, columns], q_CO[columns] - before)
+    return q_CO.T + 0.0  # never -0.0
+
+
+def _round_block(q_CO: Tensor, gradient_CO: Tensor, kept_CO: Tensor, hessian: Tensor, scale: Tensor) -> None:
+    """Rounds the weights of some channels anew, in place; those after one see what it has changed at once."""
+    for channel, (q, gradient, kept) in enumerate(zip(q_CO, gradient_CO, kept_CO, strict=True)):
+        wanted = (q - gradient / hessian[channel, channel]) / scale
+        new = wanted.clamp_(-LARGEST, LARGEST).to(FLOAT8).float().mul_(scale).mul_(kept)
+        gradient_CO[channel + 1 :].addr_(hessian[channel, channel + 1 :], new - q)
+        q.copy_(new)
+
+
+def _with_best_scale(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a weight rounded to nearest, and the scale of each row, ``[out_features, 1]``, that is best for that."""
+    best, chosen = torch.zeros_like(weight), weight.new_ones(len(weight), 1)
+    lowest = weight.new_full((len(weight),), torch.inf)
+    for scale in short_scales(weight.abs().amax(1, keepdim=True)):
+        scale = torch.where(scale > 0, scale, 1)
+        nearest = to_float8(weight, scale).float() * scale
+        errors = row_errors(nearest, weight, hessian)
+        better = (errors < lowest).unsqueeze(1)
+        best, chosen = torch.where(better, nearest, best), torch.where(better, scale, chosen)
+        lowest = torch.minimum(errors, lowest)
+    return best, chosen
