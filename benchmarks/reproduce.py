@@ -50,7 +50,8 @@ def main_table(results: Path) -> str:
         "[on RIA](../benchmarks/results/compare-demo-permllm.json), "
         "[learned](../benchmarks/results/compare-demo-learned.json)). "
         "[SmolLM2](benchmarks.md#a-real-language-model): 32 x 512 tokens; RIA + CP portable, PermLLM for 2 of 50 "
-        "epochs, with our gradient 4 ([fused rows](../benchmarks/results/real-smollm2-fused-cpu.json): seed 0)."
+        "epochs, with our gradient 4; three seeds of SparseGPT and of the [fused rows of "
+        "Wanda](../benchmarks/results/real-smollm2-fused-cpu.json), one of the others."
     )
     return _table(heading, lines, caption)
 
