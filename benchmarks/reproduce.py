@@ -20,7 +20,7 @@ PAPER = {  # name in the paper -> methods of the page's command, of the demo's c
     "SparseGPT": ("sparsegpt", "sparsegpt", "sparsegpt"),
 }
 SMOLLM2 = ("real-smollm2-cpu", "real-smollm2-fused-cpu")
-DEMO = ("recipe", "permllm", "permllm-wanda", "learned")  # comparisons of three seeds, but permllm
+DEMO = ("recipe", "permllm-ria", "permllm-wanda", "learned")  # comparisons of three seeds
 
 
 def main_table(results: Path) -> str:
@@ -44,10 +44,10 @@ def main_table(results: Path) -> str:
     heading = "paper | method | demo, this command | seconds | demo, 64 x 256 tokens | SmolLM2-135M"
     caption = (
         "Perplexity, and in brackets the rise in log perplexity as a share of SparseGPT's. This command: "
-        f"{_run(report)} The demo on 64 x 256 tokens, 12 epochs: three seeds, but PermLLM on RIA one "
+        f"{_run(report)} The demo on 64 x 256 tokens, 12 epochs: three seeds "
         "([recipe](../benchmarks/results/compare-demo-recipe.json), "
         "[PermLLM](../benchmarks/results/compare-demo-permllm-wanda.json), "
-        "[on RIA](../benchmarks/results/compare-demo-permllm.json), "
+        "[on RIA](../benchmarks/results/compare-demo-permllm-ria.json), "
         "[learned](../benchmarks/results/compare-demo-learned.json)). "
         "[SmolLM2](benchmarks.md#a-real-language-model): 32 x 512 tokens; RIA + CP portable, PermLLM for 2 of 50 "
         "epochs, with our gradient 4; three seeds of SparseGPT and of the [fused rows of "
