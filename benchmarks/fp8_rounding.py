@@ -120,11 +120,11 @@ def main() -> None:
         report = measured.round(way, seed) if left else {}
         for activations in left[:1] if way == NOT_ROUNDED else left:
             found = {**report, **measured.measure(ACTIVATIONS[activations])}
-            rows = [row for row in rows if row["way"] != NOT_ROUNDED or way != NOT_ROUNDED]
-            rows.append({"way": way, "seed": seed, "activations": activations, **found})
-            print(rows[-1], flush=True)
+            row = {"way": way, "seed": seed, "activations": activations, **found}
+            rows = [row, *rows[1:]] if way == NOT_ROUNDED else [*rows, row]
+            print(row, flush=True)
             result = {
-                "command": f"python -m benchmarks.fp8_rounding {' '.join(sys.argv[1:])}",
+                "command": f"python -m benchmarks.fp8_rounding {' '.join(Path(word).name for word in sys.argv[1:])}",
                 "windows": len(measured.windows), "window": WINDOW,
                 "calibration": [arguments.samples, arguments.length],
                 "device": device_name(torch.device("cpu")), "versions": versions(), "rows": rows,

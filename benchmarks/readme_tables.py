@@ -136,22 +136,33 @@ def quantized_table(name: str) -> str:
 
 
 def rounding_table(name: str) -> str:
-    """Returns the rows of ``python -m benchmarks.fp8_rounding``."""
-    report = _load(name)
-    dense = next(row["perplexity"] for row in report["rows"] if row["way"] == "float32")
-    rows = [["not rounded", f"{dense:.2f}", "", f"{dense:.2f}", ""]]
-    for way in dict.fromkeys(row["way"] for row in report["rows"] if "both" in row):
-        found = [row for row in report["rows"] if row["way"] == way]
-        cells = [f"{way}, {len(found)} seeds" if len(found) > 1 else way]
-        for key in ("weights", "both"):
-            values = [row[key] for row in found if key in row]
-            mean = sum(values) / len(values)
-            cells += [f"{mean:.2f}", f"{mean / dense - 1:+.2%}"]
-        rows.append(cells)
-    last = report["rows"][-1]
-    heading = "weights | FP8 weights: perplexity | cost | weights and activations: perplexity | cost"
-    of = f"The first {last['windows']} windows of {last['window']:,} tokens, in float32 but for what is in FP8"
-    return _table(heading, rows, f"{of}; {_machine([report])}.")
+    """Returns the rows of ``python -m benchmarks.fp8_rounding``, means over the seeds."""
+    report, lines = _load(name), []
+    dense = report["rows"][0]["perplexity"]
+    for way in dict.fromkeys(row["way"] for row in report["rows"]):
+        cells = [way]
+        for activations in ("as they are", "in FP8"):
+            rows = [row for row in report["rows"] if (row["way"], row["activations"]) == (way, activations)]
+            means = {
+                key: sum(row[key] for row in rows) / len(rows)
+                for key in ("perplexity", "kl")
+                if rows and key in rows[0]
+            }
+            rise = (
+                f"{means['perplexity']:.2f} ({means['perplexity'] / dense - 1:+.2%})"
+                if "kl" in means
+                else f"{dense:.2f}"
+            )
+            cells += [rise if rows else "", f"{means['kl']:.4f}" if "kl" in means else ""]
+        lines.append(cells)
+    heading = "weights in FP8 | perplexity | KL | activations in FP8, too: perplexity | KL"
+    seeds = len({row["seed"] for row in report["rows"]})
+    tokens = " x ".join(str(number) for number in report["calibration"])
+    of = (
+        f"{report['windows']} windows of {report['window']:,} tokens, in float32 but for what is in FP8; KL to the "
+        f"model that is not rounded; {tokens} calibration tokens, {seeds} seed{'s' * (seeds > 1)}"
+    )
+    return _table(heading, lines, f"{of}; {_machine([report])}.")
 
 
 def tasks_table(**files: str) -> str:

@@ -71,7 +71,7 @@ TUNE = ("--tune-steps", 4, "--tune-batch-size", 2)
 DISTILL = ("--distill-epochs", 2, "--distill-batch-size", 4)
 COMMANDS = {
     "searched, tune": ("--recipe", "heuristic,searched,mask,tune", *SEARCH, *TUNE),
-    "sparsegpt, round, in 8 bits": ("--recipe", "sparsegpt,round", "--save-format", "packed-fp8"),
+    "tune, round, in 8 bits": ("--recipe", "sparsegpt,tune,round", *TUNE, "--save-format", "packed-fp8"),
     "learned, distill": ("--recipe", "heuristic,learned,mask,distill", *LEARN, *DISTILL),
     "sparsegpt, distill": ("--recipe", "heuristic,sparsegpt,distill", *DISTILL),
     "default": ("--generated", 2),

@@ -40,7 +40,8 @@ def _peers(channels: int) -> dict[str, Prepare]:
     """Products of the same weight; those in FP8 quantize their input by the same kernel."""
 
     def in_16_bits(inputs: Arguments) -> Tensor:
-        return unpack_fp8(*inputs[1:4], channels, PATTERN).to(inputs[0].dtype)  # type: ignore[call-arg]
+        x, values, positions, scale = inputs
+        return unpack_fp8(values, positions, scale, channels, PATTERN).to(x.dtype)
 
     def dense(inputs: Arguments) -> Callable[[], Tensor]:
         return partial(linear, inputs[0], in_16_bits(inputs))

@@ -58,7 +58,7 @@ def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: tor
     def reference(gate: Tensor, up: Tensor) -> Quantized:
         return quantize_tokens(silu(gate) * up)
 
-    return _case("silu_quantize", rows, channels, dtype, make, silu_quantize, reference, inputs=2)
+    return _case("quantize (silu)", rows, channels, dtype, make, silu_quantize, reference, inputs=2)
 
 
 def norm_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -75,7 +75,7 @@ def norm_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: tor
     def reference(x: Tensor, weight: Tensor, index: Tensor) -> Quantized:
         return quantize_tokens(norms.norm_reference(x, weight, None, EPS, 0.0, "rms", index.long()))
 
-    case = _case("norm_quantize", rows, channels, dtype, make, run, reference)
+    case = _case("quantize (norm)", rows, channels, dtype, make, run, reference)
     return replace(case, tables={"norm_permute": norms.CONFIGS})
 
 

@@ -34,9 +34,9 @@ def sparse_linear_fp8_case(
     def run(x: Tensor, values: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
         return sparse_linear_fp8(x, values, positions, scale, None, None, in_features, PATTERN)
 
-    def reference(x: Tensor, *packed: Tensor) -> Tensor:
+    def reference(x: Tensor, values: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
         quantized, token_scale = quantize_tokens(x)
-        weight = unpack_fp8(*packed, in_features, PATTERN)  # type: ignore[arg-type, call-arg]
+        weight = unpack_fp8(values, positions, scale, in_features, PATTERN)
         return (quantized.double() * token_scale) @ weight.double().t()
 
     weights = out_features * in_features
