@@ -13,11 +13,11 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.norm_permute import NormVariant
+from permtriton.model.checks import check_weight
+from permtriton.model.modules import LINEAR_MODULES
 from permtriton.model.name import layer_number
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
-
-LINEAR_MODULES = (nn.Linear, Conv1D)
 
 
 class Placement(StrEnum):
@@ -277,6 +277,11 @@ def linear_module(model: nn.Module, name: str) -> nn.Module:
     module = model.get_submodule(name)
     assert isinstance(module, LINEAR_MODULES), f"{name} is a {type(module).__name__}"
     return module
+
+
+def check_pruned(model: nn.Module, plan: Plan) -> None:
+    for _, name in plan.linears():
+        check_weight(name, weight_in_out(linear_module(model, name)).t(), plan.patterns[name])
 
 
 def sequential_groups(sites: list[Site]) -> list[list[Site]]:

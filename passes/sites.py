@@ -10,10 +10,11 @@ from torch import Tensor, fx, nn
 
 from permtriton.errors import ModelError, reasons_of
 from permtriton.kernels.norm_permute import NormVariant
+from permtriton.model.modules import LINEAR_MODULES
 from permtriton.model.norms import match_norm
 from permtriton.passes.graph import module_name, one_thread
 from permtriton.passes.graph_values import LinearCall
-from permtriton.passes.plan import LINEAR_MODULES, Axis, ChannelSpace, Plan, Site, layer_of
+from permtriton.passes.plan import Axis, ChannelSpace, Plan, Site, layer_of
 from permtriton.passes.provenance import Provenance
 from permtriton.passes.residual import Residual, residual_readers
 from permtriton.passes.routed import ranked_products, routed_nodes

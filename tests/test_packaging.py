@@ -30,7 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         *(f"permtriton.running.{name}" for name in ("ranks", "micro_batch", "store")),
     ),
     ("permtriton.kernels",),
-    ("permtriton.model", "permtriton.data", "permtriton.passes.plan"),
+    ("permtriton.model", "permtriton.data"),
     ("permtriton.passes",),
     ("permtriton.running",),
     ("permtriton.methods",),

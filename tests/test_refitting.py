@@ -12,8 +12,7 @@ from permtriton.methods.measure.statistics import Moments
 from permtriton.methods.prune import refit as module
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.step import Outcome
-from permtriton.model.checks import check_pruned
-from permtriton.passes.plan import Site, sequential_groups
+from permtriton.passes.plan import Site, check_pruned, sequential_groups
 from permtriton.running.layer_walk import from_model
 from permtriton.util.sparsity import NMPattern
 

@@ -17,8 +17,7 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, dense_objective, has_head
 from permtriton.methods.prune.mask import mask_weights
 from permtriton.methods.train.distill import Distill
-from permtriton.model.checks import check_pruned
-from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.passes.plan import Plan, check_pruned, linear_module, weight_in_out
 from permtriton.util.progress import NoProgress
 
 from . import zoo

@@ -10,7 +10,7 @@ from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.record import Record, recorded_weights
 from permtriton.errors import listed
 from permtriton.model.expert_linears import input_dim, stacks
-from permtriton.passes.plan import LINEAR_MODULES
+from permtriton.model.modules import LINEAR_MODULES
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
 REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own

@@ -17,10 +17,10 @@ from permtriton.methods.planning import Planned
 from permtriton.methods.run import Run
 from permtriton.methods.step import Outcome, Stage
 from permtriton.methods.steps import all_steps
-from permtriton.model.checks import check_pruned
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
+from permtriton.passes.plan import check_pruned
 from permtriton.running.workspace import Workspace
 from permtriton.util.machine import as_torch_starts
 

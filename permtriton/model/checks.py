@@ -12,7 +12,6 @@ from permtriton.data.samples import Samples
 from permtriton.errors import VerificationError
 from permtriton.model.core import recorded_embeddings, recorded_states
 from permtriton.model.forward import without_cache
-from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util.hooks import hooked
 from permtriton.util.sparsity import NMPattern
 
@@ -185,11 +184,6 @@ def check_finite_tensor(name: str, tensor: Tensor) -> None:
     """Refuses a tensor, called ``name``, that holds NaN or infinity, by a `VerificationError`."""
     if not bool(tensor.isfinite().all()):
         raise VerificationError(f"{name}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite")
-
-
-def check_pruned(model: nn.Module, plan: Plan) -> None:
-    for _, name in plan.linears():
-        check_weight(name, weight_in_out(linear_module(model, name)).t(), plan.patterns[name])
 
 
 def model_hash(model: PreTrainedModel) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
@@ -20,6 +21,8 @@ from permtriton.kernels.sparse_linear import sparse_linear
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8, sparse_linear_fp8, unpack_fp8
 from permtriton.util.permutation import compose, index_dtype, is_permutation
 from permtriton.util.sparsity import NMPattern
+
+LINEAR_MODULES = (nn.Linear, Conv1D)  # what is pruned
 
 
 def check_index(index: Tensor, channels: int, name: str) -> None:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from permtriton.passes.plan import LINEAR_MODULES
+from permtriton.model.modules import LINEAR_MODULES
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from torch.nn.functional import linear
 
 from permtriton.config import CommonConfig
 from permtriton.model.forward import replaced_forwards
-from permtriton.passes.plan import LINEAR_MODULES, weight_in_out
+from permtriton.model.modules import LINEAR_MODULES
+from permtriton.passes.plan import weight_in_out
 from permtriton.util.machine import processor
 
 NARROW, FEW = 256, 64  # channels and rows below which converting costs what a product spares

@@ -26,7 +26,8 @@ from permtriton.methods.step import BACKWARD, GENERATED, Outcome
 from permtriton.methods.train.kept_weights import weights_of
 from permtriton.methods.train.trainer import Schedule, Trainable, Trainer, TrainingStep
 from permtriton.model.core import body_of
-from permtriton.passes.plan import LINEAR_MODULES, Plan, weight_in_out
+from permtriton.model.modules import LINEAR_MODULES
+from permtriton.passes.plan import Plan, weight_in_out
 from permtriton.running import ranks
 from permtriton.running.store import Store
 from permtriton.util.option import documented, option
