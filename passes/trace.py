@@ -47,7 +47,7 @@ class Traced:
 
     # ``graph_module(*inputs)`` returns the model's outputs and its last hidden state as a flat tuple. The placeholders
     # have the names and shapes of the sample that was traced, such as ``input_ids`` (int64 ``[1, TRACE_TOKENS]``).
-    # every parameter is one ``get_attr`` node whose target is its first name in ``model.named_parameters()`` and whose
+    # Every parameter is one ``get_attr`` node whose target is its first name in ``model.named_parameters()`` and whose
     # value is the model's own ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too. Its ``meta`` has
     # `OTHER_VALUES` where the model selects rows by values: the graph takes all of them
     # (`permtriton.passes.recorded_branches`).
