@@ -86,35 +86,21 @@ class ResultFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Distances):
-    """A row of a comparison: means over its seeds.
+    """A row of a comparison: means over its seeds."""
 
-    Attributes:
-        method: name of the method, or ``dense``.
-        pattern: sparsity pattern; empty for dense.
-        setting: setting of the ablation; empty without one.
-        config: value of every option but the seed; nothing for dense.
-        values: held-out perplexity (cosine for encoders) with each seed.
-        mean, spread: of the values; the spread is their sample standard deviation, and 0 with one seed.
-        tasks, accuracy: as `Measured` has them; None where they were not measured with every seed.
-        seconds: time that all seeds took together, with the evaluation.
-        compile_seconds: the same without the evaluation.
-        peak_bytes: highest peak memory.
-        by_seed: what was measured with each seed.
-    """
-
-    method: str
-    pattern: str
-    setting: str
-    config: Options = field(default_factory=dict)
-    values: Annotated[list[float], Field(min_length=1)]
+    method: str  # name of the method, or ``dense``
+    pattern: str  # sparsity pattern; empty for dense
+    setting: str  # setting of the ablation; empty without one
+    config: Options = field(default_factory=dict)  # value of every option but the seed; nothing for dense
+    values: Annotated[list[float], Field(min_length=1)]  # held-out perplexity (cosine for encoders) with each seed
     mean: float
-    spread: float
-    tasks: dict[str, float | None]
+    spread: float  # sample standard deviation of the values; 0 with one seed
+    tasks: dict[str, float | None]  # as `Measured` has them; None where they were not measured with every seed
     accuracy: float | None = None
-    seconds: float
-    compile_seconds: float | None
-    peak_bytes: Integer | None
-    by_seed: list[dict[str, Any]]
+    seconds: float  # time that all seeds took together, with the evaluation
+    compile_seconds: float | None  # the same without the evaluation
+    peak_bytes: Integer | None  # the highest
+    by_seed: list[dict[str, Any]]  # what was measured with each seed
 
     @classmethod
     def of(cls, config: RowConfig | None, measured: Sequence[Measured]) -> "Row":
