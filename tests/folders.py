@@ -1,8 +1,6 @@
 """Folders like those of a compilation, but pruned by magnitude, without calibration or learning."""
 
-import errno
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -229,12 +227,3 @@ def after_saving(monkeypatch, compiled, do: Callable[[Path], object]) -> None:
         do(Path(folder))
 
     monkeypatch.setattr(compiled.model, "save_pretrained", save_pretrained)
-
-
-def read_only(monkeypatch) -> None:
-    """Makes every folder one in which no file can be made, as on a mount that is read only."""
-
-    def refuse(*_args: object, **_options: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    monkeypatch.setattr("tempfile.TemporaryFile", refuse)

@@ -18,7 +18,6 @@ from .desk import RUNNER, Desk
 from .world import nothing_loads
 
 COMMANDS = ("evaluate", "compare", "report", "compile", "dry run", "export")
-SUFFIXES = {"report": ".html", "evaluate": ".json", "compare": ".json"}
 KINDS = {
     "evaluate": (evaluate.REPORT_KEYS, {"against": 1, "protocol": 1, "tokens_per_second": 1, "model": 1}),
     "compare": (compare.REPORT_KEYS, {"measure": 1, "patterns": 1, "rows": 1, "versions": 1, "model": 1}),
