@@ -185,43 +185,7 @@ def scaled_in_place_after_it_was_read(net, x):
     return net.half_down(kept), net.down(hidden)
 
 
-TRICKY = [
-    halves_one_token_apart,
-    one_half_rolled_along_tokens,
-    halves_of_two_runs,
-    two_runs_in_another_order_for_each_half,
-    cut_between_two_tokens,
-    rolled_across_tokens,
-    moved_across_tokens_by_padding,
-    activated_in_place_while_a_view_is_read,
-    scaled_in_place_after_it_was_read,
-    one_half_activated,
-    halves_with_different_activations,
-    one_half_scaled_by_a_number,
-    one_half_scaled_by_a_parameter,
-    each_half_scaled_by_a_parameter,
-    one_half_multiplied_the_other_added,
-    clamped_by_a_vector,
-    clamped_by_a_constant_vector,
-    gate_and_up_trade_places,
-    values_in_another_order_for_each_channel,
-    sum_of_a_weights_rows,
-    one_channel_is_singled_out,
-    channels_as_an_attention_mask,
-    values_written_in_place,
-    activated_in_place,
-    gathered,
-    sorted_channels,
-    two_values_of_a_channel_scale_two_heads,
-    the_largest_channel_gates,
-    pairs_are_compared,
-    a_channel_twice_in_a_product,
-    differences_of_neighbours,
-    channels_against_channels,
-    a_computed_weight,
-    a_bilinear_form,
-    a_normalised_weight,
-]
+TRICKY = [function for function in list(globals().values()) if getattr(function, "__module__", "") == __name__]
 
 
 @pytest.mark.parametrize("forward", TRICKY, ids=lambda forward: forward.__name__)
