@@ -61,9 +61,6 @@ def assignment_reference(score: Tensor) -> Tensor:
 
     Args:
         score: ``[n, B, B]``, any float dtype, no NaN.
-
-    Raises:
-        ModelError: a score is NaN, or a block has no assignment with a finite total.
     """
     host = score.detach().to("cpu", torch.float64).numpy()
     index = np.empty(host.shape[:2], np.int32)
@@ -183,9 +180,7 @@ def _assignment_kernel(score_ptr, index_ptr, SIZE: tl.constexpr, PADDED: tl.cons
 def assignment_triton(score: Tensor) -> Tensor:
     """Computes `assignment_reference` of scores that `supports` accepts.
 
-    Raises:
-        ModelError: a score is NaN, or a block has no assignment with a finite total. While a CUDA graph is captured
-            this is not raised, and such a block is all -1.
+    A block that has no assignment with a finite total is refused, or, while a CUDA graph is captured, all -1.
     """
     index = launched(score)
     capturing = score.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -228,11 +228,7 @@ def read_entries(path: Path, machine: str) -> dict[str, Any]:
 
 
 def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
-    """Adds entries to a cache file, to which other processes may add theirs; no reader sees half of it.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Adds entries to a cache file, to which other processes may add theirs; no reader sees half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked_folder(path.parent):

@@ -8,19 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ImportanceFactors:
-    """The factors of one linear's scores, ``S = |W|^power * scale_C * (row_O + column_C)``.
+    """The factors of one linear's scores, ``S = |W|^power * scale_C * (row_O + column_C)``."""
 
-    Attributes:
-        power: Exponent of ``|W|``, 1 or 2.
-        scale: float32 ``[in_features]``.
-        row: float32 ``[out_features]``, or None: the factor ``row + column`` is left out.
-        column: float32 ``[in_features]``, given together with ``row``.
-    """
-
-    power: int
-    scale: Tensor
-    row: Tensor | None = None
-    column: Tensor | None = None
+    power: int  # exponent of ``|W|``, 1 or 2
+    scale: Tensor  # float32 ``[in_features]``
+    row: Tensor | None = None  # float32 ``[out_features]``, or None: the factor ``row + column`` is left out
+    column: Tensor | None = None  # float32 ``[in_features]``, given together with ``row``
 
     def scores(self, weight_CO: Tensor) -> Tensor:
         """Returns the scores of a weight ``[in_features, out_features]``: float32 (float64 of float64), same shape."""

@@ -35,17 +35,12 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """One way to launch a kernel.
+    """One way to launch a kernel."""
 
-    Attributes:
-        constants: ``tl.constexpr`` arguments that may be tuned, such as tile sizes.
-        num_warps: Warps per program.
-        num_stages: Software pipeline depth of the kernel's loops.
-    """
-
+    # ``tl.constexpr`` arguments that may be tuned, such as tile sizes
     constants: Mapping[str, int] = field(default_factory=dict, hash=False)
-    num_warps: int = 4
-    num_stages: int = 2
+    num_warps: int = 4  # warps per program
+    num_stages: int = 2  # software pipeline depth of the kernel's loops
 
     def arguments(self) -> dict[str, int]:
         """Returns the keyword arguments of a launch."""

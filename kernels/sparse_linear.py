@@ -167,8 +167,5 @@ def sparse_linear(
         in_features: C.
         pattern: What each group keeps.
         compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
-
-    Raises:
-        ModelError: ``x`` or the packed weight have another shape or dtype.
     """
     return sparse_linear_reference(x, values, positions, bias, index, in_features, pattern)

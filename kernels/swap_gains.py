@@ -61,15 +61,10 @@ CONFIGS: tuple[Config, ...] = (
 
 @dataclass(frozen=True)
 class RankOneCurvature:
-    """By how much the loss rises to second order when a weight w changes between w and 0: ``row_O * column_C * w^2``.
+    """The second-order rise of the loss when a weight w changes between w and 0: ``row_O * column_C * w^2``."""
 
-    Attributes:
-        row: float32 ``[out_features]``.
-        column: float32 ``[in_features]``.
-    """
-
-    row: Tensor
-    column: Tensor
+    row: Tensor  # float32 ``[out_features]``
+    column: Tensor  # float32 ``[in_features]``
 
     def to(self, device: torch.device) -> RankOneCurvature:
         """Returns the curvature on a device."""
@@ -81,20 +76,13 @@ class SwapTerms:
     """What the gains of swaps need to know of some positions of one linear's order.
 
     All are float32, or float64 for float64 weights, of shape ``[positions, O]``.
-
-    Attributes:
-        scores: S of the channel at the position.
-        agreement: Its A.
-        threshold: t of the position: what a score must exceed for its weight to be kept there.
-        displaced: a of the position: the agreement of the weight that would make room.
-        own: D[j, j], ``[positions]``.
     """
 
-    scores: Tensor
-    agreement: Tensor
-    threshold: Tensor
-    displaced: Tensor
-    own: Tensor
+    scores: Tensor  # S of the channel at the position
+    agreement: Tensor  # its A
+    threshold: Tensor  # t of the position: what a score must exceed for its weight to be kept there
+    displaced: Tensor  # a of the position: the agreement of the weight that would make room
+    own: Tensor  # D[j, j], ``[positions]``
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the attributes in their order."""

@@ -30,22 +30,15 @@ MOST_DYNAMIC_SHARED, EARLY = 8, 6  # of the driver's enumerations of function an
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """A kernel of a source in this folder, as it is launched.
+    """A kernel of a source in this folder, as it is launched."""
 
-    Attributes:
-        source: Name of the file, without what needs headers at run time: ``sparse_linear_mma.cu``.
-        function: Name of the kernel in it.
-        threads: Threads per block.
-        shared_bytes: Bytes of dynamic shared memory per block.
-        constants: Name and value of each template argument, in order; none if the kernel is no template.
-        early: Whether it may begin while the kernel before it ends (sm_90 and newer): it waits for that one itself.
-    """
-
-    source: str
-    function: str
-    threads: int
-    shared_bytes: int = 0
+    source: str  # name of the file, without what needs headers at run time: ``sparse_linear_mma.cu``
+    function: str  # name of the kernel in it
+    threads: int  # threads per block
+    shared_bytes: int = 0  # bytes of dynamic shared memory per block
+    # name and value of each template argument, in order; none if the kernel is no template
     constants: tuple[tuple[str, int], ...] = ()
+    # whether it may begin while the kernel before it ends (sm_90 and newer): it waits for that one itself
     early: bool = False
 
     @property
@@ -61,9 +54,6 @@ class CudaKernel:
             grid: Blocks in each direction.
             tensors: The kernel's pointers, in its order: contiguous tensors on the current GPU.
             numbers: Its 32-bit integers, which come after the pointers, in its order.
-
-        Raises:
-            PermTritonError: no NVIDIA GPU, or the kernel could not be compiled, loaded or launched.
         """
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
         # An integer is the lower half of its place. Arrays of the same length are of one type, which is made once.
@@ -78,11 +68,7 @@ class CudaKernel:
             raise PermTritonError(f"{self.source}: {self.name} could not be launched on {grid}: {problem}")
 
     def active_clusters(self, grid: tuple[int, int, int]) -> int:
-        """Returns how many clusters of such a launch run on the current GPU at once.
-
-        Raises:
-            PermTritonError: no NVIDIA GPU, or the kernel could not be compiled or loaded.
-        """
+        """Returns how many clusters of such a launch run on the current GPU at once."""
         loaded, clusters = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
         setup, driver = loaded.setup(grid, self.threads, self.shared_bytes, 0), _driver()
         driver.cuCtxSetCurrent(loaded.context)  # of this thread, whose first call to CUDA it may be
@@ -110,17 +96,11 @@ class _Setup(ctypes.Structure):  # CUlaunchConfig
 
 @dataclass(frozen=True)
 class Loaded:
-    """A kernel on one GPU.
+    """A kernel on one GPU."""
 
-    Attributes:
-        context: The driver's handle of the GPU's context.
-        function: The driver's handle of the kernel.
-        attributes: Of its launches.
-    """
-
-    context: Any
-    function: Any
-    attributes: Any
+    context: Any  # the driver's handle of the GPU's context
+    function: Any  # the driver's handle of the kernel
+    attributes: Any  # of its launches
 
     def setup(self, grid: Sequence[int], threads: int, shared_bytes: int, stream: int) -> _Setup:
         """Returns what the driver is told of a launch."""
@@ -130,11 +110,7 @@ class Loaded:
 
 @functools.cache
 def compiled(kernel: CudaKernel, device: int) -> Loaded:
-    """Returns a kernel that the current GPU can launch; ``device``, its number, is a key only.
-
-    Raises:
-        PermTritonError: see `CudaKernel.__call__`.
-    """
+    """Returns a kernel that the current GPU can launch; ``device``, its number, is a key only."""
     if device < 0 or torch.version.cuda is None:
         raise PermTritonError(f"{kernel.source}: it runs on an NVIDIA GPU, and torch sees none on this machine")
     major, minor = torch.cuda.get_device_capability(device)
@@ -162,11 +138,7 @@ def _load(kernel: CudaKernel, architecture: str, function: Any, *, again: bool =
 
 
 def _nvrtc() -> Any:
-    """Returns NVRTC: the system's, or the one that pip installed beside torch, which no search path holds.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Returns NVRTC: the system's, or the one that pip installed beside torch, which no search path holds."""
     name = f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}"
     installed = find_spec("nvidia")
     places = [] if installed is None else installed.submodule_search_locations or []
@@ -184,9 +156,6 @@ def machine_code(kernel: CudaKernel, architecture: str, *, again: bool = False) 
         kernel: The kernel.
         architecture: Such as ``sm_90a``.
         again: Whether to compile it though it is kept.
-
-    Raises:
-        PermTritonError: NVRTC is not there or refuses the source.
     """
     try:
         library = _nvrtc()

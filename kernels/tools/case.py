@@ -24,32 +24,19 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One call of one kernel.
+    """One call of one kernel."""
 
-    Attributes:
-        op: Kernel, and "backward" if it is the backward pass.
-        shape: Shape, for people.
-        dtype: Dtype of the data moved.
-        make: Seed -> inputs, on the case's device.
-        run: The call.
-        reference: The expected result from the same inputs, in plain torch.
-        error: (result, expected result) -> distance; 0 if equal.
-        limit: Largest error allowed.
-        bytes: Fewest bytes that the call can move: each input read once and each output written once.
-        flops: Operations that the call must do; 0 if memory decides the time.
-        tables: The configuration tables that the call reads on a GPU, by name.
-    """
-
-    op: str
-    shape: str
-    dtype: torch.dtype
-    make: Callable[[int], Arguments]
-    run: Callable[..., Any]
-    reference: Callable[..., Any]
-    error: Callable[[Any, Any], float]
-    limit: float
-    bytes: int
-    flops: int = 0
+    op: str  # kernel, and "backward" if it is the backward pass
+    shape: str  # shape, for people
+    dtype: torch.dtype  # dtype of the data moved
+    make: Callable[[int], Arguments]  # seed -> inputs, on the case's device
+    run: Callable[..., Any]  # the call
+    reference: Callable[..., Any]  # the expected result from the same inputs, in plain torch
+    error: Callable[[Any, Any], float]  # (result, expected result) -> distance; 0 if equal
+    limit: float  # largest error allowed
+    bytes: int  # fewest bytes that the call can move: each input read once and each output written once
+    flops: int = 0  # operations that the call must do; 0 if memory decides the time
+    # the configuration tables that the call reads on a GPU, by name
     tables: Mapping[str, Sequence[Config]] = field(default_factory=dict)
 
     @property

@@ -21,15 +21,10 @@ REPEATS = 25
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call.
+    """Seconds of one call."""
 
-    Attributes:
-        seconds: One number per sample, in the order of measuring.
-        how: "graph", "stream" or "host".
-    """
-
-    seconds: tuple[float, ...]
-    how: str
+    seconds: tuple[float, ...]  # one number per sample, in the order of measuring
+    how: str  # "graph", "stream" or "host"
 
     def quantile(self, part: float) -> float:
         """Returns the sample below which ``part`` of all samples lie."""
@@ -65,9 +60,6 @@ def measure(
         seconds: Time to spend in all, without warm-up; at least 3 samples of each are taken whatever they cost.
         repeats: Most samples of each.
         streamed: Names of functions that are not captured but timed on the stream.
-
-    Raises:
-        Exception: Whatever a function raises.
     """
     replays = {name: _replay(list(calls), device, name not in streamed) for name, calls in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
@@ -163,9 +155,6 @@ def captured(calls: Sequence[Callable[[], object]], device: torch.device) -> tup
     """Captures calls as one CUDA graph; returns (a function that replays it, what each call returned).
 
     Every call writes memory of its own, so that writes leave the L2, too.
-
-    Raises:
-        Exception: Whatever kept a call from being captured. Afterwards others can be captured again.
     """
     pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)

@@ -29,23 +29,14 @@ LARGEST = 1 << 24  # features of a linear
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of one configuration.
+    """The result of one configuration."""
 
-    Attributes:
-        case: Name of the case that was run.
-        key: Table and shape, as in the cache file.
-        config: Configuration, as people read it.
-        default: Whether it is the first of its table.
-        measured: Quantiles in microseconds, GB/s and TFLOP/s; or ``error``.
-        known: Whether an earlier run measured it.
-    """
-
-    case: str
-    key: str
-    config: str
-    default: bool
-    measured: Mapping[str, Any]
-    known: bool
+    case: str  # name of the case that was run
+    key: str  # table and shape, as in the cache file
+    config: str  # configuration, as people read it
+    default: bool  # whether it is the first of its table
+    measured: Mapping[str, Any]  # quantiles in microseconds, GB/s and TFLOP/s; or ``error``
+    known: bool  # whether an earlier run measured it
 
 
 def cases_for(
@@ -63,9 +54,6 @@ def cases_for(
         dtype: Dtype of weights and activations.
         device: The GPU.
         kernel: Name of one of `KERNELS`, to tune only this one.
-
-    Raises:
-        ConfigError: an unknown kernel, or a shape that 2:4 does not fit.
     """
     named = {module.__name__.rpartition(".")[2]: module for module in KERNELS}
     if kernel not in (None, *named):
@@ -99,9 +87,6 @@ def tune(
         files: Files to write the entries to; trials that the first one already holds are not repeated.
         on_trial: Called after each configuration.
         until: On the clock of `time.monotonic`: after it no further trial begins.
-
-    Raises:
-        OutputError: a file cannot be written.
     """
     known, entries = autotune.read_entries(files[0], machine), {}
     for case in todo:

@@ -54,11 +54,7 @@ class PermutedRMSNorm(RMSNorm):
 
 
 def use_permuted_norms() -> None:
-    """Lets vLLM make `PermutedRMSNorm` for each ``RMSNorm`` from now on, in this process.
-
-    Raises:
-        ModelError: another plugin replaced vLLM's norm already.
-    """
+    """Lets vLLM make `PermutedRMSNorm` for each ``RMSNorm`` from now on, in this process."""
     present = op_registry_oot.get(RMSNorm.__name__)
     if present is None:
         CustomOp.register_oot(PermutedRMSNorm, name=RMSNorm.__name__)

@@ -41,11 +41,7 @@ class Order(nn.Module):
             )
 
     def finish(self, start: int, channels: int) -> None:
-        """Checks that the index was loaded, and keeps the part of it that belongs to the channels of one rank.
-
-        Raises:
-            ModelError: the index is missing, or takes channels of another rank.
-        """
+        """Checks that the index was loaded, and keeps the part of it that belongs to the channels of one rank."""
         if not self.index.numel():
             raise ModelError(f"{self.name}: no index was loaded for its gather: the checkpoint is incomplete")
         if channels == self.channels:

@@ -30,9 +30,6 @@ def check_folder(name: str) -> Folder:
 
     Args:
         name: the folder as the engine was given it.
-
-    Raises:
-        ModelError: it is not a folder on this machine, it is damaged, or it holds files of weights that nothing checks.
     """
     path = Path(os.path.abspath(name))
     if not path.is_dir():
@@ -51,12 +48,7 @@ def check_folder(name: str) -> Folder:
 
 
 def refuse_unservable(folder: Folder) -> None:
-    """Refuses what the linears and norms of vLLM cannot compute.
-
-    Raises:
-        ModelError: packed experts, packed transposed weights, norms that permute and are no plain RMS norm, or as
-            `refuse_unknown_class`.
-    """
+    """Refuses what the linears and norms of vLLM cannot compute."""
     for name, entry in folder.packed.items():
         if len(entry["shape"]) != 2 or entry["dim"] != 1:
             raise ModelError(
@@ -74,11 +66,7 @@ def refuse_unservable(folder: Folder) -> None:
 
 
 def refuse_unknown_class(name: str, *, permuted: bool) -> None:
-    """Refuses a model class of vLLM that is not in `SERVED`: its code might use weights in another way.
-
-    Raises:
-        ModelError: naming the classes that are served.
-    """
+    """Refuses a model class of vLLM that is not in `SERVED`: its code might use weights in another way."""
     if permuted and not SERVED.get(name, False):
         raise ModelError(
             f"{name} with permuted norms or gathers is not served by vLLM, whose code for it might use their weights "
