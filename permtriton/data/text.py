@@ -239,7 +239,7 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     samples = replace(samples, inputs={**samples.inputs, **{name: samples.inputs[name].long() for name in integers}})
     reader = model if core_of(model) is model else model.base_model
     parameters = inspect.signature(reader.forward).parameters.values()
-    taken = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    taken = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     made = {"labels", DECODER_IDS} if takes_decoder_ids(model) else set()
     unknown = [name for name in samples.inputs if name not in (*taken, *made)]
     if taken and unknown:  # a wrapper may hand on all arguments
