@@ -108,10 +108,6 @@ def check_format(format: str, *, permuted: bool = False, what: str = "the model"
     Args:
         permuted: whether the model permutes channels at run time.
         what: the model, for the error.
-
-    Raises:
-        ConfigError: as `export`.
-        MissingExtraError: the package that writes the format is not installed.
     """
     if format not in list(Format):
         raise ConfigError(f"format {shown(format)} is unknown: choose one of {', '.join(Format)}")

@@ -42,11 +42,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Returns the folder at a path.
-
-        Raises:
-            ModelError: it is not a folder.
-        """
+        """Returns the folder at a path."""
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: give an output of permtriton compile or export")
         return cls(path)
@@ -127,11 +123,7 @@ class Folder:
         return pruned
 
     def check_hashes(self) -> None:
-        """Refuses files of weights that were changed after they were written, by the hashes of ``permtriton.json``.
-
-        Raises:
-            ModelError: as `check_hashes`.
-        """
+        """Refuses files of weights that were changed after they were written, by the hashes of ``permtriton.json``."""
         check_hashes(self.path, {name: file["sha256"] for name, file in self.record["files"].items()})
 
     def names(self) -> list[str]:
@@ -180,9 +172,6 @@ def check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
 
     Args:
         hashes: file of ``folder`` -> its SHA-256.
-
-    Raises:
-        ModelError: a file is missing or differs; the message names the first one.
     """
     for name, expected in hashes.items():
         if not (folder / name).is_file() or file_sha256(folder / name) != expected:

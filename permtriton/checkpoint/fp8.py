@@ -42,9 +42,6 @@ class Fp8(Storing):
 
     Attributes:
         quantized: weight -> its name in the model that transformers loads.
-
-    Raises:
-        ModelError: a pruned weight is no ``nn.Linear``.
     """
 
     def __init__(self, source: Folder) -> None:
@@ -91,11 +88,7 @@ class Fp8(Storing):
         return [*super().names(), *(f"{name}_scale" for name in self.quantized)]
 
     def check(self, name: str, written: Folder) -> None:
-        """Checks that a quantized weight is finite and N:M as it is written.
-
-        Raises:
-            VerificationError: as `Storing.check`.
-        """
+        """Checks that a quantized weight is finite and N:M as it is written."""
         if name not in self.quantized:
             super().check(name, written)
             return
@@ -126,11 +119,7 @@ class Fp8(Storing):
 
 
 def check_quantizable(model: PreTrainedModel) -> None:
-    """Refuses a model whose layers cannot be stored in 8 bits, before any work.
-
-    Raises:
-        ModelError: it has stacked experts, or linears that store their weights transposed.
-    """
+    """Refuses a model whose layers cannot be stored in 8 bits, before any work."""
     for name, module in model.named_modules():
         if isinstance(module, Conv1D) or stacks(module):
             raise ModelError(

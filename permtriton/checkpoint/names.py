@@ -20,15 +20,10 @@ PACKED_PARTS = ("_values", "_positions", "_scale")
 
 @dataclass(frozen=True)
 class StoredNames:
-    """How a model is saved.
+    """How a model is saved."""
 
-    Attributes:
-        original: whether under the names of the published checkpoint, as ``save_original_format`` of transformers.
-        stored: pruned parameter -> its name in the checkpoint.
-    """
-
-    original: bool
-    stored: dict[str, str]
+    original: bool  # whether under the names of the published checkpoint, as ``save_original_format`` of transformers
+    stored: dict[str, str]  # pruned parameter -> its name in the checkpoint
 
     def tensors(self, model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors of a state dict by the names under which ``save_pretrained`` writes them."""
@@ -41,9 +36,6 @@ def stored_names(model: Any, pruned: Collection[str], *, original: bool = True) 
     Args:
         pruned: names of the pruned parameters.
         original: whether the names of the published checkpoint may be used.
-
-    Raises:
-        ModelError: transformers would not load a pruned parameter again under any of its names.
     """
     if original and (stored := _published(model, pruned)) and _load_again(model, stored):
         return StoredNames(True, stored)

@@ -24,11 +24,7 @@ def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, 
 
 
 def check_packed_fp8(name: str, values: Tensor, scale: Tensor) -> None:
-    """Refuses a weight in FP8 that holds what is never written: a NaN, or a scale that is not positive and finite.
-
-    Raises:
-        ModelError: naming the weight.
-    """
+    """Refuses a weight in FP8 that holds what is never written: a NaN, or a scale that is not positive and finite."""
     if bool((values.view(torch.uint8) & 127 == 127).any()) or not bool(((scale > 0) & scale.isfinite()).all()):
         raise ModelError(f"{name}: a value or a scale in FP8 is not finite: the checkpoint is damaged")
 
@@ -45,10 +41,6 @@ def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device
 def cast_packed(
     values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Casts a packed weight to ``dtype`` and packs it again, because small weights may have become zeros.
-
-    Raises:
-        ModelError: a weight is not finite in ``dtype``.
-    """
+    """Casts a packed weight to ``dtype`` and packs it again, because small weights may have become zeros."""
     weight = unpack(values, positions, in_features, pattern)
     return pack(weight.to(dtype) + 0.0, pattern)  # never -0.0

@@ -46,11 +46,7 @@ class PackingFp8(Packing):
         return {name + part: stored for part, stored in parts.items()}
 
     def check(self, name: str, written: Folder) -> None:
-        """Checks that a weight in FP8 is the rounded one, finite, and N:M.
-
-        Raises:
-            VerificationError: as `Storing.check`.
-        """
+        """Checks that a weight in FP8 is the rounded one, finite, and N:M."""
         if name not in self.quantized:
             super().check(name, written)
             return

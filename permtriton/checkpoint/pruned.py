@@ -19,27 +19,20 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 @dataclass
 class Pruned:
-    """A pruned model and what is saved with it.
+    """A pruned model and what is saved with it."""
 
-    Attributes:
-        model: transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels.
-        tokenizer: tokenizer or processor of the model; None if there is none.
-        config: every option.
-        plan: sites and channel spaces.
-        report: content of ``permtriton.json``, as `permtriton.driver.make_record.compilation_record` builds it, and
-            once it is saved, with what was checked.
-        reference: samples on which a reloaded checkpoint must give the outputs of ``model``.
-        source: where the dense model can be read again; None for a model that was given in memory.
-        device: device that it was compiled on, where its layers may have come one by one; None where the model is.
-    """
-
+    # transformers model with N:M weights; in layout ``fused`` some of its norms and linears permute channels
     model: PreTrainedModel
-    tokenizer: Processor | None
-    config: CommonConfig
-    plan: Plan
+    tokenizer: Processor | None  # tokenizer or processor of the model; None if there is none
+    config: CommonConfig  # every option
+    plan: Plan  # sites and channel spaces
+    # content of ``permtriton.json``, as `permtriton.driver.make_record.compilation_record` builds it, and once it is
+    # saved, with what was checked
     report: Record
-    reference: Samples
+    reference: Samples  # samples on which a reloaded checkpoint must give the outputs of ``model``
+    # where the dense model can be read again; None for a model that was given in memory
     source: Source | None = field(default=None, kw_only=True)
+    # device that it was compiled on, where its layers may have come one by one; None where the model is
     device: torch.device | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

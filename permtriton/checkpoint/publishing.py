@@ -21,9 +21,6 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
 
     Returns:
         Its name, with the owner.
-
-    Raises:
-        OutputError: the hub refuses, or cannot be reached, or the token may not write there.
     """
     try:
         api = HfApi(token=token, library_name="permtriton")
@@ -49,9 +46,6 @@ def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
 
     Returns:
         The address of the commit.
-
-    Raises:
-        OutputError: the hub refuses, or cannot be reached.
     """
     api = HfApi(token=token, library_name="permtriton")
     name_repository(folder, repo)

@@ -76,11 +76,7 @@ class Entries(TypedDict):
 
 
 class PermTritonQuantizationConfig(QuantizationConfigMixin):
-    """The entries above as checked attributes.
-
-    Raises:
-        ModelError: an unknown version or entry, a wrong type, or a number out of range.
-    """
+    """The entries above as checked attributes."""
 
     def __init__(self, **entries: Any) -> None:
         version = entries.get("version")

@@ -57,10 +57,6 @@ def find_name(name: str, known: set[str], model: Any) -> str | None:
 
     Returns:
         The model's name; None only for a part of another class's head.
-
-    Raises:
-        ModelError: the model does not have the name, although it is the class of the checkpoint or the name is in the
-            base model.
     """
     resolved = resolve_name(name, known, model.base_model_prefix)
     same_class = type(model).__name__ in (model.config.architectures or ())
@@ -85,11 +81,7 @@ def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Paramete
 
 
 def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> None:
-    """Replaces a norm by a permuted norm whose index is still to be loaded.
-
-    Raises:
-        ModelError: the module is not a norm with the entry's number of channels.
-    """
+    """Replaces a norm by a permuted norm whose index is still to be loaded."""
     norm = model.get_submodule(name)
     channels = entry["channels"]
     weight = norm._parameters.get("weight")
@@ -113,11 +105,7 @@ def replace_by_sparse_linear(model: nn.Module, name: str, kind: type[SparseLinea
 
 
 def replace_by_gathered_linear(model: nn.Module, name: str, channels: int) -> None:
-    """Replaces the linear ``name`` by a `GatheredLinear` whose index is still to be loaded.
-
-    Raises:
-        ModelError: the module is not a linear with that number of input channels.
-    """
+    """Replaces the linear ``name`` by a `GatheredLinear` whose index is still to be loaded."""
     linear = model.get_submodule(name)
     if not isinstance(linear, nn.Linear) or linear.in_features != channels:
         raise ModelError(
@@ -143,9 +131,6 @@ def replace_by_packed(
         name: its name in the model.
         stored_name: its name in the checkpoint.
         dim: its input dimension in the model.
-
-    Raises:
-        ModelError: model, config and files do not fit together.
     """
     owner, attribute = owner_of(model, name)
     shape = entry["shape"]

@@ -37,11 +37,6 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Recor
 
     Returns:
         The content of its ``permtriton.json``.
-
-    Raises:
-        OutputError: as `replacing_folder`.
-        VerificationError: as `verify_checkpoint`.
-        ModelError: as `permtriton.checkpoint.names.stored_names`.
     """
     pruned = pruned_parameters(compiled.model, compiled.plan)
     permuted = checkpoint_config(compiled.model, str(compiled.config.sparsity)) is not None
@@ -79,9 +74,6 @@ def save_trained(
         tokenizer: tokenizer or processor, or None.
         record: content of ``permtriton.json`` of the folder that was trained.
         pruned: parameter name -> its input dimension and pattern.
-
-    Raises:
-        OutputError, VerificationError, ModelError: as `save_checkpoint`.
     """
     sparsity = record["config"]["sparsity"]
     permuted = checkpoint_config(model, sparsity) is not None
@@ -107,11 +99,7 @@ def save_trained(
 
 
 def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
-    """Writes what transformers saves, and copies what stands beside it; arguments as of the functions above.
-
-    Raises:
-        ModelError: transformers cannot save the model; a full disk or memory has an error of its own.
-    """
+    """Writes what transformers saves, and copies what stands beside it; arguments as of the functions above."""
     _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)

@@ -56,11 +56,7 @@ class Storing:
         return self.source.names()
 
     def verify(self, written: Folder, progress: Progress) -> None:
-        """Reads all tensors back and checks each.
-
-        Raises:
-            VerificationError: a tensor differs or is missing; the message names the first one.
-        """
+        """Reads all tensors back and checks each."""
         names = self.source.names()
         if differing := sorted(set(self.names()) ^ set(written.names())):
             raise VerificationError(f"{differing[0]}: it was read but not written, or written but not read")
@@ -70,11 +66,7 @@ class Storing:
                 advance()
 
     def check(self, name: str, written: Folder) -> None:
-        """Compares a tensor that was written with the one that was read.
-
-        Raises:
-            VerificationError: it differs.
-        """
+        """Compares a tensor that was written with the one that was read."""
         check_same_bits(name, self.source.tensor(name), written.tensor(name))
 
     def counts(self) -> dict[str, int]:
@@ -117,11 +109,7 @@ class Packing(Storing):
 
 
 def check_same_bits(name: str, first: Tensor, second: Tensor) -> None:
-    """Refuses a tensor that is not the one that was read, dtype and shape included.
-
-    Raises:
-        VerificationError: it differs.
-    """
+    """Refuses a tensor that is not the one that was read, dtype and shape included."""
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     if not same or not torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8)):
         raise VerificationError(f"{name}: what was written differs from what was read")

@@ -34,9 +34,6 @@ def verify_checkpoint(
 
     Returns:
         The numbers of checked tensors and pruned weights, and how the reloaded model was compared.
-
-    Raises:
-        VerificationError: a check failed; the message names the first such tensor.
     """
     checked = verify_tensors(compiled.model, folder, pruned, names, permuted)
     return {**checked, **_compare_reloaded(compiled, folder)}

@@ -86,23 +86,14 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Order:
-    """The order of a compiled model's channels.
+    """The order of a compiled model's channels."""
 
-    Attributes:
-        names: every name of a parameter -> the first one.
-        folds: first name -> what was reordered of it.
-        transposed: linears and embeddings whose weight is ``[in, out]``.
-        prefix: name of the base model in the model.
-        hidden: order of the last hidden state's channels; None where they did not move.
-        embedded: the same of what embeds the tokens.
-    """
-
-    names: dict[str, str]
-    folds: dict[str, list[Fold]]
-    transposed: set[str]
-    prefix: str
-    hidden: Tensor | None
-    embedded: Tensor | None
+    names: dict[str, str]  # every name of a parameter -> the first one
+    folds: dict[str, list[Fold]]  # first name -> what was reordered of it
+    transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
+    prefix: str  # name of the base model in the model
+    hidden: Tensor | None  # order of the last hidden state's channels; None where they did not move
+    embedded: Tensor | None  # the same of what embeds the tokens
 
     @classmethod
     def of(cls, folder: Path, record: Record, *, trust_remote_code: bool) -> "_Order":

@@ -43,23 +43,14 @@ SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a compilation needs.
+    """What a compilation needs."""
 
-    Attributes:
-        memory: on each device.
-        disk: what is written -> bytes.
-        seconds: stage -> expected time in seconds; empty where it was not measured.
-        refused: why the memory is too small; empty if it is not.
-        devices: what the compilation runs on.
-        assumed: what the seconds rest on where they were not measured; empty where they were.
-    """
-
-    memory: MemoryEstimate
-    disk: Mapping[str, int]
-    seconds: Mapping[str, float]
-    refused: str
-    devices: Devices
-    assumed: str = ""
+    memory: MemoryEstimate  # on each device
+    disk: Mapping[str, int]  # what is written -> bytes
+    seconds: Mapping[str, float]  # stage -> expected time in seconds; empty where it was not measured
+    refused: str  # why the memory is too small; empty if it is not
+    devices: Devices  # what the compilation runs on
+    assumed: str = ""  # what the seconds rest on where they were not measured; empty where they were
 
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
         """Yields the name and value of each need; ``folder`` is where the output goes, None if that is not known."""

@@ -71,19 +71,13 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Job:
-    """One compilation.
+    """One compilation."""
 
-    Attributes:
-        model: where the model is, or the model in memory.
-        config: every option.
-        overrides: names of options that the user, a file or a protocol set; the others may follow the model.
-        args: everything else; its data are None, or what is in memory, and its paths are resolved.
-    """
-
-    model: Source | PreTrainedModel
-    config: CompileConfig
+    model: Source | PreTrainedModel  # where the model is, or the model in memory
+    config: CompileConfig  # every option
+    # names of options that the user, a file or a protocol set; the others may follow the model
     overrides: Collection[str]
-    args: CompileArgs
+    args: CompileArgs  # everything else; its data are None, or what is in memory, and its paths are resolved
 
     def __post_init__(self) -> None:
         if self.args.tokenizer is not None and not hasattr(self.args.tokenizer, "save_pretrained"):

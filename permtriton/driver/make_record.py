@@ -22,19 +22,12 @@ from permtriton.util.permutation import moved
 
 @dataclass(frozen=True)
 class Origin:
-    """What is recorded of a compilation that the pipeline does not know.
+    """What is recorded of a compilation that the pipeline does not know."""
 
-    Attributes:
-        command: a command with the same result.
-        text: name of the held-out data, or why there are none.
-        gguf: the GGUF file whose weights were dequantized; None without one.
-        left_out: tensors of the checkpoint that the model's class does not use.
-    """
-
-    command: str
-    text: str
-    gguf: dict[str, Any] | None = None
-    left_out: Sequence[str] = ()
+    command: str  # a command with the same result
+    text: str  # name of the held-out data, or why there are none
+    gguf: dict[str, Any] | None = None  # the GGUF file whose weights were dequantized; None without one
+    left_out: Sequence[str] = ()  # tensors of the checkpoint that the model's class does not use
 
 
 def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin | None) -> Record:

@@ -29,20 +29,14 @@ GENERATION = "generation"  # the stage in which the dense model writes text, for
 
 @dataclass(frozen=True)
 class Devices:
-    """What a compilation runs on.
+    """What a compilation runs on."""
 
-    Attributes:
-        kind: ``cpu`` or ``cuda``.
-        count: number of processes, each with a device of its own; on one CPU they share its memory.
-        free: bytes that are free for each.
-        placements: how the model may be placed; of several, memory decides.
-        host: bytes of host memory that are free for each process beside its GPU; None where that is not known.
-    """
-
-    kind: str
-    count: int
-    free: int
+    kind: str  # ``cpu`` or ``cuda``
+    count: int  # number of processes, each with a device of its own; on one CPU they share its memory
+    free: int  # bytes that are free for each
+    # how the model may be placed; of several, memory decides
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
+    # bytes of host memory that are free for each process beside its GPU; None where that is not known
     host: int | None = None
 
     @classmethod

@@ -46,36 +46,29 @@ from permtriton.util.progress import NoProgress, Progress
 
 @dataclass(frozen=True)
 class CompileInputs:
-    """What a compilation is given beside its model: the arguments of `permtriton.driver.pipeline.compile_model`.
+    """What a compilation is given beside its model: the arguments of `permtriton.driver.pipeline.compile_model`."""
 
-    Attributes:
-        tokenizer: tokenizer of the calibration text, not needed if the text is already token ids; or the processor of
-            images or sound. It is saved with the model.
-        ids: calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
-            arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``.
-        held_out: held-out samples to evaluate dense and compiled models on, likewise.
-        resume_path: path of the files that keep the state of long stages, each with its stage's name before the suffix
-            (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
-            refused until they are deleted.
-        say_needs: whether to measure the model first and report how much memory, time and disk the work will take.
-        device: device that the model, which is on the CPU, shall run on; None where it is.
-        placements: how the model may be placed on ``device``; of several, its memory decides.
-        save_format: format in which it will be saved, for the estimate of the disk; None for dense.
-        origin: what the record shall say beside what is known here; None for nothing more.
-    """
-
+    # tokenizer of the calibration text, not needed if the text is already token ids; or the processor of images or
+    # sound. It is saved with the model.
     tokenizer: Processor | None = None
     config: CompileConfig = field(default_factory=config_from)
     _: KW_ONLY
+    # calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
+    # arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``
     ids: Inputs | None = None
-    held_out: Inputs | None = None
+    held_out: Inputs | None = None  # held-out samples to evaluate dense and compiled models on, likewise
     progress: Progress = field(default_factory=NoProgress)
+    # path of the files that keep the state of long stages, each with its stage's name before the suffix
+    # (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
+    # refused until they are deleted
     resume_path: Path | None = None
+    # whether to measure the model first and report how much memory, time and disk the work will take
     say_needs: bool = False
-    device: torch.device | None = None
+    device: torch.device | None = None  # device that the model, which is on the CPU, shall run on; None where it is
+    # how the model may be placed on ``device``; of several, its memory decides
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
-    save_format: str | None = None
-    origin: Origin | None = None
+    save_format: str | None = None  # format in which it will be saved, for the estimate of the disk; None for dense
+    origin: Origin | None = None  # what the record shall say beside what is known here; None for nothing more
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, CompileConfig):

@@ -27,19 +27,14 @@ from permtriton.util.sparsity import NMPattern
 
 @dataclass(frozen=True)
 class Planned:
-    """A dense model with its calibration samples and its plan: what a forecast is made of, and a run starts from.
-
-    Attributes:
-        graph: graph of the model, from which the plan was made.
-        held_out: held-out samples; None without any.
-    """
+    """A dense model with its calibration samples and its plan: what a forecast is made of, and a run starts from."""
 
     model: PreTrainedModel
     config: CompileConfig
     samples: Samples
     plan: Plan
-    graph: fx.GraphModule
-    held_out: Samples | None = None
+    graph: fx.GraphModule  # graph of the model, from which the plan was made
+    held_out: Samples | None = None  # held-out samples; None without any
 
     @cached_property
     def layers(self) -> list[int]:
@@ -106,10 +101,6 @@ def plan_model(
 
     Args:
         samples: inputs that the graph will be run on; it has the shapes of one. Text is traced on a few tokens.
-
-    Raises:
-        ConfigError: as `permtriton.passes.select_linears.left_out`.
-        ModelError: the model cannot be traced, or holds a linear that the pattern does not fit.
     """
     with unstacked_experts(model) as experts:
         traced = trace(model, None if samples is None or samples.is_text else samples[:1])

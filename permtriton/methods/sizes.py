@@ -11,15 +11,11 @@ RELOADING = "reloading"  # the stage that is left out where a second model does 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a phase of the work takes beside the program and the model.
+    """Bytes that a phase of the work takes beside the program and the model."""
 
-    Attributes:
-        device: what has to be where the model runs.
-        movable: large tensors, such as inputs of layers, which stand in host memory while layers come to a GPU one by
-            one, and all that work on a host takes.
-    """
-
-    device: int = 0
+    device: int = 0  # what has to be where the model runs
+    # large tensors, such as inputs of layers, which stand in host memory while layers come to a GPU one by one, and
+    # all that work on a host takes
     movable: int = 0
 
     @property
@@ -29,27 +25,17 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory of one compilation on each device, in bytes.
+    """The memory of one compilation on each device, in bytes."""
 
-    Attributes:
-        placement: how the model is placed.
-        program: what the process holds beside the model before the work begins; 0 on a GPU.
-        model: parameters.
-        held: what is in memory already and is not given up: the program, and a model that is not mapped from its files.
-        stages: stage -> what it takes beside program and model.
-        host: what is in host memory, the model included, where layers come to the GPU one by one; else 0.
-        saving: names of the steps that save memory, because what they could keep does not fit.
-        recomputes: whether backward passes recompute activations, because keeping them would take too much.
-    """
-
-    placement: DevicePlacement
-    program: int
-    model: int
+    placement: DevicePlacement  # how the model is placed
+    program: int  # what the process holds beside the model before the work begins; 0 on a GPU
+    model: int  # parameters
+    # what is in memory already and is not given up: the program, and a model that is not mapped from its files
     held: int
-    stages: Mapping[str, int]
-    host: int = 0
-    saving: tuple[str, ...] = ()
-    recomputes: bool = False
+    stages: Mapping[str, int]  # stage -> what it takes beside program and model
+    host: int = 0  # what is in host memory, the model included, where layers come to the GPU one by one; else 0
+    saving: tuple[str, ...] = ()  # names of the steps that save memory, because what they could keep does not fit
+    recomputes: bool = False  # whether backward passes recompute activations, because keeping them would take too much
 
     @property
     def largest(self) -> str:

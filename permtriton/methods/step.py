@@ -27,23 +27,17 @@ class Stage(IntEnum):
 
 @dataclass
 class Outcome:
-    """What a step reports of its run, as ``permtriton.json`` holds it.
+    """What a step reports of its run, as ``permtriton.json`` holds it."""
 
-    Attributes:
-        unit: what a line of ``history`` is of: ``round`` or ``epoch``.
-        history: the rounds or epochs, from 0, the state before; each with its number under ``unit``, its ``loss`` on
-            the calibration samples or ``held_out``, and whatever else is known of it.
-        kept: number of the epoch whose result was kept; None if it is the last.
-        parts: what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``,
-            ``seconds``, and whatever else is known of it.
-        left: name of what the step left as it was -> the reason.
-    """
-
-    unit: str = ""
+    unit: str = ""  # what a line of ``history`` is of: ``round`` or ``epoch``
+    # the rounds or epochs, from 0, the state before; each with its number under ``unit``, its ``loss`` on the
+    # calibration samples or ``held_out``, and whatever else is known of it
     history: list[dict[str, Any]] = field(default_factory=list)
-    kept: int | None = None
+    kept: int | None = None  # number of the epoch whose result was kept; None if it is the last
+    # what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``, ``seconds``, and
+    # whatever else is known of it
     parts: list[dict[str, Any]] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)  # name of what the step left as it was -> the reason
 
 
 class Step(Protocol):

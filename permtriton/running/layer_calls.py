@@ -46,13 +46,9 @@ class _Call:
 
 @dataclass(frozen=True)
 class Form:
-    """How a layer returns hidden states, of ``shape`` per sequence: alone, or among values that are no tensors.
+    """How a layer returns hidden states, of ``shape`` per sequence: alone, or among values that are no tensors."""
 
-    Attributes:
-        leaves: the flat output, with None in place of the hidden states, which are ``at`` this position.
-    """
-
-    leaves: list[Any]
+    leaves: list[Any]  # the flat output, with None in place of the hidden states, which are ``at`` this position
     at: int
     structure: pytree.TreeSpec
     shape: torch.Size

@@ -28,19 +28,14 @@ LayerContext = Callable[[str], AbstractContextManager[None]]  # what the layer o
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The sites of a layer, and how to run what they read, on this rank's share of the sequences.
-
-    Attributes:
-        parts: numbers of the sequences that run together, int64 ``[at most batch]`` each.
-        run: runs as much of the model, on the sequences with such numbers, as gives each site its inputs.
-        may_end: whether a run may be ended when every site's input has been seen.
-        finish: says that the weights of some sites' linears are final, so that what they return may be kept.
-    """
+    """The sites of a layer, and how to run what they read, on this rank's share of the sequences."""
 
     sites: list[Site]
-    parts: Sequence[Tensor]
+    parts: Sequence[Tensor]  # numbers of the sequences that run together, int64 ``[at most batch]`` each
+    # runs as much of the model, on the sequences with such numbers, as gives each site its inputs
     run: Callable[[Tensor], object]
-    may_end: bool = True
+    may_end: bool = True  # whether a run may be ended when every site's input has been seen
+    # says that the weights of some sites' linears are final, so that what they return may be kept
     finish: Callable[[Iterable[Site]], None] = lambda _sites: None
 
 

@@ -35,9 +35,6 @@ class MicroBatch:
         """Returns ``work(size)``; where memory runs out, starts it again with half the size.
 
         The work must not build on what an attempt that failed has left, such as gradients.
-
-        Raises:
-            MemoryTooSmallError: one sequence does not fit, either.
         """
         while True:
             try:

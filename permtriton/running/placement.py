@@ -53,14 +53,10 @@ def allowed_placements(shard: bool | None, onload: bool | None) -> tuple[DeviceP
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where a model runs.
-
-    Attributes:
-        device: the device of this process.
-    """
+    """Where a model runs."""
 
     kind: DevicePlacement
-    device: torch.device
+    device: torch.device  # the device of this process
 
     @property
     def spread_on(self) -> torch.device | None:

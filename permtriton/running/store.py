@@ -8,13 +8,10 @@ from torch import Tensor
 
 
 class Store:
-    """Memory: new tensors are on the CPU, and others stay where they are. Its subclasses are other places.
+    """Memory: new tensors are on the CPU, and others stay where they are. Its subclasses are other places."""
 
-    Attributes:
-        onloads: whether layers come to a GPU one by one (`permtriton.running.onload`), and whatever works on a whole
-            model works on one of its layers at a time.
-    """
-
+    # whether layers come to a GPU one by one (`permtriton.running.onload`), and whatever works on a whole model works
+    # on one of its layers at a time
     onloads: ClassVar[bool] = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:

@@ -34,18 +34,13 @@ Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
 
 @dataclass
 class Fisher:
-    """The diagonal Fisher information of one linear's weights, ``row_O * column_C / tokens``.
+    """The diagonal Fisher information of one linear's weights, ``row_O * column_C / tokens``."""
 
-    Attributes:
-        row: sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so
-            that ranks and micro-batches do not show, then float32.
-        column: sum over tokens of the square of each input, ``[in_features]``, likewise.
-        tokens: number of tokens that the linear has seen; fewer than there are for an expert.
-    """
-
+    # sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so that
+    # ranks and micro-batches do not show, then float32
     row: Tensor
-    column: Tensor
-    tokens: int = 0
+    column: Tensor  # sum over tokens of the square of each input, ``[in_features]``, likewise
+    tokens: int = 0  # number of tokens that the linear has seen; fewer than there are for an expert
 
     def of_rows(self, rows: slice) -> "Fisher":
         return Fisher(self.row[rows], self.column, self.tokens)

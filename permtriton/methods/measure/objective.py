@@ -138,19 +138,16 @@ Draw = Callable[[Callable[..., Tensor], Tensor], Tensor]  # (torch.rand or randn
 
 @dataclass(frozen=True)
 class Loss:
-    """What training can minimise. **Add a loss here**, and its name in ``permtriton/config.py``.
+    """What training can minimise. **Add a loss here**, and its name in ``permtriton/config.py``."""
 
-    Attributes:
-        mean: called with the pruned and the dense model's last hidden states ``[sequences, tokens, hidden]`` and the
-            head; returns the mean over tokens, float32 ``[]``.
-        drawn: called with the dense model, samples and `Draw`; returns a random sum over tokens. The expected square of
-            its gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
-        hidden: returns what ``mean`` reads of a model and samples.
-    """
-
+    # called with the pruned and the dense model's last hidden states ``[sequences, tokens, hidden]`` and the head;
+    # returns the mean over tokens, float32 ``[]``
     mean: Callable[[Tensor, Tensor, Any], Tensor]
+    # called with the dense model, samples and `Draw`; returns a random sum over tokens. The expected square of its
+    # gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
     drawn: Callable[[PreTrainedModel, Samples, Draw], Tensor]
     of_logits: bool
+    # returns what ``mean`` reads of a model and samples
     hidden: Callable[[PreTrainedModel, Samples], Tensor] = last_hidden_state
 
 
@@ -186,21 +183,16 @@ LOSSES: Mapping[LossKind, Loss] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """The distance of a model from the dense one on the calibration sequences.
-
-    Attributes:
-        target: dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the
-            order in which the model has them.
-        head: the model's head; None if the loss does not need it.
-        counted: the positions that count, as `permtriton.data.samples.Samples.counted`.
-        stride: one in so many of them is taken, another one by the number of the sequence.
-    """
+    """The distance of a model from the dense one on the calibration sequences."""
 
     kind: LossKind
+    # dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the order in
+    # which the model has them
     target: Tensor
-    head: Head | None = None
+    head: Head | None = None  # the model's head; None if the loss does not need it
+    # the positions that count, as `permtriton.data.samples.Samples.counted`
     counted: slice = field(default_factory=lambda: slice(None))
-    stride: int = 1
+    stride: int = 1  # one in so many of them is taken, another one by the number of the sequence
 
     def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns the mean loss over the tokens of the sequences ``rows``, by the model's hidden states of these."""

@@ -237,19 +237,15 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of a site's input, with ``X_p`` in the model as pruned so far and ``X_d`` in the dense one.
+    """Second moments of a site's input, with ``X_p`` in the model as pruned so far and ``X_d`` in the dense one."""
 
-    Attributes:
-        hessian: ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`.
-        shift: ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the
-            routing to experts decides which they are.
-        residual_shift: ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, with ``R`` the residual stream that
-            the linear's output is added to, as `before_norm` has its difference; None where the plan does not know it,
-            and where there is no shift.
-    """
-
-    hessian: Tensor
+    hessian: Tensor  # ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`
+    # ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the routing to
+    # experts decides which they are
     shift: Tensor | None
+    # ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, with ``R`` the residual stream that the linear's
+    # output is added to, as `before_norm` has its difference; None where the plan does not know it, and where there is
+    # no shift
     residual_shift: Tensor | None = None
 
 

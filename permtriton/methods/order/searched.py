@@ -155,17 +155,12 @@ def _row(number: int, loss: float, **known: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Swaps:
-    """Swaps of two positions, all int64 ``[swaps]``; no two of them touch the same group.
+    """Swaps of two positions, all int64 ``[swaps]``; no two of them touch the same group."""
 
-    Attributes:
-        space: number of the space of each swap.
-        gain: predicted fall of the loss, float32.
-    """
-
-    space: Tensor
+    space: Tensor  # number of the space of each swap
     left: Tensor
     right: Tensor
-    gain: Tensor
+    gain: Tensor  # predicted fall of the loss, float32
 
     @property
     def count(self) -> int:

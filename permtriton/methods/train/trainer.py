@@ -34,19 +34,14 @@ HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which r
 
 
 class TrainingStep(Step):
-    """A step that trains.
-
-    Attributes:
-        batch_size: sequences per optimiser step.
-        generated: whether it reads what the dense model wrote.
-    """
+    """A step that trains."""
 
     stage: ClassVar[Stage] = Stage.TRAIN
     shards: ClassVar[bool] = False
     gradients = True
 
-    batch_size: int
-    generated: bool
+    batch_size: int  # sequences per optimiser step
+    generated: bool  # whether it reads what the dense model wrote
 
     @property
     def backward_batch(self) -> int:
@@ -62,19 +57,13 @@ class TrainingStep(Step):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is trained on, in which order.
+    """What is trained on, in which order."""
 
-    Attributes:
-        rounds: numbers of the sequences of each step, int64 ``[...]``, round by round: epochs, or parts of one.
-        held_out: numbers of the sequences that decide which round is kept, int64 ``[...]``.
-        tokens: tokens of a sequence.
-        learning_rate: peak learning rate, relative to the size of what is trained.
-    """
-
+    # numbers of the sequences of each step, int64 ``[...]``, round by round: epochs, or parts of one
     rounds: Sequence[Sequence[Tensor]]
-    held_out: Tensor
-    tokens: int
-    learning_rate: float
+    held_out: Tensor  # numbers of the sequences that decide which round is kept, int64 ``[...]``
+    tokens: int  # tokens of a sequence
+    learning_rate: float  # peak learning rate, relative to the size of what is trained
 
     @property
     def steps(self) -> int:
@@ -133,11 +122,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def take(self, name: str, gradient: Tensor) -> None:
-        """Takes a gradient in the backward pass that computed it.
-
-        Raises:
-            FloatingPointError: it is not finite, and the parameter would be changed by it; the message is ``name``.
-        """
+        """Takes a gradient in the backward pass that computed it."""
 
     def begin(self, rate: float, scale: float) -> None:
         self.rate, self.scale = rate, scale
@@ -153,11 +138,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Ends a step: adds what was collected up over the ranks, and changes what has not been changed yet.
-
-        Raises:
-            FloatingPointError: a gradient is not finite; the message names its parameter.
-        """
+        """Ends a step: adds what was collected up over the ranks, and changes what has not been changed yet."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
