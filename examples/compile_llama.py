@@ -26,7 +26,8 @@ def main(words: list[str] | None = None) -> None:
     model, output, held_out = (arguments.pop(name) for name in ("model", "output", "eval_data"))
     options = {name: value for name, value in arguments.items() if value is not None}
 
-    print(permtriton.dry_run(model, **options).forecast.describe(None))  # memory, time, disk
+    for name, value in permtriton.dry_run(model, **options).forecast.rows(None):  # memory, time, disk
+        print(f"{name}: {value}")
 
     compiled = permtriton.compile(model, sparsity="2:4", output=output, overwrite=True, progress=True, **options)
     print(compiled.evaluate(held_out))  # perplexity, and KL to the dense model

@@ -19,7 +19,6 @@ from torch import Tensor, fx, nn
 from torch._functorch.predispatch import _vmap_increment_nesting
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
@@ -63,11 +62,16 @@ class Traced:
         return results[self.hidden]
 
 
-class _GradientsStayOff(TorchFunctionMode):
-    """Ignores what turns gradients off or on: torch.export would split the graph there, and make all its code anew."""
+def _gradients_stay_off() -> Any:
+    """Inside the context, nothing turns gradients off or on: torch.export would split the graph there.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return None if func is torch._C._set_grad_enabled else func(*args, **(kwargs or {}))
+    It would make all of its code anew for each part.
+    """
+
+    def ignore(_enabled: bool) -> None:
+        pass
+
+    return mock.patch.object(torch._C, "_set_grad_enabled", ignore)
 
 
 class _Probed(nn.Module):
@@ -80,7 +84,7 @@ class _Probed(nn.Module):
     def forward(self, **arguments: Tensor) -> tuple[Tensor, ...]:
         if self.masked:
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-        with recorded_states(self.model) as states, _GradientsStayOff():
+        with recorded_states(self.model) as states, _gradients_stay_off():
             output = self.model(**arguments)
         inner = ENCODER_STATE if has_head(self.model) and not embeds(self.model) else ""
         return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])

@@ -70,7 +70,7 @@ def compiled(
         ids=ids,
         held_out=windows,
         resume_path=path,
-        progress=progress,
+        progress=progress or NoProgress(),
         placements=placements,
         device=device,
     )

@@ -62,7 +62,7 @@ class Planned:
             read = sum(site.channels + (hidden if site.residual_reader else 0) for site in together) + max(
                 one, default=0
             )
-            return max(read, sum(every[name] for site in together for name in site.linears))
+            return max(read, sum(every.get(name, 0) for site in together for name in site.linears))
 
         tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, len(samples) * samples.longest))
         return ModelSizes(
