@@ -5,7 +5,7 @@ import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ class GgufFile:
     # tensors by which rotations divide frequencies, where these are not all 1 -> their values
     factors: Mapping[str, Sequence[float]]
     biases: frozenset[str]  # names of the biases that are not 0
+    reader: Any = field(repr=False, compare=False)  # gguf's, with the number of words in place of the tokenizer's lists
 
     @property
     def types(self) -> dict[str, int]:
@@ -86,7 +87,19 @@ def read_gguf(path: Path) -> GgufFile:
         }
         biases = frozenset(str(info.name) for info in file.tensors if info.name.endswith(".bias") and info.data.any())
     check_counts(header, str(path))
-    return GgufFile(path, stored, header, factors, biases)
+    return GgufFile(path, stored, header, factors, biases, _without_words(file))
+
+
+def _without_words(file: Any) -> Any:
+    """Takes the tokenizer's lists from gguf's reader; zeros stand for the words, whose number is in the config."""
+    from gguf import GGUFValueType
+
+    for name in TOKENIZER_LISTS:
+        file.fields.pop(name, None)
+    if (words := file.fields.get("tokenizer.ggml.tokens")) is not None:
+        zeros = {"parts": [[0]], "data": [0] * len(words.data), "types": [GGUFValueType.UINT32]}
+        file.fields[words.name] = words._replace(**zeros)
+    return file
 
 
 def check_config(file: GgufFile, config: Any) -> None:
@@ -210,23 +223,16 @@ def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
 
 
 @contextmanager
-def read_quickly(*, config_only: bool = False) -> Iterator[None]:
+def read_quickly(file: GgufFile | None = None) -> Iterator[None]:
     """Inside the ``with`` block, transformers reads GGUF files by `_reader`.
 
     Args:
-        config_only: whether only the config is read, which needs the number of words and nothing else of the tokenizer.
+        file: the file, where only its config is read.
     """
     import gguf
 
     def opened(path: Any, *mode: Any) -> Any:
-        file = _reader()(path, *mode)
-        if config_only:
-            for name in TOKENIZER_LISTS:
-                file.fields.pop(name, None)
-            if (words := file.fields.get("tokenizer.ggml.tokens")) is not None:
-                zeros = {"parts": [[0]], "data": [0] * len(words.data), "types": [gguf.GGUFValueType.UINT32]}
-                file.fields[words.name] = words._replace(**zeros)
-        return file
+        return _reader()(path, *mode) if file is None else file.reader
 
     with mock.patch.object(gguf, "GGUFReader", opened):
         yield

@@ -278,7 +278,7 @@ def config_of(source: Source) -> Any:
     _check_revision(source)
     if source.gguf is not None:
         cannot = f"{source.gguf.path}: transformers {transformers.__version__} cannot read it"
-        with reading(cannot, ModelError), read_quickly(config_only=True):
+        with reading(cannot, ModelError), read_quickly(source.gguf):
             config = AutoConfig.from_pretrained(source.location, **source.loading)
             check_config(source.gguf, config)
             return config
