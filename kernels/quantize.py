@@ -79,6 +79,11 @@ def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return to_float8(weight, scale), scale
 
 
+def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns a weight in float8 e4m3, in the dtype of its scales ``[out, 1]``."""
+    return weight.to(scale.dtype) * scale
+
+
 def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns activations ``[..., C]`` in float8 e4m3, and the scale of each token, float32 ``[..., 1]``."""
     x = x.float()

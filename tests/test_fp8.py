@@ -27,9 +27,8 @@ import permtriton
 from permtriton import demo
 from permtriton.checkpoint import fp8
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.fp8 import dequantized
 from permtriton.errors import ConfigError, ModelError, VerificationError
-from permtriton.kernels.quantize import round_to_fp8
+from permtriton.kernels.quantize import dequantized, round_to_fp8
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 

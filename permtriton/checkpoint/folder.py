@@ -54,14 +54,17 @@ class Folder:
     @property
     def is_quantized(self) -> bool:
         """Whether its weights are in 8 bits: in format fp8, in compressed-tensors' layout, or packed-fp8."""
+        return self._is_compressed or any("values" in entry for entry in self.packed.values())
+
+    @property
+    def _is_compressed(self) -> bool:
         entries = self.config.get("quantization_config")
-        in_fp8 = any("values" in entry for entry in self.packed.values())
-        return in_fp8 or (isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors")
+        return isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors"
 
     @cached_property
     def quantization(self) -> PermTritonQuantizationConfig | None:
         entries = self.config.get("quantization_config")
-        if entries is None or (isinstance(entries, dict) and entries.get("quant_method") == "compressed-tensors"):
+        if entries is None or self._is_compressed:
             return None
         if not isinstance(entries, dict) or entries.get("quant_method") != METHOD:
             raise ModelError(

@@ -24,7 +24,7 @@ from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.storing import Storing
 from permtriton.errors import ModelError
-from permtriton.kernels.quantize import round_to_fp8
+from permtriton.kernels.quantize import dequantized, round_to_fp8
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
 from permtriton.model.load import load_empty_model
@@ -149,11 +149,6 @@ class Rounding:
         and ``further_zeros`` that of kept weights that became zeros.
         """
         return {"quantized": self._quantized, "rounded": self._rounded, "further_zeros": self._further_zeros}
-
-
-def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns a weight in float8 e4m3, in the dtype of its scales ``[out, 1]``."""
-    return weight.to(scale.dtype) * scale
 
 
 def _scheme() -> Any:

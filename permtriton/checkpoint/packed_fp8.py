@@ -8,11 +8,11 @@ are stored packed in their own dtype, and all other tensors as they are.
 from torch import Tensor, nn
 
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.fp8 import Rounding, dequantized
+from permtriton.checkpoint.fp8 import Rounding
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.quantization_config import packed_entry
 from permtriton.checkpoint.storing import Packing, check_same_bits
-from permtriton.kernels.quantize import round_to_fp8
+from permtriton.kernels.quantize import dequantized, round_to_fp8
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8
 from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.load import load_empty_model

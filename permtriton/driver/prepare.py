@@ -206,9 +206,8 @@ def _generated(start: Planned, workspace: Workspace, placement: ModelPlacement) 
             ids = stored[0]["text"]
         else:
             starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
-            rounds = (
-                config.mixed_precision and placement.kind is not DevicePlacement.ONLOADED
-            )  # that GPU may hold no further copy
+            # A GPU to which layers come one by one may hold no further copy of the weights.
+            rounds = config.mixed_precision and placement.kind is not DevicePlacement.ONLOADED
             with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
                 texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             ids = torch.cat([texts, after.expand(len(texts), -1)], 1)

@@ -50,7 +50,6 @@ class Planned:
         weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
         rows = {name: weights[name] // site.channels for site, name in plan.linears()}
         stacked = {name for name in weights if stacked_name(model, name)}
-        every = {name: size for name, size in rows.items() if name not in stacked}  # expert: one stands for all
         pruned, width = sum(weights.values()), max(site.channels for site in plan.sites)
         hidden = int(getattr(text, "hidden_size", None) or width)
         width = max(width, hidden)
@@ -62,7 +61,7 @@ class Planned:
             read = sum(site.channels + (hidden if site.residual_reader else 0) for site in together) + max(
                 one, default=0
             )
-            return max(read, sum(every.get(name, 0) for site in together for name in site.linears))
+            return max(read, sum(rows[name] for site in together for name in site.linears if name not in stacked))
 
         tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, len(samples) * samples.longest))
         return ModelSizes(

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from permtriton.kernels.quantize import FLOAT8, LARGEST, round_to_fp8, short_scales, to_float8
+from permtriton.kernels.quantize import FLOAT8, LARGEST, dequantized, round_to_fp8, short_scales, to_float8
 from permtriton.methods.layer_updates import update_layers
 from permtriton.methods.prune.least_squares import row_errors
 from permtriton.methods.prune.sparsegpt_math import COLUMNS_AT_ONCE, damped
@@ -87,7 +87,7 @@ class Round(Step):
             plain, scale = round_to_fp8(stored.detach())
             errors = [
                 float(row_errors(each.to(weight), weight, hessian).sum())
-                for each in (torch.zeros_like(weight), plain.to(scale.dtype) * scale, found)
+                for each in (torch.zeros_like(weight), dequantized(plain, scale), found)
             ]
             stored.copy_(found)
             start, end = (error / max(errors[0], torch.finfo(torch.float32).tiny) for error in errors[1:])
