@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import builds, compile_check
+from benchmarks.gpu import beforehand, builds, compile_check
 from benchmarks.gpu.builds import distinct
 from benchmarks.gpu.compile_check import TARGETS, compile_one
 from benchmarks.gpu.recording import CudaLaunch, Launch, recorded
@@ -146,6 +146,22 @@ class TestRecording:
         with recorded() as launches:
             kernel((2, 3, 1), torch.ones(2), count=7)
         assert launches == [CudaLaunch(kernel, (2, 3, 1), {"BF16": 1, "ROWS": 64, "count": 7})]
+
+    def test_a_launch_that_was_compiled_beforehand_is_found_again(self, tmp_path, monkeypatch):
+        """Recorded without data, then launched with it: one entry, under a name that holds all that it depends on."""
+        from triton.runtime import driver
+
+        from .kernel_builds import _copy
+
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(driver, "_active", beforehand.Pretended())
+        with recorded() as launches, torch.device("meta"):
+            _copy[(1,)](torch.empty(64), torch.empty(64), 3, 64, SIZE=4, num_warps=2)
+        launches[0].compile()
+        (code,) = tmp_path.glob("*/*.cubin")
+        _copy.device_caches.clear()  # as in another process
+        _copy.run(torch.ones(32), torch.ones(32), 5, 32, SIZE=4, num_warps=2, grid=(1,), warmup=True)
+        assert [*tmp_path.glob("*/*.cubin")] == [code]
 
     def test_every_build_has_a_name_and_a_launch_of_its_own(self):
         found = compile_check.all_builds()

@@ -204,27 +204,34 @@ def _decoding(bench: Bench, name: str, layers: int, compiled: bool = False) -> N
             times = measure(steps, bench.device, 3.0)
         if bench.device.type == "cuda" and {timing.how for timing in times.values()} != {"graph"}:
             raise AssertionError("a step of decoding could not be captured in a CUDA graph")
-        moved = [bytes_of_a_step(model) for model in (sparse, dense)]
+        moved = [bytes_of_a_step(model, batch * context) for model in (sparse, dense)]
         figures = {"milliseconds per step": 1e3 * times[OURS].quantile(0.5),
                    "of the dense model's bytes": moved[0] / moved[1]}  # fmt: skip
         floor = moved[0] / bench.ceilings["read_gb_s"] / 1e9
         bench.add(name, case, times, figures, floor, bytes=moved[0], **ran_as(ran))
 
 
-def bytes_of_a_step(model: PreTrainedModel) -> int:
-    """Returns the bytes of weights that a step of decoding reads.
+def bytes_of_a_step(model: PreTrainedModel, places: int) -> int:
+    """Returns the bytes of weights and of the cache that a step of decoding reads.
 
     Of the embeddings it reads a row per token, and the form of cuSPARSELt, which shares the kept values with the packed
     one, is for many tokens.
+
+    Args:
+        model: the model.
+        places: of the cache, in all sequences together.
     """
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     skipped = () if tied else (model.get_input_embeddings().weight,)
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return sum(
+    weights = sum(
         tensor.nbytes
         for name, tensor in tensors
-        if not name.endswith("weight_compressed") and not any(tensor is each for each in skipped)
+        if not name.endswith("weight_compressed") and not any(tensor is one for one in skipped)
     )
+    config = model.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim  # a key and a value
+    return weights + places * numbers * model.dtype.itemsize
 
 
 def one_step(model: Any, ids: Tensor, context: int) -> Callable[[], Tensor]:

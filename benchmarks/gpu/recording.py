@@ -1,8 +1,9 @@
 """Launches of kernels, recorded instead of run: what is compiled ahead of time, and whose instructions are counted."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -24,6 +25,7 @@ class Launch:
         options: ``num_warps``, and ``num_stages`` if the launch sets it.
         grid: Programs along each axis.
         numbers: Value of every integer argument that is no constant.
+        compile: Compiles it for the GPU that Triton sees, as the launch itself would, and launches nothing.
     """
 
     kernel: Any
@@ -32,6 +34,7 @@ class Launch:
     options: Mapping[str, int]
     grid: tuple[int, ...]
     numbers: Mapping[str, int]
+    compile: Callable[[], object]
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -65,9 +68,11 @@ def recorded(multiprocessors: int = 132) -> Iterator[list[Any]]:
         multiprocessors: Of the GPU that the meta device counts as.
     """
     launches: list[Any] = []
+    run = triton.runtime.JITFunction.run
 
     def by_triton(kernel: Any, *arguments: Any, grid: tuple[int, ...], warmup: bool, **named: Any) -> None:
-        launches.append(_launch(kernel, grid, arguments, named))
+        launch = partial(run, kernel, *arguments, grid=grid, warmup=True, **named)
+        launches.append(_launch(kernel, grid, arguments, named, launch))
 
     def in_cuda(kernel: CudaKernel, grid: tuple[int, ...], *tensors: torch.Tensor, **numbers: int) -> None:
         launches.append(CudaLaunch(kernel, grid, {**dict(kernel.constants), **numbers}))
@@ -81,7 +86,9 @@ def recorded(multiprocessors: int = 132) -> Iterator[list[Any]]:
         yield launches
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Launch:
+def _launch(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], named: Mapping[str, Any], run: Callable[[], object]
+) -> Launch:
     """Returns the launch as Triton would specialise it: integers that are 1, and None, are constants."""
     from triton.runtime.jit import mangle_type
 
@@ -95,4 +102,4 @@ def _launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], name
     constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
     options = {name: value for name, value in named.items() if name not in parameters}
     numbers = {name: values[name] for name, kind in signature.items() if kind.startswith(("i", "u"))}
-    return Launch(kernel, signature, constants, options, grid, numbers)
+    return Launch(kernel, signature, constants, options, grid, numbers, run)

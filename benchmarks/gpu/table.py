@@ -21,6 +21,8 @@ TABLE_3 = {"q, k, v, o": (4096, 4096), "up, gate": (11008, 4096), "down": (4096,
 PREFILL, DECODING, COMPILED = "2:4 prefill", "decoding, 8B shape", "decoding, 8 layers of the 8B shape, torch.compile"
 OURS, COPIES = "permtriton", ("copy_ in a graph", "copy_ on the stream")
 DENSE, BARE, DENSE_FP8 = "cuBLAS, dense", "cuSPARSELt", "_scaled_mm, dense FP8"
+# Bytes per weight, and what products in bfloat16 showed: bytes per microsecond, and microseconds per launch.
+FP8_ESTIMATE = {DENSE_FP8: (1, 4.71e6, 6.14), OURS: (5 / 8, 4.01e6, 2.55)}
 Bounds = tuple[float | None, float | None]
 
 
@@ -163,6 +165,8 @@ def plan(minutes: float, out: str = OUT, commit: str | None = None) -> str:
         "git describe --always --abbrev=40 --dirty > ../permtriton-gpu/COMMIT",
         "python -m pip download --only-binary=:all: --python-version 3.12 --implementation cp --platform "
         f"manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d ../permtriton-gpu/wheels {' '.join(WHEELS)}",
+        "# In an environment with that machine's Python, torch, Triton, transformers and scipy; it needs no GPU:",
+        f"{MODULE}.beforehand --out ../permtriton-gpu/{out}",
         "# There, in that folder, one call right after the other: a machine that idles may be taken back. Nothing is",
         "# installed but what the first line installs; each call ends by itself, goes on where an earlier one was cut",
         f"# off, and leaves all that it found in {out}: keep it between calls.",
@@ -275,16 +279,20 @@ def summary(rows: Mapping[str, Any]) -> str:
         KeyError: a product of the layer was not measured.
     """
     found = {(result["name"], result["case"]): result["times"]
-             for row in ("sparse_linear", "prefill", "decoding") for result in rows[row]["results"]}  # fmt: skip
-    lines = ["| tokens at once | dense, us | packed 2:4, us | times as fast | cuSPARSELt, its best algorithm, us |",
-             "|---|---|---|---|---|"]  # fmt: skip
+             for row in ("sparse_linear", "prefill", "decoding", "sparse_linear_fp8") if row in rows
+             for result in rows[row]["results"]}  # fmt: skip
+    lines = ["| tokens at once | dense, us | packed 2:4, us | times as fast | cuSPARSELt, its best algorithm, us "
+             "| dense FP8, us | packed FP8, us |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for tokens in (*FEW, *MORE, *MANY):
         parts = [(found[product_name(tokens), f"{rows}x{channels}"], count)
                  for (rows, channels), count in LAYER_8B.items()]  # fmt: skip
         dense, ours, theirs = (
             sum(count * times[of]["p50_us"] for times, count in parts) for of in (DENSE, OURS, f"{BARE}, tuned")
         )
-        lines.append(f"| {tokens} | {dense:,.0f} | {ours:,.0f} | {dense / ours:.2f} | {theirs:,.0f} |")
+        fp8 = found.get((f"sparse_linear_fp8, {tokens} token{'s' * (tokens > 1)}", LAYER), {})
+        columns = [_in_fp8(fp8, of, tokens) for of in (DENSE_FP8, OURS)]
+        lines.append(f"| {tokens} | {dense:,.0f} | {ours:,.0f} | {dense / ours:.2f} | {theirs:,.0f} "
+                     f"| {' | '.join(columns)} |")  # fmt: skip
     steps = [
         f"{times[OURS]['p50_us'] / 1e3:.2f} ms in place of {times[DENSE]['p50_us'] / 1e3:.2f} for "
         f"{case.partition(',')[0]} ({times[DENSE]['p50_us'] / times[OURS]['p50_us']:.2f} times as fast)"
@@ -300,7 +308,21 @@ def summary(rows: Mapping[str, Any]) -> str:
               "attention, norms and launches, which stay as they are. From 512 tokens on, ours is cuSPARSELt's "
               "product, whose algorithm its own search chose. Random weights; torch "
               f"{about['versions']['torch']}, cuSPARSELt {about['versions']['cusparselt']}."]  # fmt: skip
+    if any("~" in line for line in lines):
+        lines[-1] += (" What begins with ~ is an estimate, not measured: the bytes of the weights in FP8 at the rate, "
+                      "and the time per launch, of the products in bfloat16 here.")  # fmt: skip
     return "\n".join(lines)
+
+
+def _in_fp8(times: Mapping[str, Any], of: str, tokens: int) -> str:
+    """Returns the microseconds of a layer's products in FP8; an estimate where reading weights is all that counts."""
+    if of in times:
+        return f"{times[of]['p50_us']:,.0f}"
+    if tokens not in FEW:
+        return "-"
+    bytes_per_weight, rate, launch = FP8_ESTIMATE[of]
+    weights = sum(rows * channels * count for (rows, channels), count in LAYER_8B.items())
+    return f"~{weights * bytes_per_weight / rate + sum(LAYER_8B.values()) * launch:.0f}"
 
 
 def product_name(tokens: int) -> str:
