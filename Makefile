@@ -94,10 +94,10 @@ $(OLDEST)/.installed: pyproject.toml $(INSTALLED)
 
 # vLLM's build for CPUs, which wants versions of its own, and the tests that serve the demo with it. It needs torch's
 # CPU build: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, unless pip finds it elsewhere. The three packages
-# that are removed are built for other versions of torch.
+# that are removed are built for other versions of torch. With SLOW=--slow, further classes of models.
 vllm: export OMP_NUM_THREADS := 1
 vllm: vllm-install
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/vllm $(SLOW)
 
 vllm-install: $(VLLM)/.installed
 

@@ -179,7 +179,7 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
 @pytest.mark.slow
 def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
     """A recipe does without; who asks for text is told."""
-    model = zoo.build("llama_eager", intermediate_size=64, num_hidden_layers=4, vocab_size=8000)
+    model = zoo.build("llama_eager", intermediate_size=64, vocab_size=8000)
     few = {"tune_steps": 2, "distill_epochs": 1, "distill_batch_size": 2, "heuristic_row_weights": "none", **REFIT}
     config, samples = config_from({**SMALL, **few}, "best"), Samples.of(IDS)
     start = Planned(model, config, samples, *plan_model(model, config, samples))
@@ -194,7 +194,7 @@ def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
         asked = replace(config, calibration=replace(config.calibration, generated=40))
         with pytest.raises(ConfigError, match="`generated=40`: the dense model writes text only where a GPU holds"):
             compile_model(
-                zoo.build("llama_eager", intermediate_size=64, num_hidden_layers=4, vocab_size=8000),
+                zoo.build("llama_eager", intermediate_size=64, vocab_size=8000),
                 config=asked,
                 ids=IDS,
                 device=GPU,
@@ -208,7 +208,7 @@ def test_a_model_that_moves_to_the_gpu_saves_memory_as_one_that_is_there():
     config, samples = config_from({**SMALL, **REFIT, "samples": 64}, "refit"), zoo.token_ids(64, 12)
 
     def build():
-        return zoo.build("llama", intermediate_size=256, hidden_size=64, num_hidden_layers=4)
+        return zoo.build("llama", intermediate_size=256, hidden_size=64, num_hidden_layers=2)
 
     model, given = build(), Samples.of(samples)
     start = Planned(model, config, given, *plan_model(model, config, given))
@@ -230,29 +230,17 @@ def test_steps_that_need_all_weights_at_once_are_refused(recipe, step):
         compile_model(zoo.build("llama_eager"), config=config, ids=IDS, device=GPU, placements=ONLOADED)
 
 
-@pytest.mark.parametrize("recipe", ["default", "best"])
-@pytest.mark.parametrize("layers", [2, 80])
 @pytest.mark.slow
-def test_a_model_of_70b_fits_a_gpu_of_80_gib(layers, recipe, tmp_path):
+def test_a_model_of_70b_fits_a_gpu_of_80_gib(tmp_path):
     """Of the model there is a config, and no weight; the text has all further samples that `best` asks for."""
     model, text = tmp_path / "model", tmp_path / "text.safetensors"
-    config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": layers, "num_attention_heads": 64}
+    config = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     config |= {"num_key_value_heads": 8, "vocab_size": 128256, "dtype": "bfloat16", "max_position_embeddings": 8192}
     LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(model)
     save_file({"input_ids": torch.zeros(13 * 128, 2048, dtype=torch.int64)}, text)
     command = ["compile", str(model), "--dry-run", "--devices", "1x80", "--calibration", str(text), "--json"]
-    options = [
-        "--recipe",
-        recipe,
-        "--generated",
-        "0",
-        "--onload",
-        "--eval-data",
-        "none",
-        "--output",
-        str(tmp_path / "out"),
-    ]
-    found = CliRunner().invoke(app, [*command, *options])
+    options = "--recipe best --generated 0 --onload --eval-data none --output".split()
+    found = CliRunner().invoke(app, [*command, *options, str(tmp_path / "out")])
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)
     assert not report["refused"]

@@ -95,11 +95,13 @@ def check_log_probabilities(model: nn.Module, folder: Path, packed: bool) -> Non
     torch.testing.assert_close(found, logits.log_softmax(-1), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow(but=["OPTForCausalLM"])
 @pytest.mark.parametrize("name", [name for name in SERVED if name not in FUSED])
 def test_the_same_probabilities_with_packed_weights(name, tmp_path):
     check_log_probabilities(pruned_model(name), tmp_path, packed=True)
 
 
+@pytest.mark.slow(but=["LlamaForCausalLM-True"])
 @pytest.mark.parametrize(("name", "packed"), [("LlamaForCausalLM", False), *((name, True) for name in FUSED)])
 def test_the_same_probabilities_with_norms_and_gathers(name, packed, tmp_path):
     check_log_probabilities(fused_model(name), tmp_path, packed)
