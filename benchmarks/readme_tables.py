@@ -30,6 +30,7 @@ PAGES = (*NAMED_PAGES, *sorted((ROOT / "docs").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
 REPORT = ROOT / "examples" / "report-demo.html"
 REAL = "real-smollm2-cpu.json"
+GEMMA = "real-gemma3-270m-cpu.json"
 
 FUSED = " (fused)"
 FIRST_SCREEN = (  # of the real model
@@ -315,6 +316,8 @@ TABLES = {
     "real": lambda: real.short(_load(REAL), FIRST_SCREEN),
     "real-all": lambda: real.markdown(_load(REAL)),
     "real-words": lambda: real.in_words(_load(REAL), "default", "llm-compressor sparsegpt"),
+    "real-gemma": lambda: real.markdown(_load(GEMMA)),
+    "real-gemma-words": lambda: real.second_in_words(_load(GEMMA)),
     "demo-methods": lambda: comparison_table(
         "compare-demo-recipe.json", "compare-demo-best.json", "compare-demo-tuned.json"
     ),

@@ -120,8 +120,22 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
         f"same ids for all rows of a seed; the training at the end of the default reads {_drawn(report)} further "
         f"sequences of it, that of `best` {samples * best.steps[-1].further}, and {samples * best.generated} that the "
         f"dense model writes. ± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a "
-        "GGUF file (Q4_1), dequantized. CPU seconds and peak memory are those of the whole command; left out where it "
+        "GGUF file in 4 bits, dequantized. CPU seconds and peak memory are those of the whole command; left out where it "
         "ran in parts."
+    )
+
+
+def second_in_words(report: Mapping[str, Any]) -> str:
+    """Returns the perplexity of the default on Gemma beside the dense model's and our SparseGPT's, in a sentence."""
+    rows = {row["name"]: row["evaluation"] for row in report["rows"] if row["seed"] == 0}
+    dense, worse, better = (rows[name]["perplexity"] for name in (DENSE, "sparsegpt", "default"))
+    elsewhere = [f"{rows[name][OTHER]:.1f}" for name in (DENSE, "sparsegpt", "default")]
+    share = math.log(better / dense) / math.log(worse / dense)
+    return (
+        f"**On a second model**, Gemma 3 270M from its 4-bit GGUF file, dequantized, one seed: {dense:.1f} dense, "
+        f"{worse:.1f} by SparseGPT, {better:.1f} by the default, whose rise is {share:.0%} of SparseGPT's; on Python's "
+        f"language reference {', '.join(elsewhere[:-1])} and {elsewhere[-1]} "
+        "([rows](docs/benchmarks.md#gemma-3-270m))."
     )
 
 
