@@ -239,7 +239,7 @@ def test_a_model_of_70b_fits_a_gpu_of_80_gib(tmp_path):
     LlamaConfig(**config, architectures=["LlamaForCausalLM"]).save_pretrained(model)
     save_file({"input_ids": torch.zeros(13 * 128, 2048, dtype=torch.int64)}, text)
     command = ["compile", str(model), "--dry-run", "--devices", "1x80", "--calibration", str(text), "--json"]
-    options = "--recipe best --generated 0 --onload --eval-data none --output".split()
+    options = ["--recipe", "best", "--generated", "0", "--onload", "--eval-data", "none", "--output"]
     found = CliRunner().invoke(app, [*command, *options, str(tmp_path / "out")])
     assert found.exit_code == 0, found.output
     report = json.loads(found.stdout)

@@ -120,8 +120,8 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
         f"same ids for all rows of a seed; the training at the end of the default reads {_drawn(report)} further "
         f"sequences of it, that of `best` {samples * best.steps[-1].further}, and {samples * best.generated} that the "
         f"dense model writes. ± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a "
-        "GGUF file in 4 bits, dequantized. CPU seconds and peak memory are those of the whole command; left out where it "
-        "ran in parts."
+        "GGUF file in 4 bits, dequantized. CPU seconds and peak memory are those of the whole command; left out where "
+        "it ran in parts."
     )
 
 
