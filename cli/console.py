@@ -104,7 +104,7 @@ def _what_failed(error: Exception, to_lower: Callable[[], str]) -> str:
         return f"standard output, or a temporary file, cannot be written: {error.strerror}"
     if "torch" not in sys.modules:  # importing it takes seconds
         return ""
-    from permtriton.running.micro_batch import is_out_of_memory, out_of_memory
+    from permtriton.util.micro_batch import is_out_of_memory, out_of_memory
 
     return f"{out_of_memory(error)}{to_lower()}" if is_out_of_memory(error) else ""
 

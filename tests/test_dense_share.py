@@ -13,8 +13,8 @@ from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, most_sensitive, statistics_and_shares_left
 from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
-from permtriton.running.store import MEMORY
 from permtriton.util.progress import NoProgress
+from permtriton.util.store import MEMORY
 
 from . import zoo
 

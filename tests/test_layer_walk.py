@@ -9,11 +9,11 @@ from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.statistics import hessians
 from permtriton.passes.plan import layer_modules, linear_module
-from permtriton.running import ranks
 from permtriton.running.layer_calls import _half_negated, find_chains
 from permtriton.running.layer_walk import LayerWalk, from_model
-from permtriton.running.store import MEMORY, HostMemory
+from permtriton.util import ranks
 from permtriton.util.sparsity import NMPattern
+from permtriton.util.store import MEMORY, HostMemory
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -16,8 +16,8 @@ from permtriton.methods.order.learned import Learned
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import RELOADING, MemoryEstimate
 from permtriton.model.experts import unstacked_experts
-from permtriton.running import ranks
 from permtriton.running.placement import DevicePlacement, allowed_placements
+from permtriton.util import ranks
 from permtriton.util.machine import format_bytes
 from permtriton.util.sparsity import NMPattern
 

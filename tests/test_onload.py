@@ -24,8 +24,8 @@ from permtriton.methods.planning import Planned, plan_model
 from permtriton.passes.plan import named_layers
 from permtriton.running.layer_stream import LayerStream
 from permtriton.running.placement import DevicePlacement
-from permtriton.running.store import HostMemory
 from permtriton.util.progress import NoProgress
+from permtriton.util.store import HostMemory
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -17,7 +17,7 @@ from permtriton.checkpoint import verify
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import VerificationError
 from permtriton.passes.plan import layer_modules
-from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
+from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
 
 from . import learning, searching, updating, zoo
 

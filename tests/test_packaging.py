@@ -25,10 +25,7 @@ UNSAFE = {("torch", "load"), ("torch", "save"), ("np", "load")}  # they read or 
 
 # A module may import from its own level and from lower ones; a line covers what is in a folder, but for other lines.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    (
-        *("permtriton.errors", "permtriton.util", "permtriton.demo", "permtriton.config"),
-        *(f"permtriton.running.{name}" for name in ("ranks", "micro_batch", "store")),
-    ),
+    ("permtriton.errors", "permtriton.util", "permtriton.demo", "permtriton.config"),
     ("permtriton.kernels",),
     ("permtriton.model", "permtriton.data"),
     ("permtriton.passes",),

@@ -19,10 +19,10 @@ from permtriton.data.samples import Samples
 from permtriton.driver import identity
 from permtriton.driver.placing import check_spread
 from permtriton.errors import ConfigError, ModelError
-from permtriton.running import ranks
 from permtriton.running.sharding import _around, _check
 from permtriton.running.state import StateFile
 from permtriton.running.workspace import Workspace
+from permtriton.util import ranks
 from permtriton.util.progress import NoProgress
 
 from . import zoo

@@ -22,8 +22,8 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.state import StateFile
-from permtriton.running.store import MEMORY
 from permtriton.util.progress import NoProgress
+from permtriton.util.store import MEMORY
 
 from . import zoo
 from .runs import Told

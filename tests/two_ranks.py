@@ -27,8 +27,8 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
-from permtriton.running import ranks
 from permtriton.running.placement import DevicePlacement
+from permtriton.util import ranks
 from permtriton.util.progress import NoProgress
 from tests import folders, updating, zoo
 from tests.pretend_gpu import GPU, PretendGpu

@@ -20,8 +20,8 @@ from permtriton.model.core import embedding_of, takes_decoder_ids
 from permtriton.model.headers import CONFIG_FILE
 from permtriton.model.source import LEGACY_TEMPLATE, PROCESSOR_FILES, Source
 from permtriton.model.tokenizer import REMADE, TOKENIZERS, tokenizer_of
-from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import peak_memory
+from permtriton.util.micro_batch import is_out_of_memory
 from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import PrunedWeight
 

@@ -15,8 +15,8 @@ from permtriton.checkpoint.shards import read_tensors
 from permtriton.errors import VerificationError, first_line
 from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.forward import in_eval_mode
-from permtriton.running.micro_batch import is_out_of_memory
 from permtriton.util.machine import available_memory, release_memory
+from permtriton.util.micro_batch import is_out_of_memory
 from permtriton.util.sparsity import PrunedWeight
 
 

@@ -15,8 +15,8 @@ from permtriton.data.samples import Samples
 from permtriton.data.text import vocabulary_of
 from permtriton.errors import CalibrationError, first_line
 from permtriton.model.core import takes_decoder_ids
-from permtriton.running import ranks
-from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
+from permtriton.util import ranks
+from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 8  # a text's length, divided by that of the calibration text which it continues

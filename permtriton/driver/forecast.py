@@ -28,8 +28,8 @@ from permtriton.methods.steps import all_steps
 from permtriton.model.expert_linears import UnstackedExperts
 from permtriton.model.experts import share_sent
 from permtriton.model.forward import last_hidden_state
-from permtriton.running import ranks
 from permtriton.running.placement import DevicePlacement
+from permtriton.util import ranks
 from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # of the pass that is timed, at most

@@ -16,9 +16,9 @@ from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.prune import dense_share
 from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
-from permtriton.running import ranks
 from permtriton.running.state import StateFile, layers_beside
 from permtriton.running.workspace import Workspace, state_path
+from permtriton.util import ranks
 from permtriton.util.machine import device_name, versions
 
 WRITING = "generated"  # the state of the text that the dense model writes

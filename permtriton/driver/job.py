@@ -37,8 +37,8 @@ from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
-from permtriton.running import ranks
 from permtriton.running.placement import DevicePlacement, allowed_placements
+from permtriton.util import ranks
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import Progress
 

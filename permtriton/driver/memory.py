@@ -19,9 +19,9 @@ from permtriton.methods.step import Stage
 from permtriton.methods.steps import all_steps
 from permtriton.model.experts import stacked_name
 from permtriton.model.forward import windows_at_once
-from permtriton.running import ranks
 from permtriton.running.onload import onloading_refusal
 from permtriton.running.placement import DevicePlacement
+from permtriton.util import ranks
 from permtriton.util.machine import available_memory, format_bytes, resident_memory
 
 GENERATION = "generation"  # the stage in which the dense model writes text, for which all of it is on the device

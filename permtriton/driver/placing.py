@@ -12,9 +12,9 @@ from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.recipe import suggested
-from permtriton.running import ranks
 from permtriton.running.onload import onloading_refusal
 from permtriton.running.placement import DevicePlacement
+from permtriton.util import ranks
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.progress import Progress
 

@@ -35,13 +35,13 @@ from permtriton.model.prunable import check_original
 from permtriton.model.reference import TOKENS, Reference
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from
-from permtriton.running import ranks
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import DevicePlacement, ModelPlacement
 from permtriton.running.state import StateFile
-from permtriton.running.store import HostMemory
 from permtriton.running.workspace import Workspace
+from permtriton.util import ranks
 from permtriton.util.progress import NoProgress, Progress
+from permtriton.util.store import HostMemory
 
 
 @dataclass(frozen=True)

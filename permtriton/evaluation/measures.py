@@ -35,11 +35,11 @@ from permtriton.model.forward import (
 )
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.seq2seq import arguments_of, first_predicted, predicted
-from permtriton.running import ranks
 from permtriton.running.layer_stream import LayerStream
-from permtriton.running.micro_batch import MicroBatch
-from permtriton.running.store import MEMORY, Store
+from permtriton.util import ranks
+from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.progress import NoProgress, Progress
+from permtriton.util.store import MEMORY, Store
 
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
 WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # of the held-out text, to see what a model reads

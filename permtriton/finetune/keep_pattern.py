@@ -32,7 +32,7 @@ from permtriton.model.modules import is_packed, is_permuted
 from permtriton.model.name import is_hub_name
 from permtriton.model.prunable import check_loaded
 from permtriton.model.source import Source
-from permtriton.running import ranks
+from permtriton.util import ranks
 from permtriton.util.permutation import moved
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 

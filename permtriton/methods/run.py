@@ -24,14 +24,14 @@ from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module
-from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.mixed_precision import mixed_precision, rounded_products
 from permtriton.running.placement import ModelPlacement
 from permtriton.running.sharding import twin_of
-from permtriton.running.store import Store
 from permtriton.running.workspace import Kind, Workspace
+from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
+from permtriton.util.store import Store
 
 
 @dataclass

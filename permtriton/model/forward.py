@@ -13,10 +13,10 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line
 from permtriton.model.core import core_of, takes_decoder_ids
 from permtriton.model.seq2seq import arguments_of
-from permtriton.running import ranks
-from permtriton.running.micro_batch import MicroBatch, is_out_of_memory
-from permtriton.running.store import MEMORY, Store
+from permtriton.util import ranks
 from permtriton.util.hooks import hooked
+from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
+from permtriton.util.store import MEMORY, Store
 
 TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
 TOKENS_WITH_LOGITS = 2048  # the same with logits

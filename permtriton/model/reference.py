@@ -7,7 +7,7 @@ from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, VerificationError
 from permtriton.model.checks import LAST, check_same_outputs, output_and_states, same_channels
 from permtriton.model.routing import Routing
-from permtriton.running.micro_batch import is_out_of_memory
+from permtriton.util.micro_batch import is_out_of_memory
 
 SEQUENCES, TOKENS = 2, 64
 

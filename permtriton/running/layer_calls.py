@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
-from permtriton.running.store import MEMORY, Store
 from permtriton.util.hooks import hooked
+from permtriton.util.store import MEMORY, Store
 
 CallContext = Callable[[Tensor], AbstractContextManager[None]]  # what a layer runs in on the sequences of such numbers
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.model.forward import replaced_forwards
 from permtriton.running.layer_calls import Form, find_chains, left_out, recorded, run_layer, same
-from permtriton.running.store import Store
+from permtriton.util.store import Store
 
 
 class LayerStream:

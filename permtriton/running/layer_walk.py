@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, layer_names, linear_module
-from permtriton.running import ranks
 from permtriton.running.kept_outputs import Keep, KeptOutputs
 from permtriton.running.layer_calls import CallContext, LayerCalls, as_it_is, find_chains, record_chain
 from permtriton.running.sharding import is_spread
-from permtriton.running.store import MEMORY, Store
+from permtriton.util import ranks
+from permtriton.util.store import MEMORY, Store
 
 LayerContext = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
 

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton.errors import ModelError
 from permtriton.model.core import core_of
 from permtriton.passes.plan import Plan, layer_modules
-from permtriton.running import ranks
+from permtriton.util import ranks
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from torch import Tensor
 from permtriton.errors import ModelError, OutputError, VerificationError
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.model.checks import hash_tensors
-from permtriton.running import ranks
+from permtriton.util import ranks
 from permtriton.util.durable import replace_file
 from permtriton.util.sparsity import NMPattern
 

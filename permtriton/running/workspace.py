@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from permtriton.model.checks import sample_hash
 from permtriton.running.state import State
-from permtriton.running.store import MEMORY, Store
 from permtriton.util.machine import release_memory
 from permtriton.util.progress import Progress
+from permtriton.util.store import MEMORY, Store
 
 Kind = TypeVar("Kind", bound=State)
 

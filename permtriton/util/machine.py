@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from permtriton.running import ranks
+from permtriton.util import ranks
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 

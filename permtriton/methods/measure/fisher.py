@@ -24,10 +24,10 @@ from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.methods.run import Run
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.plan import layer_modules, linear_module, weight_in_out
-from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, with_gradients
-from permtriton.running.micro_batch import MicroBatch
+from permtriton.util import ranks
 from permtriton.util.hooks import hooked
+from permtriton.util.micro_batch import MicroBatch
 
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
 

@@ -32,9 +32,9 @@ from permtriton.model.forward import (
     to_numbers,
     without_cache,
 )
-from permtriton.running import ranks
-from permtriton.running.store import MEMORY, Store
+from permtriton.util import ranks
 from permtriton.util.hooks import hooked
+from permtriton.util.store import MEMORY, Store
 
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8

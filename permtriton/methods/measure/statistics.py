@@ -21,11 +21,11 @@ from permtriton.model.experts import expert_of, measured_experts, stacked_name
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
-from permtriton.running import ranks
 from permtriton.running.layer_walk import LayerInputs, LayerWalk, from_model
-from permtriton.running.store import MEMORY, Store
+from permtriton.util import ranks
 from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
+from permtriton.util.store import MEMORY, Store
 
 Measured = TypeVar("Measured")
 SMALL_GAIN = 0.1  # of a norm, squared, relative to the mean square of all its gains

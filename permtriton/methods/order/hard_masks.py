@@ -22,10 +22,10 @@ from permtriton.model.experts import expert_of
 from permtriton.model.forward import to_numbers
 from permtriton.passes.edits import runs_of
 from permtriton.passes.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
-from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, loss_scale
-from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.sharding import is_spread, rows_of_share, share
+from permtriton.util import ranks
+from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.sparsity import NMPattern
 
 

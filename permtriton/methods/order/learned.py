@@ -28,10 +28,10 @@ from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Plan
-from permtriton.running import ranks
 from permtriton.running.backward import loss_scale
-from permtriton.running.micro_batch import MicroBatch, Result
 from permtriton.running.state import StateFile
+from permtriton.util import ranks
+from permtriton.util.micro_batch import MicroBatch, Result
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import epoch_order, identity, moved
 

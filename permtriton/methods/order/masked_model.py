@@ -28,9 +28,9 @@ from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.methods.run import Run
 from permtriton.passes.plan import layer_modules, linear_module
-from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen
 from permtriton.running.sharding import spread
+from permtriton.util import ranks
 from permtriton.util.permutation import identity
 from permtriton.util.sparsity import NMPattern
 

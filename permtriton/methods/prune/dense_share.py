@@ -33,9 +33,9 @@ from permtriton.methods.step import BACKWARD, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running.state import StateFile
-from permtriton.running.store import Store
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
+from permtriton.util.store import Store
 
 UPDATED_ROWS = 64  # of a linear; all of them choose the same linears, but for 1% of the weights
 STATE = "dense_share"

@@ -14,7 +14,7 @@ from permtriton.methods.run import Run
 from permtriton.methods.step import Stage, Step
 from permtriton.model.checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
-from permtriton.running import ranks
+from permtriton.util import ranks
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from permtriton.config import OptimizerKind
 from permtriton.errors import VerificationError
 from permtriton.methods.train.trainer import Trainable
 from permtriton.passes.plan import linear_module
-from permtriton.running import ranks
-from permtriton.running.store import MEMORY, Store
+from permtriton.util import ranks
+from permtriton.util.store import MEMORY, Store
 
 AT_ONCE = 2**22  # entries of a weight that are compared at once
 SMALLEST = 1e-18  # keeps Adafactor from dividing by 0 where all gradients are; its square is a normal float32

@@ -22,11 +22,11 @@ from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import layer_modules
-from permtriton.running import ranks
 from permtriton.running.backward import checkpointed, frozen, loss_scale, with_gradients
-from permtriton.running.micro_batch import MicroBatch
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.state import StateFile
+from permtriton.util import ranks
+from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.progress import Advance
 
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak

@@ -28,9 +28,9 @@ from permtriton.methods.train.trainer import Schedule, Trainable, Trainer, Train
 from permtriton.model.core import body_of
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.passes.plan import Plan, weight_in_out
-from permtriton.running import ranks
-from permtriton.running.store import Store
+from permtriton.util import ranks
 from permtriton.util.option import documented, option
+from permtriton.util.store import Store
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 ROUNDS = 4  # that all steps are divided into: after each, the held-out samples are measured

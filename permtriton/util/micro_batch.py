@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 
 from permtriton.errors import MemoryTooSmallError, first_line
-from permtriton.running import ranks
+from permtriton.util import ranks
 
 Result = TypeVar("Result")
 
@@ -25,7 +25,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 class MicroBatch:
     """The sequences per forward and backward pass of one stage: halved whenever memory ran out.
 
-    Where ranks run in step (`permtriton.running.ranks.in_step`), no work starts again: the others would wait for it.
+    Where ranks run in step (`permtriton.util.ranks.in_step`), no work starts again: the others would wait for it.
     """
 
     def __init__(self, size: int) -> None:

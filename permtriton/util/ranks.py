@@ -5,7 +5,7 @@ decided from them is decided on one rank and sent to the others, and only the fi
 starts no group: it uses ``torch.distributed``'s default one, and without one there is a single rank.
 
 All ranks must come to the same collective operations in the same order. So there is none in work that one rank may
-start again where its memory runs out (`permtriton.running.micro_batch`), except at its end.
+start again where its memory runs out (`permtriton.util.micro_batch`), except at its end.
 """
 
 import os
