@@ -75,7 +75,7 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
         assert all(torch.equal(found[site], expected[site]) for site in expected), method
     run = Known(model, plan, SAMPLES, config)
     expected = fisher_information(run, kind)
-    run.workspace.store = host
+    run.placement = replace(run.placement, kind=DevicePlacement.ONLOADED)
     found = fisher_information(run, kind)
     for linear, information in expected.items():
         assert torch.equal(found[linear].row, information.row), linear

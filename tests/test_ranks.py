@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,8 @@ def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path
     """Under torchrun the model is loaded on the CPU."""
     monkeypatch.setattr(identity, "device_name", str)
     model, workspace = zoo.tiny_llama(), Workspace(NoProgress(), tmp_path / "state.safetensors")
-    identity.identify(workspace, model, config_from(), Samples.of(zoo.tiny_ids(2, 12)), torch.device("cuda"))
+    start = replace(zoo.start(model, config_from(), Samples.of(zoo.tiny_ids(2, 12))), workspace=workspace)
+    identity.identify(start, torch.device("cuda"))
     state = workspace.state(StateFile, "searched", model)
     state.write({}, {})
     assert state.check() == "cuda"

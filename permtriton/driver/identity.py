@@ -13,11 +13,12 @@ from permtriton.config import ROUNDING_ONLY
 from permtriton.data.samples import Samples
 from permtriton.methods import steps
 from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.planning import Planned
 from permtriton.methods.prune import dense_share
 from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
 from permtriton.running.state import StateFile, layers_beside
-from permtriton.running.workspace import Workspace, state_path
+from permtriton.running.workspace import state_path
 from permtriton.util import ranks
 from permtriton.util.machine import device_name, versions
 
@@ -52,14 +53,13 @@ def text_hash(config: CompileConfig, samples: Samples) -> str:
     return (samples.joined(samples.surplus) if more and samples.surplus is not None else samples).sha256
 
 
-def identify(
-    workspace: Workspace, model: PreTrainedModel, config: CompileConfig, samples: Samples, device: torch.device
-) -> None:
+def identify(start: Planned, device: torch.device) -> None:
     """Notes what decides the result, and refuses states of another run before any work is done."""
+    workspace, config = start.workspace, start.config
     if workspace.resume_path is None:
         return
     options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}
-    workspace.note(config=options, text=text_hash(config, samples), **run_identity(model, device))
+    workspace.note(config=options, text=text_hash(config, start.samples), **run_identity(start.model, device))
     beside = partial(states_beside, workspace.resume_path, config.steps)
     machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})
     for path in one_per_step(ranks.on_first(beside)):

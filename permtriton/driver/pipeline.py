@@ -21,7 +21,6 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
 from permtriton.passes.plan import check_pruned
-from permtriton.running.workspace import Workspace
 from permtriton.util.machine import as_torch_starts
 
 
@@ -57,7 +56,7 @@ def compile_model(model: PreTrainedModel, *arguments: Any, **named: Any) -> Comp
 def forecast_loaded(model: PreTrainedModel, inputs: CompileInputs, devices: Devices | None) -> tuple[Planned, Forecast]:
     """Returns what `compile_loaded` would start from and what it would need; the model stays as it is."""
     with unstacked_experts(model.eval()), shared_linears(model):
-        return begin(model, inputs, Workspace(inputs.progress, inputs.resume_path), timed=True, devices=devices)
+        return begin(model, inputs, timed=True, devices=devices)
 
 
 def prove(run: Run) -> str:

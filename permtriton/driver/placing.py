@@ -20,11 +20,11 @@ from permtriton.util.progress import Progress
 
 
 def place(
-    start: Planned, device: torch.device, placements: tuple[DevicePlacement, ...], progress: Progress
+    start: Planned, device: torch.device, placements: tuple[DevicePlacement, ...]
 ) -> tuple[Planned, MemoryEstimate, Devices]:
     """Decides how the model is placed, and what is recomputed; moves it where it is to run as a whole."""
     devices = Devices.of(device, ranks.count(), placements)
-    start, memory = estimated(start, devices, progress)
+    start, memory = estimated(start, devices)
     placement = max(ranks.gather(memory.placement))  # where one rank cannot hold the model, none does
     check_placement(placement, start, devices)
     devices = replace(devices, placements=(placement,))
@@ -36,7 +36,7 @@ def place(
     return start, estimate(start, devices, recomputes=memory.recomputes), devices
 
 
-def estimated(start: Planned, devices: Devices, progress: Progress) -> tuple[Planned, MemoryEstimate]:
+def estimated(start: Planned, devices: Devices) -> tuple[Planned, MemoryEstimate]:
     """Returns the start and its memory; it writes no text where only the recipe asks for it, and it could not."""
     memory = estimate_together(start, devices)
     writes = (
@@ -47,7 +47,7 @@ def estimated(start: Planned, devices: Devices, progress: Progress) -> tuple[Pla
     if all(ranks.gather(writes)):
         return start, memory
     reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.sizes.model)}"
-    start = replace(start, config=without_text(start.config, reason, progress))
+    start = replace(start, config=without_text(start.config, reason, start.workspace.progress))
     return start, estimate_together(start, devices)
 
 

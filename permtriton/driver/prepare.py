@@ -41,7 +41,6 @@ from permtriton.running.state import StateFile
 from permtriton.running.workspace import Workspace
 from permtriton.util import ranks
 from permtriton.util.progress import NoProgress, Progress
-from permtriton.util.store import HostMemory
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
     Returns:
         The run, and the measure of the dense model on held-out samples, if there are any.
     """
-    workspace, progress = Workspace(inputs.progress, inputs.resume_path), inputs.progress
-    start, forecast = begin(model, inputs, workspace, timed=inputs.say_needs)
+    start, forecast = begin(model, inputs, timed=inputs.say_needs)
+    workspace, progress = start.workspace, inputs.progress
     memory, placement = forecast.memory, ModelPlacement(forecast.memory.placement, inputs.device or model.device)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
         raise ConfigError(refused)
@@ -94,8 +93,6 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
         progress.say("; ".join(f"{name}: {value}" for name, value in forecast.rows(folder)))
         if memory.savings:
             progress.say(f"to save memory: {memory.savings}")
-    if memory.placement is DevicePlacement.ONLOADED:
-        workspace.store = HostMemory()
     with workspace.timed("trace"):
         _check_traced(start)
     run = Run(
@@ -103,7 +100,7 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
         config=start.config,
         workspace=workspace,
         samples=start.samples,
-        generated=_generated(start, workspace, placement) if start.config.generated else None,
+        generated=_generated(start, placement) if start.config.generated else None,
         batch=max(TOKENS_WITHOUT_LOGITS // start.samples.longest, 1),
         plan=start.plan,
         graph=start.graph,
@@ -116,12 +113,7 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
 
 
 def begin(
-    model: PreTrainedModel,
-    inputs: CompileInputs,
-    workspace: Workspace,
-    *,
-    timed: bool,
-    devices: Devices | None = None,
+    model: PreTrainedModel, inputs: CompileInputs, *, timed: bool, devices: Devices | None = None
 ) -> tuple[Planned, Forecast]:
     """Returns what a compilation starts from and what it needs; a dry run ends here.
 
@@ -129,15 +121,16 @@ def begin(
         timed: whether to run the model on a short sequence, for the time.
         devices: what the estimate is made for; None means ``inputs.device``, to which the model moves if it fits there.
     """
-    start, device = planned(model, inputs, workspace), inputs.device or model.device
+    start, device = planned(model, inputs), inputs.device or model.device
+    workspace = start.workspace
     if devices is None:
-        start, memory, devices = place(start, device, inputs.placements, inputs.progress)
+        start, memory, devices = place(start, device, inputs.placements)
     else:
         ranks.check_shares(len(start.samples), devices.count)
-        start, memory = estimated(start, devices, inputs.progress)
+        start, memory = estimated(start, devices)
         check_placement(memory.placement, start, devices)
     with workspace.timed("identify"):
-        identify(workspace, model, start.config, start.samples, device)
+        identify(start, device)
     with workspace.timed("estimate"):
         disk = disk_needs(start.config, start.sizes, inputs.resume_path, inputs.save_format)
         return start, make_forecast(start, memory, devices, disk, timed=timed)
@@ -156,8 +149,9 @@ def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
     return held_out
 
 
-def planned(model: PreTrainedModel, inputs: CompileInputs, workspace: Workspace) -> Planned:
+def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
     """Reads all samples and traces the model; errors are those of `prepare`."""
+    workspace = Workspace(inputs.progress, inputs.resume_path)
     held_out = None if inputs.held_out is None else prepared(model, inputs.held_out)
     config, ids, progress = inputs.config, inputs.ids, inputs.progress
     check_original(model)
@@ -179,7 +173,7 @@ def planned(model: PreTrainedModel, inputs: CompileInputs, workspace: Workspace)
     for reason in reasons_of(plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {reason}")
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
-    return Planned(model, config, samples, plan, graph, held_out)
+    return Planned(model, config, samples, plan, graph, held_out, workspace)
 
 
 def _check_traced(start: Planned) -> None:
@@ -194,9 +188,9 @@ def _check_traced(start: Planned) -> None:
         check_same_outputs(traced, lambda: model_outputs(model, sample), model, stage)
 
 
-def _generated(start: Planned, workspace: Workspace, placement: ModelPlacement) -> Tensor:
+def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
     """Lets the dense model write text beside the calibration samples; int64 ``[texts, tokens]``."""
-    config, samples = start.config, start.samples
+    config, samples, workspace = start.config, start.samples, start.workspace
     after = torch.tensor((samples.special or NONE).after, dtype=torch.int64)
     shape = config.generated, samples.tokens - len(after)
     with workspace.timed("generate"):

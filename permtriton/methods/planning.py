@@ -1,6 +1,6 @@
 """From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -21,6 +21,7 @@ from permtriton.passes.provenance import propagate
 from permtriton.passes.select_linears import NOT_NAMED
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
+from permtriton.running.workspace import Workspace
 from permtriton.util import ranks
 from permtriton.util.sparsity import NMPattern
 
@@ -35,6 +36,7 @@ class Planned:
     plan: Plan
     graph: fx.GraphModule  # graph of the model, from which the plan was made
     held_out: Samples | None = None  # held-out samples; None without any
+    workspace: Workspace = field(default_factory=Workspace)  # clock and states
 
     @cached_property
     def layers(self) -> list[int]:

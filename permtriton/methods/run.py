@@ -41,7 +41,7 @@ class Run:
     Attributes:
         model: model that the steps change in place.
         config: every option.
-        workspace: clock, states, and what stands in for memory.
+        workspace: clock and states.
         samples: calibration samples on the CPU.
         generated: further samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
         batch: samples per forward pass without gradients.
@@ -94,7 +94,7 @@ class Run:
 
     @property
     def store(self) -> Store:
-        return self.workspace.store
+        return self.placement.store
 
     @property
     def low_memory(self) -> bool:

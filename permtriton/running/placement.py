@@ -11,6 +11,7 @@ from permtriton.errors import ConfigError
 from permtriton.passes.plan import Plan
 from permtriton.running.onload import all_onloaded, onloaded
 from permtriton.running.sharding import spread_twin
+from permtriton.util.store import MEMORY, HostMemory, Store
 
 
 class DevicePlacement(IntEnum):
@@ -62,6 +63,11 @@ class ModelPlacement:
     def spread_on(self) -> torch.device | None:
         """The device, where layers are spread."""
         return self.device if self.kind is DevicePlacement.SPREAD else None
+
+    @property
+    def store(self) -> Store:
+        """Where large tensors beside the weights are."""
+        return HostMemory() if self.kind is DevicePlacement.ONLOADED else MEMORY
 
     def running(self, model: PreTrainedModel, plan: Plan) -> AbstractContextManager[PreTrainedModel]:
         if self.kind is DevicePlacement.SPREAD:

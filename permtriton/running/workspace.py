@@ -1,8 +1,9 @@
-"""What a compilation works with from its first moment: a clock, a store of large tensors, and the files of states."""
+"""What a compilation works with from its first moment: a clock, and the files of states."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -11,8 +12,7 @@ from transformers import PreTrainedModel
 from permtriton.model.checks import sample_hash
 from permtriton.running.state import State
 from permtriton.util.machine import release_memory
-from permtriton.util.progress import Progress
-from permtriton.util.store import MEMORY, Store
+from permtriton.util.progress import NoProgress, Progress
 
 Kind = TypeVar("Kind", bound=State)
 
@@ -21,24 +21,17 @@ def state_path(resume_path: Path, step: str) -> Path:
     return resume_path.with_suffix(f".{step}{resume_path.suffix}")
 
 
+@dataclass
 class Workspace:
-    """What is there before anything is known of the model.
+    """What is there before anything is known of the model."""
 
-    Attributes:
-        resume_path: path of the files that keep the states of steps, each with its step's name before the suffix; None
-            keeps no state.
-        store: where large tensors beside the weights are.
-        seconds: time per step and stage, filled by `timed`.
-        states: the files that keep a state.
-        inputs: what decides the result, as JSON values, filled by `note`: a state of another run is refused.
-    """
-
-    def __init__(self, progress: Progress, resume_path: Path | None = None) -> None:
-        self.progress, self.resume_path = progress, resume_path
-        self.store: Store = MEMORY
-        self.seconds: dict[str, float] = {}
-        self.states: list[State] = []
-        self.inputs: dict[str, Any] = {}
+    progress: Progress = field(default_factory=NoProgress)
+    # path of the files that keep the states of steps, each with its step's name before the suffix; None keeps no state
+    resume_path: Path | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # time per step and stage, filled by `timed`
+    states: list[State] = field(default_factory=list)  # the files that keep a state
+    # what decides the result, as JSON values, filled by `note`: a state of another run is refused
+    inputs: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
