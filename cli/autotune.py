@@ -46,11 +46,8 @@ def autotune(
         float | None, typer.Option(min=1, help="Stop after this time; the same command goes on from there.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Keep the winners beside the model, too.")] = False,
     json: Json = False,
 ) -> None:
-    if save and (model is None or not model.is_dir()):
-        raise ConfigError("--save stores the winners beside a model: give --model DIR, a folder")
     if dtype not in (None, *DTYPES):
         raise ConfigError(f"dtype {dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
     model_shapes, model_dtype = _shapes_of(model) if model else ([], torch.bfloat16)
@@ -61,11 +58,10 @@ def autotune(
     if not dry_run:
         _check_gpu()
     cases = tuning.cases_for(all_shapes, _tokens(tokens), DTYPES[dtype] if dtype else model_dtype, device, kernel)
-    files = [cache.cache_file()] + ([model / cache.BESIDE_MODEL] if save and model else [])
     if dry_run:
-        _list_trials(cases, files, json)
+        _list_trials(cases, json)
     else:
-        _tune(cases, files, device, seconds, json)
+        _tune(cases, device, seconds, json)
 
 
 def _check_gpu() -> None:
@@ -109,13 +105,13 @@ def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
     return list(shapes), empty.dtype
 
 
-def _list_trials(cases: Sequence[Case], files: Sequence[Path], json: bool) -> None:
+def _list_trials(cases: Sequence[Case], json: bool) -> None:
     tables_of_case: dict[str, dict[str, list[str]]] = {}
     for case in cases:
         tables = case.tables.items()
         tables_of_case[case.name] = {name: [cache.describe(config) for config in configs] for name, configs in tables}
     if json:
-        print_json({"cases": tables_of_case, "cache": str(files[0])})
+        print_json({"cases": tables_of_case, "cache": str(cache.cache_file())})
         return
     named = ((case, ", ".join(tables) or "none: one configuration only") for case, tables in tables_of_case.items())
     show("What would be tried", named, "case", "tables")
@@ -123,27 +119,24 @@ def _list_trials(cases: Sequence[Case], files: Sequence[Path], json: bool) -> No
     listed = ((name, "\n".join(configs)) for name, configs in all_tables.items())
     show("Tables", listed, "table", "configurations, the default first")
     trials = sum(len(configs) for tables in tables_of_case.values() for configs in tables.values())
-    paths = " and ".join(map(str, files))
     counts = f"{len(tables_of_case)} cases, at most {trials} trials"
-    out.print(f"{counts}; winners would be stored in {paths}", soft_wrap=True)
+    out.print(f"{counts}; winners would be stored in {cache.cache_file()}", soft_wrap=True)
 
 
-def _tune(
-    cases: Sequence[Case], files: Sequence[Path], device: torch.device, seconds: float | None, json: bool
-) -> None:
-    machine = cache.machine_key()
+def _tune(cases: Sequence[Case], device: torch.device, seconds: float | None, json: bool) -> None:
+    machine, file = cache.machine_key(), cache.cache_file()
     if not json:
-        err.print(f"{machine}; winners are stored in {files[0]}", highlight=False, soft_wrap=True)
+        err.print(f"{machine}; winners are stored in {file}", highlight=False, soft_wrap=True)
     limits = timing.ceilings(device)
     trials: list[Trial] = []
     until = math.inf if seconds is None else time.monotonic() + seconds
     with BarProgress().stage("autotune", len(cases)) as advance:
         for case in cases:
-            if tuning.tune([case], device, machine, files, trials.append, until) is None:
+            if tuning.tune([case], device, machine, file, trials.append, until) is None:
                 err.print("The time is up; the same command goes on from here.", highlight=False)
                 break
             advance(1, case.name)
-    entries = cache.read_entries(files[0], machine)
+    entries = cache.read_entries(file, machine)
     copy, product = limits.copy_gb_s, limits.matmul_tflop_s
     if json:
         print_json({"machine": machine, "copy_gb_s": copy, "matmul_tflop_s": product, "entries": entries})

@@ -1,7 +1,7 @@
 """Chooses the configuration of a launch: the fastest one measured on this GPU, else the first of the kernel's table.
 
-Measured winners are looked up first in a file beside the loaded model, then in the user's cache folder. Files are read
-once, at the first launch on a GPU; after that, a lookup is one dictionary access. Launchers run inside opaque
+Measured winners are in the user's cache folder, which is read once, at the first launch on a GPU; after that, a lookup
+is one dictionary access. Launchers run inside opaque
 operators, so ``torch.compile`` sees none of this.
 
 Entries are keyed by shape, with the first number (rows or tokens) rounded up to a power of two, so that similar token
@@ -24,7 +24,6 @@ from permtriton.kernels.launch import Config, triton
 from permtriton.util.durable import locked_folder, replace_file
 
 VERSION = 1
-BESIDE_MODEL = "permtriton-autotune.json"
 
 
 @dataclass(frozen=True)
@@ -45,18 +44,17 @@ class Request:
 
 @dataclass
 class _State:
-    """State of the process: entries read from files, and configurations that are forced."""
+    """State of the process: entries read from the file, and configurations that are forced."""
 
     measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Any] = field(default_factory=dict)
     decisions: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # of `decided`
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
-    beside_models: list[Path] = field(default_factory=list)
     forced: Mapping[str, Config] = field(default_factory=dict)
     requests: list[Request] | None = None
     choices: dict[str, str] | None = None
 
     def forget(self) -> None:
-        """Makes the next launch read the files again."""
+        """Makes the next launch read the file again."""
         self.measured.clear()
         self.decisions.clear()
         self.entries.clear()
@@ -151,21 +149,6 @@ def cache_folder() -> Path:
 def cache_file() -> Path:
     """Returns the file with this user's winners."""
     return cache_folder() / "autotune.json"
-
-
-def use_beside(folder: Path) -> bool:
-    """Uses the winners saved beside a model, if any, in preference to the user's own cache.
-
-    Returns:
-        Whether the folder holds such a file.
-    """
-    path = Path(folder) / BESIDE_MODEL
-    if not path.is_file():
-        return False
-    if path not in _STATE.beside_models:
-        _STATE.beside_models.insert(0, path)
-        _STATE.forget()
-    return True
 
 
 def forced(op: str, config: Config) -> AbstractContextManager[Mapping[str, Config]]:
@@ -267,10 +250,7 @@ def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -
 
 
 def _load(device: int) -> dict[str, Any]:
-    machine = machine_key(device)
-    entries: dict[str, Any] = {}
-    for path in (cache_file(), *reversed(_STATE.beside_models)):
-        entries |= read_entries(path, machine)
+    entries = read_entries(cache_file(), machine_key(device))
     return {key: entry["config"] for key, entry in entries.items()}
 
 

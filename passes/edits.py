@@ -12,7 +12,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site
+from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Move:
     """
 
     space: str  # name of the space
-    placement: Placement  # where the permutation ends
+    placement: Destination  # where the permutation ends
     columns: tuple[Fold, ...]  # folds of the columns of the sites' linears
     gathers: tuple[Gather, ...]  # gathers before the sites' linears, one per site
     # folds of the rows, biases, norm vectors and embedding columns that write the channels, and of the columns of all
@@ -67,7 +67,7 @@ class Move:
     def edits(self) -> tuple[Edit, ...]:
         """The edits that stay in the model."""
         at_run_time: tuple[Edit, ...] = ()
-        if self.placement is Placement.GATHER:
+        if self.placement is Destination.GATHER:
             at_run_time = self.gathers
         elif self.norm is not None:
             at_run_time = (self.norm,)

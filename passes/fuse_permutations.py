@@ -24,7 +24,7 @@ from permtriton.passes.graph import (
     tail,
     wrap,
 )
-from permtriton.passes.plan import Placement
+from permtriton.passes.plan import Destination
 
 
 def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:
@@ -39,7 +39,7 @@ def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) ->
                 wrap(tail(node), PERMUTE, (constants.index(fold.index), fold.dim), node.meta["val"])
         if move.norm is not None:
             _into_norm(parameters, constants, move.norm, source_of(argument(inserted[0], 0)))
-        if move.placement is not Placement.GATHER:
+        if move.placement is not Destination.GATHER:
             for node in inserted:
                 node.replace_all_uses_with(argument(node, 0))
     return graph_module

@@ -20,7 +20,7 @@ from permtriton.passes.graph import (
     source_of,
     tail,
 )
-from permtriton.passes.plan import Axis, ChannelSpace, Norm, Placement, Plan, Site
+from permtriton.passes.plan import Axis, ChannelSpace, Destination, Norm, Plan, Site
 from permtriton.passes.untraced import Untraced
 from permtriton.util.permutation import identity
 
@@ -77,7 +77,7 @@ def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:
         Axis(name, input_dim(finder.parameters[name]), units, torch.zeros_like(units), reads=True)
         for name in parameters
     ]
-    placement = Placement.IN_NORM if norm else Placement.GATHER
+    placement = Destination.IN_NORM if norm else Destination.GATHER
     return ChannelSpace(site.name, (site.channels,), tuple(axes), placement, norm=norm)
 
 

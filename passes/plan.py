@@ -20,7 +20,7 @@ from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
 
 
-class Placement(StrEnum):
+class Destination(StrEnum):
     """Where a permutation ends, which decides what it costs at run time."""
 
     FOLDED = "folded"  # in the parameters that write the channels, at no cost
@@ -92,7 +92,7 @@ class ChannelSpace:
     # sizes of the segments: consecutive units that may change places with each other, such as one head
     segments: tuple[int, ...]
     axes: tuple[Axis, ...]  # every parameter dimension that carries these channels; folding permutes each of them once
-    placement: Placement = Placement.FOLDED  # where the permutation ends
+    placement: Destination = Destination.FOLDED  # where the permutation ends
     reason: str = ""  # why the channels keep their order, if ``placement`` is ``NONE``; else empty
     norm: "Norm | None" = None  # norm that writes the permuted order, if ``placement`` is ``IN_NORM``
     # number of consecutive units that are whole groups of every linear that reads them; the plan sets it
@@ -101,14 +101,14 @@ class ChannelSpace:
     @classmethod
     def kept(cls, name: str, segments: tuple[int, ...], reason: str) -> "ChannelSpace":
         """Returns a space whose channels keep their order."""
-        return cls(name, segments, (), Placement.NONE, reason)
+        return cls(name, segments, (), Destination.NONE, reason)
 
     def freeze(self, reason: str) -> None:
-        self.placement, self.reason = Placement.NONE, reason
+        self.placement, self.reason = Destination.NONE, reason
 
     @property
     def frozen(self) -> bool:
-        return self.placement is Placement.NONE
+        return self.placement is Destination.NONE
 
     @property
     def units(self) -> int:

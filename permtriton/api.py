@@ -399,7 +399,7 @@ def adapt(
     In a folder of layout ``portable``, channels have another order; the adapter is brought into it, exactly.
 
     Args:
-        adapter: folder that PEFT's ``save_pretrained`` wrote: LoRA (DoRA, AdaLoRA), IA3, or a soft prompt.
+        adapter: folder that PEFT's ``save_pretrained`` wrote: LoRA or DoRA.
         to: folder that permtriton compiled from that dense model.
         output: folder to write; None for ``ADAPTER-for-FOLDER`` in the present folder.
         trust_remote_code: whether code that comes with the model may run.

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import permtriton
-from permtriton.checkpoint import storing
+from permtriton.checkpoint import format_writers
 from permtriton.driver import pipeline as compiler
 from permtriton.kernels import sparsegpt_block
 from permtriton.kernels.nm_mask import top_n_mask
@@ -456,11 +456,11 @@ FAULTS: dict[str, Fault] = {
         replaced(PreTrainedModel, "save_pretrained", other_config), "reloading the saved checkpoint", then="save"
     ),
     "packed positions of other rows": Fault(
-        replaced(storing, "pack", lambda f, *args: (f(*args)[0], f(*args)[1].roll(1, 0))),
+        replaced(format_writers, "pack", lambda f, *args: (f(*args)[0], f(*args)[1].roll(1, 0))),
         "differs from what was read", then="export",
     ),
     "packed values rolled": Fault(
-        replaced(storing, "pack", lambda f, *args: (f(*args)[0].roll(1, 1), f(*args)[1])),
+        replaced(format_writers, "pack", lambda f, *args: (f(*args)[0].roll(1, 1), f(*args)[1])),
         "differs from what was read", then="export",
     ),
     "norms summed without squares": Fault(

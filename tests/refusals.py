@@ -10,7 +10,7 @@ import pytest
 
 from permtriton import config_from
 from permtriton.checkpoint import export as exporting
-from permtriton.checkpoint import storing, verify
+from permtriton.checkpoint import format_writers, verify
 from permtriton.driver import pipeline as compiler
 from permtriton.errors import VerificationError
 from permtriton.methods import run as running
@@ -59,7 +59,7 @@ CHECKS = (
     Check(
         "files: the model loads, and gives the same outputs", ((verify, "_compare_reloaded"),), lambda *arguments: {}
     ),
-    Check("export: what is written is what was read", ((storing, "check_same_bits"),)),
+    Check("export: what is written is what was read", ((format_writers, "check_same_bits"),)),
 )
 
 

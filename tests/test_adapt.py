@@ -61,9 +61,6 @@ CONFIGS = {
     "DoRA": lambda: peft.LoraConfig(target_modules=["v_proj", "down_proj"], use_dora=True),
     "whole head and norm": lambda: peft.LoraConfig(target_modules=["v_proj"], modules_to_save=["lm_head", "norm"]),
     "biases": lambda: peft.LoraConfig(target_modules=["up_proj"], lora_bias=True),
-    "some tokens": lambda: peft.LoraConfig(target_modules=["v_proj"], trainable_token_indices=[3, 5]),
-    "IA3": lambda: peft.IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "soft prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
 }
 
 
@@ -81,13 +78,12 @@ def test_an_adapted_adapter_does_what_it_did_to_the_dense_model(llama, tmp_path,
         with torch.no_grad():
             wrapped = peft.PeftModel.from_pretrained(model, tmp_path / adapter).eval()
             logits = wrapped(input_ids=zoo.tiny_ids(2, 8)).logits
-            wrapped.unload() if hasattr(wrapped, "unload") else None
+            wrapped.unload()
             return logits
 
     got = effect("adapted")
     torch.testing.assert_close(got, expected)
-    start = before if before.shape == got.shape else 0
-    assert cosine(got - start, expected - start) > 1 - 1e-5
+    assert cosine(got - before, expected - before) > 1 - 1e-5
     assert not torch.allclose(effect("adapter"), expected, atol=1e-3), "as it is, it does something else"
     settings = json.loads((tmp_path / "adapted" / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == str(folder)
@@ -131,7 +127,7 @@ def test_what_cannot_be_adapted_is_refused(llama, tmp_path):
     trained(zoo.tiny_llama(), peft.LoraConfig(target_modules=["v_proj"]), adapter)
     for problem, settings in {
         r"of the kind 'LOHA', which cannot be reordered": {"peft_type": "LOHA"},
-        r"of stacked experts, which cannot be reordered": {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        r"of experts or some tokens, which cannot be reordered": {"target_parameters": ["mlp.experts.gate_up_proj"]},
         r"began by pissa, which changes the dense weights": {"init_lora_weights": "pissa"},
         r"it has that order already": {"base_model_name_or_path": str(folder)},
     }.items():

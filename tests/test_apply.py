@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
-from permtriton.passes.plan import Placement
+from permtriton.passes.plan import Destination
 from permtriton.util.permutation import compose
 
 from . import zoo
@@ -138,7 +138,7 @@ def test_a_frozen_space_is_refused_and_would_change_outputs():
     with pytest.raises(AssertionError, match="it is an output of the model"):
         fold(model, plan, index)
     assert all(torch.equal(parameter, parameters[n]) for n, parameter in model.named_parameters())
-    space.placement = Placement.FOLDED
+    space.placement = Destination.FOLDED
     fold(model, plan, index)
     assert zoo.difference(before, zoo.outputs(model, zoo.token_ids())) > 1e-3
 

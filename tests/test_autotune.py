@@ -83,14 +83,6 @@ class TestChoice:
         assert config_for("gather", TABLE[:1], (16, 4096), torch.bfloat16, searched=True) == TABLE[1]
         assert config_for("scatter", TABLE[:1], (16, 4096), torch.bfloat16, searched=True) == TABLE[0]
 
-    def test_beside_the_model_comes_first(self, gpu, tmp_path):
-        keep(gpu, TABLE[1])
-        assert chosen() is TABLE[1]
-        assert not autotune.use_beside(tmp_path)
-        keep(gpu, TABLE[2], path=tmp_path / autotune.BESIDE_MODEL)
-        assert autotune.use_beside(tmp_path)
-        assert chosen() is TABLE[2]
-
     def test_each_call_chooses_of_what_it_can_use(self, gpu):
         """Calls of one shape may differ in that: a layer with cuSPARSELt's form of its weight, and one without."""
         keep(gpu, TABLE[1])
@@ -186,8 +178,8 @@ class Tuned:
             return seed + 7
         return seed or True
 
-    def tune(self, *files: Path) -> dict:
-        return tuning.tune([self.case], torch.device("cpu"), "here", files or [autotune.cache_file()])
+    def tune(self) -> dict:
+        return tuning.tune([self.case], torch.device("cpu"), "here", autotune.cache_file())
 
 
 class TestSearch:
@@ -220,7 +212,7 @@ class TestSearch:
             tuned.tune()
         again = Tuned(monkeypatch, {**times, 128: 1.0})
         trials = []
-        tuning.tune([again.case], torch.device("cpu"), "here", [autotune.cache_file()], trials.append)
+        tuning.tune([again.case], torch.device("cpu"), "here", autotune.cache_file(), trials.append)
         assert [trial.known for trial in trials] == [True, False, False]
         assert autotune.read_entries(autotune.cache_file(), "here")[KEY]["config"] == stored(TABLE[1])
 
@@ -239,7 +231,7 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [((), "--model DIR or --shape"), (("--shape", "64"), "OUTxIN"), (("--shape", "64x66"), "multiple of 4"),
-         (("--shape", "64x64", "--tokens", "1,0"), "positive integer"), (("--shape", "64x64", "--save"), "--model DIR"),
+         (("--shape", "64x64", "--tokens", "1,0"), "positive integer"),
          (("--shape", "64x64", "--kernel", "gemm"), "sinkhorn"), (("--shape", "64x64", "--dtype", "int8"), "float16"),
          (("--shape", "3x4"), "4 to"), (("--shape", "9" * 20 + "x4"), "4 to")],
     )  # fmt: skip
@@ -310,7 +302,7 @@ def test_tuning_stops_when_the_time_is_up_and_goes_on_later(gpu, monkeypatch):
     monkeypatch.setattr(tuning, "measure", measure)
     case = Case("it", "8", torch.int8, lambda seed: (), lambda: config_for("it", TABLE, (8,), torch.int8),
                 lambda: None, lambda *_: 0.0, 0.0, 1)  # fmt: skip
-    how = ([case], torch.device("cpu"), gpu, [autotune.cache_file()], lambda trial: tried.append(trial.known))
+    how = ([case], torch.device("cpu"), gpu, autotune.cache_file(), lambda trial: tried.append(trial.known))
     assert tuning.tune(*how, until=15) is None
     assert tried == [False, False]
     assert tuning.tune(*how, until=1000) is not None
@@ -332,7 +324,7 @@ def test_the_kernels_of_every_route_are_tuned_on_it(gpu, monkeypatch):
 
     monkeypatch.setattr(tuning, "measure", measure)
     case = Case("it", "8", torch.int8, lambda seed: (), run, lambda: None, lambda *_: 0.0, 0.0, 1)
-    entries = tuning.tune([case], torch.device("cpu"), gpu, [autotune.cache_file()])
+    entries = tuning.tune([case], torch.device("cpu"), gpu, autotune.cache_file())
     chosen = {key.rsplit(" ", 2)[0]: entry["config"]["constants"] for key, entry in entries.items()}
     assert chosen == {"kernel 0": {"SIZE": 128}, "kernel 2": {"SIZE": 128}, "route": {"ROUTE": 2}}
 

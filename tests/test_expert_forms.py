@@ -14,7 +14,7 @@ from permtriton.methods.measure.statistics import channel_norms
 from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
-from permtriton.passes.plan import Placement
+from permtriton.passes.plan import Destination
 from permtriton.util.progress import NoProgress
 
 from .expert_stacks import PATTERN, Holder
@@ -91,7 +91,7 @@ def test_experts_that_are_added_up_share_an_order():
     sites = [site for site in plan.sites if site.name.startswith("model.layers.1.mlp.output_linear.")]
     assert len(sites) == 4
     assert len({id(site.space) for site in sites}) == 1
-    assert sites[0].space.placement is Placement.FOLDED
+    assert sites[0].space.placement is Destination.FOLDED
 
 
 class _Batched(nn.Module):

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from permtriton.checkpoint import storing
+from permtriton.checkpoint import format_writers
 from permtriton.checkpoint.export import export
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, OutputError, PermTritonError, VerificationError
@@ -235,14 +235,14 @@ def test_where_it_may_write(sources, source, tmp_path):
 @pytest.mark.parametrize(
     "where",
     [
-        "storing.pack",
-        "storing.check_same_bits",
+        "format_writers.pack",
+        "format_writers.check_same_bits",
         "shutil.copyfile",
         "hashlib.file_digest",
     ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.slow(but=["error0-storing.pack", "error1-storing.check_same_bits"])
+@pytest.mark.slow(but=["error0-format_writers.pack", "error1-format_writers.check_same_bits"])
 def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatch, where, error):
     export(sources["portable"], tmp_path / "out")
     before = folders.files(tmp_path)
@@ -257,8 +257,8 @@ def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatc
 
 
 def test_what_is_written_wrongly_is_found(sources, tmp_path, monkeypatch):
-    pack = storing.pack
-    monkeypatch.setattr(storing, "pack", lambda *arguments: (lambda v, p: (v * 2, p))(*pack(*arguments)))
+    pack = format_writers.pack
+    monkeypatch.setattr(format_writers, "pack", lambda *arguments: (lambda v, p: (v * 2, p))(*pack(*arguments)))
     with pytest.raises(VerificationError, match="differs from what was read"):
         export(sources["portable"], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
 from permtriton.passes.apply import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
-from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module, weight_in_out
+from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site, linear_module, weight_in_out
 
 from . import zoo
 from .expert_stacks import unstacked
@@ -118,7 +118,7 @@ def _within(segments) -> Tensor:
 def test_columns_are_in_the_order_of_the_weight_where_a_linear_gathers():
     model = zoo.build("phi")
     plan = find_plan(model, TWO_FOUR, layout="fused", o_proj="free")
-    space = next(each for each in plan.spaces if each.placement is Placement.GATHER)
+    space = next(each for each in plan.spaces if each.placement is Destination.GATHER)
     site = plan.sites_of(space)[0]
     before = found(model, plan)
     index = _within(space.segments)

@@ -13,7 +13,7 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
 from permtriton.model.experts import stacked_name, unstacked_experts
 from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
-from permtriton.passes.plan import Placement, linear_module, weight_in_out
+from permtriton.passes.plan import Destination, linear_module, weight_in_out
 
 from . import zoo
 from .kernel_inputs import TWO_FOUR
@@ -83,7 +83,7 @@ def test_compiled_modules_run_what_the_plan_says(case):
             if stacked_name(result.model, linear) is not None:
                 continue
             module = result.model.get_submodule(linear)
-            if site.space.placement is Placement.GATHER:
+            if site.space.placement is Destination.GATHER:
                 assert isinstance(module, GatheredLinear)
                 assert torch.equal(module.gather.index.long(), order)
             else:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from permtriton import find_plan
 from permtriton.model.experts import unstacked_experts
-from permtriton.passes.plan import Placement, Plan, Site, linear_module, weight_in_out
+from permtriton.passes.plan import Destination, Plan, Site, linear_module, weight_in_out
 
 from . import folders, zoo
 from .fused_sites import EXPECTED, plan_of
@@ -23,9 +23,9 @@ every_name = pytest.mark.parametrize("name", [*zoo.TELLING, "qwen2_moe"])
 
 def running(site: Site, layers: str) -> str | int:
     if site.space.norm is not None:
-        assert site.space.placement is Placement.IN_NORM
+        assert site.space.placement is Destination.IN_NORM
         return site.space.norm.module.removeprefix(f"{layers}.{site.layer}.")
-    return len(site.linears) if site.space.placement is Placement.GATHER else "nothing"
+    return len(site.linears) if site.space.placement is Destination.GATHER else "nothing"
 
 
 @every_name
@@ -38,7 +38,7 @@ def test_where_each_site_goes(name):
     assert [space.name for space in plan.spaces] == [site.name for site in plan.sites], "every site has its own"
     assert not any(space.frozen for space in plan.spaces)
     for site in plan.sites:
-        if site.space.placement is not Placement.FOLDED:
+        if site.space.placement is not Destination.FOLDED:
             assert site.space.segments == (site.channels,), "free over all channels"
             assert torch.equal(site.units, torch.arange(site.channels))
             assert site.space.producers == []
@@ -57,7 +57,7 @@ def test_free_gives_the_attention_output_its_own_gather(name):
         if not attends or name == "gpt2":  # its Conv1D cannot gather: it stays folded
             assert (after.space.placement, after.space.segments) == (before.space.placement, before.space.segments)
         else:
-            assert (before.space.placement, after.space.placement) == (Placement.FOLDED, Placement.GATHER)
+            assert (before.space.placement, after.space.placement) == (Destination.FOLDED, Destination.GATHER)
             assert after.space.segments == (after.channels,)
 
 
@@ -108,12 +108,12 @@ def test_a_conv1d_that_cannot_gather_keeps_its_order():
     by_name = {site.name: site for site in plan.sites}
     for layer in range(zoo.LAYERS):
         site = by_name[f"transformer.h.{layer}.attn.c_attn"]
-        assert site.space.placement is Placement.NONE
+        assert site.space.placement is Destination.NONE
         assert site.space.reason == (
             f"no norm before it can gather, and neither can transformer.h.{layer}.attn.c_attn itself "
             "(a Conv1D, one of stacked experts, part of a layer of torch.nn, or a linear with hooks or a shared weight)"
         )
-        assert by_name[f"transformer.h.{layer}.mlp.c_fc"].space.placement is Placement.IN_NORM
+        assert by_name[f"transformer.h.{layer}.mlp.c_fc"].space.placement is Destination.IN_NORM
 
 
 def mixtral_with_a_residual_from_the_norm() -> PreTrainedModel:
@@ -136,7 +136,7 @@ def test_experts_that_cannot_gather_keep_their_order():
     plan = find_plan(model, TWO_FOUR, layout="fused")
     site = next(site for site in plan.sites if "gate_up_proj" in site.name)
     assert site.space.reason.startswith("no norm before it can gather, and neither can model.layers.0.mlp.experts.0")
-    assert any(space.placement is Placement.IN_NORM for space in plan.spaces), "the other norms still gather"
+    assert any(space.placement is Destination.IN_NORM for space in plan.spaces), "the other norms still gather"
     before = zoo.outputs(model, zoo.token_ids())
     with unstacked_experts(model):
         fold(model, plan, zoo.random_indices(plan))
@@ -161,7 +161,7 @@ def test_both_layouts_agree_where_their_permutations_are_equal(name):
     indices = zoo.random_indices(portable)
     equal = {
         after.name: indices[before.space.name]
-        if after.space.placement is Placement.FOLDED
+        if after.space.placement is Destination.FOLDED
         else before.expand(indices[before.space.name])
         for before, after in zip(portable.sites, fused.sites, strict=True)
     }

@@ -14,8 +14,8 @@ from .folders import QUANTIZATION
 ROOT = Path(__file__).parent.parent
 REGISTERED = (
     "import transformers.quantizers.auto as auto\n"
-    "assert auto.AUTO_QUANTIZER_MAPPING['permtriton'].__name__ == 'PermTritonQuantizer'\n"
-    "assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING['permtriton'].__name__ == 'PermTritonQuantizationConfig'\n"
+    "assert auto.AUTO_QUANTIZER_MAPPING['permtriton'].__name__ == 'QuantizerStandIn'\n"
+    "assert auto.AUTO_QUANTIZATION_CONFIG_MAPPING['permtriton'].__name__ == 'ConfigStandIn'\n"
     "assert not [f for f in sys.meta_path if 'permtriton' in type(f).__module__], 'the hook is gone'\n"
 )
 ORDERS = {

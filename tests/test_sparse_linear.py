@@ -301,13 +301,13 @@ def test_most_of_five_searches_choose_cusparselts_algorithm_once_per_shape(monke
         "sparse_linear", "16x32x32", torch.bfloat16, lambda seed: (), lambda: run(x), lambda: x, lambda *_: 0.0, 0.0, 1
     )
     monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
-    files = [autotune.cache_file()]
-    (entry,) = tuning.tune([case], torch.device("cpu"), autotune.machine_key(), files).values()
+    file = autotune.cache_file()
+    (entry,) = tuning.tune([case], torch.device("cpu"), autotune.machine_key(), file).values()
     assert len(entry["trials"]) == 2
-    files[0].unlink()
+    file.unlink()
     monkeypatch.setattr(autotune, "_STATE", autotune._State())
     tuning.requests_of(case)
-    assert not files[0].exists(), "what is asked for while tuning is kept by tuning"
+    assert not file.exists(), "what is asked for while tuning is kept by tuning"
 
 
 @pytest.mark.parametrize(

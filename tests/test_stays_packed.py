@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
 from permtriton.checkpoint.replace_modules import device_of
 from permtriton.errors import ModelError
-from permtriton.kernels import autotune, cusparselt
+from permtriton.kernels import cusparselt
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.load import load_empty_model, load_model, load_original
 from permtriton.model.modules import SparseLinear, is_packed
@@ -182,13 +181,3 @@ def test_offloading_is_refused_whenever_it_is_known(place, elsewhere):
     model.hf_device_map = {"model": torch.device("cuda", 1), "lm_head": elsewhere}
     with pytest.raises(ModelError, match="offloaded to disk, nor divided"):
         model.hf_quantizer._process_model_after_weight_loading(model)
-
-
-def test_configurations_measured_beside_a_model_are_used(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(autotune, "_STATE", autotune._State())
-    folder = shutil.copytree(place("llama", "packed"), tmp_path / "copy")
-    load(folder)
-    assert autotune._STATE.beside_models == []
-    (folder / autotune.BESIDE_MODEL).write_text("{}")
-    load(folder)
-    assert autotune._STATE.beside_models == [folder / autotune.BESIDE_MODEL]

@@ -33,7 +33,7 @@ def tune(bench: Bench) -> None:
         bench.find("tuning", f"{len(cases)} cases; there is nothing to tune on a CPU")
         return
     machine, file, until = autotune.machine_key(), autotune.cache_file(), time.monotonic() + bench.left
-    ended = tuning.tune(cases, bench.device, machine, [file], until=until) is not None
+    ended = tuning.tune(cases, bench.device, machine, file, until=until) is not None
     entries = autotune.read_entries(file, machine)
     better = {key: entry for key, entry in entries.items() if entry.get("gain", 0) > 1}
     found = f"{len(entries)} choices measured, {len(better)} of them faster than the default"

@@ -72,23 +72,23 @@ def tune(
     todo: Sequence[Case],
     device: torch.device,
     machine: str,
-    files: Sequence[Path],
+    file: Path,
     on_trial: Callable[[Trial], None] | None = None,
     until: float = math.inf,
 ) -> dict[str, Any] | None:
     """Tries every configuration of every table that the cases read; returns the entries of the cache file.
 
-    Returns None where the time was up before: the entries are in the files, and the next run goes on from there.
+    Returns None where the time was up before: the entries are in the file, and the next run goes on from there.
 
     Args:
         todo: Cases, from `cases_for`.
         device: The GPU to run on.
         machine: Key of this machine, from `permtriton.kernels.autotune.machine_key`.
-        files: Files to write the entries to; trials that the first one already holds are not repeated.
+        file: File to write the entries to; trials that it already holds are not repeated.
         on_trial: Called after each configuration.
         until: On the clock of `time.monotonic`: after it no further trial begins.
     """
-    known, entries = autotune.read_entries(files[0], machine), {}
+    known, entries = autotune.read_entries(file, machine), {}
     for case in todo:
         requests = requests_of(case)
         for number, request in enumerate(requests):
@@ -104,12 +104,11 @@ def tune(
                     if not trial.known:
                         entry.pop("gain", None)
                         entry["config"] = autotune.stored(_winner(request.configs, entry["trials"]))
-                        autotune.write_entries(files[0], machine, {request.key: entry})
+                        autotune.write_entries(file, machine, {request.key: entry})
                     if time.monotonic() > until:
                         return None
                 _confirm(case, request, entry, device)
-            for file in files:
-                autotune.write_entries(file, machine, {request.key: entry})
+            autotune.write_entries(file, machine, {request.key: entry})
     return entries
 
 

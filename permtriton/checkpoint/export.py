@@ -12,25 +12,25 @@ from torch import Tensor
 from permtriton.checkpoint.card import write_record
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
-from permtriton.checkpoint.fp8 import Fp8
+from permtriton.checkpoint.format_writers import FormatWriter, PackedWriter
+from permtriton.checkpoint.fp8 import Fp8Writer
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
-from permtriton.checkpoint.packed_fp8 import PackingFp8
+from permtriton.checkpoint.packed_fp8 import PackedFp8Writer
 from permtriton.checkpoint.record import described_sparsity
 from permtriton.checkpoint.save import copy_file, share_mode
 from permtriton.checkpoint.shards import describe_files
-from permtriton.checkpoint.storing import Packing, Storing
 from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE, WEIGHTS_FILE
 from permtriton.util.extras import require
 from permtriton.util.output_files import real_path
 from permtriton.util.progress import NoProgress, Progress
 
-WAYS: dict[Format, type[Storing]] = {
-    Format.PACKED: Packing,
-    Format.PACKED_FP8: PackingFp8,
-    Format.DENSE: Storing,
-    Format.PLAIN: Storing,
-    Format.FP8: Fp8,
+WRITERS: dict[Format, type[FormatWriter]] = {
+    Format.PACKED: PackedWriter,
+    Format.PACKED_FP8: PackedFp8Writer,
+    Format.DENSE: FormatWriter,
+    Format.PLAIN: FormatWriter,
+    Format.FP8: Fp8Writer,
 }
 THEIRS = (".git", ".cache")
 
@@ -54,14 +54,14 @@ def export(
         overwrite: whether an earlier output of permtriton may be replaced.
 
     Returns:
-        format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, seconds and what `Storing.counts`
+        format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, seconds and what `FormatWriter.counts`
         returns, which are also the entry ``export`` of ``permtriton.json``; and
         files: bytes and SHA-256 per file, as in its entry ``files``.
 
     Raises:
         ConfigError: an unknown format, or "plain" or "fp8" for a model that permutes at run time.
         MissingExtraError: as `check_format`.
-        ModelError: ``folder`` was not written by permtriton, is damaged or quantized, or as the format's `Storing`.
+        ModelError: ``folder`` was not written by permtriton, is damaged or quantized, or as its `FormatWriter`.
         OutputError: ``output`` exists and may not be replaced, or cannot be written.
         VerificationError: the written tensors differ from the ones that were read.
     """
@@ -90,11 +90,11 @@ def rewrite(
 ) -> dict[str, Any]:
     """Does what `export` does with a folder that is known to be whole, such as one that was verified just now."""
     started, progress = time.perf_counter(), progress or NoProgress()
-    storing = WAYS[Format(format)](source)
+    writer = WRITERS[Format(format)](source)
     with replacing_folder(output, overwrite=overwrite) as partial:
-        result = _write(storing, partial, Format(format), progress)
-        storing.verify(Folder.open(partial), progress)
-        result |= storing.counts()
+        result = _write(writer, partial, Format(format), progress)
+        writer.verify(Folder.open(partial), progress)
+        result |= writer.counts()
         result["seconds"] = round(time.perf_counter() - started, 3)
         section = {key: value for key, value in result.items() if key != "files"}
         record = {**source.record, "files": result["files"], "export": section}
@@ -120,9 +120,9 @@ def check_format(format: str, *, permuted: bool = False, what: str = "the model"
         require(f"format {format}", package)
 
 
-def _write(storing: Storing, partial: Path, format: Format, progress: Progress) -> dict[str, Any]:
+def _write(writer: FormatWriter, partial: Path, format: Format, progress: Progress) -> dict[str, Any]:
     """Writes everything except the report; returns what `export` returns, except what is checked and the seconds."""
-    source, names, pruned = storing.source, storing.source.names(), storing.source.pruned
+    source, names, pruned = writer.source, writer.source.names(), writer.source.pruned
     files: dict[str, list[str]] = {}
     for name in names:
         files.setdefault(source.file_of(name), []).append(name)
@@ -133,7 +133,7 @@ def _write(storing: Storing, partial: Path, format: Format, progress: Progress) 
             stored: dict[str, Tensor] = {}
             for name in in_file:
                 tensor = source.tensor(name)
-                parts = storing.parts(name, tensor)
+                parts = writer.parts(name, tensor)
                 if name in pruned:
                     dense_bytes += tensor.nbytes
                     stored_bytes += sum(part.nbytes for part in parts.values())
@@ -147,7 +147,7 @@ def _write(storing: Storing, partial: Path, format: Format, progress: Progress) 
         (partial / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     described = describe_files(partial / file for file in files)
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
-    if quantization := storing.quantization_config({name: entry["sha256"] for name, entry in described.items()}):
+    if quantization := writer.quantization_config({name: entry["sha256"] for name, entry in described.items()}):
         config["quantization_config"] = quantization
     (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     _copy_others(source.path, partial, progress)
@@ -159,7 +159,7 @@ def _write(storing: Storing, partial: Path, format: Format, progress: Progress) 
         "dense_bytes": dense_bytes,
         "stored_bytes": stored_bytes,
         "ratio": round(stored_bytes / dense_bytes, 6),
-        "loads_with": storing.loads_with,
+        "loads_with": writer.loads_with,
         "files": described,
     }
 

@@ -21,8 +21,8 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.card import WITH_COMPRESSED_TENSORS
 from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.storing import Storing
 from permtriton.errors import ModelError
 from permtriton.kernels.quantize import dequantized, round_to_fp8
 from permtriton.model.checks import check_finite_tensor, check_weight
@@ -34,7 +34,7 @@ from permtriton.model.source import Source
 LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them
 
 
-class Fp8(Storing):
+class Fp8Writer(FormatWriter):
     """Stores pruned linears, and the linears beside them, in 8 bits; all other tensors as they are.
 
     Linears beside a pruned one are those of the same module of any layer (a query that stays dense, where keys are

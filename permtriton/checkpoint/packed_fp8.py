@@ -8,10 +8,10 @@ are stored packed in their own dtype, and all other tensors as they are.
 from torch import Tensor, nn
 
 from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.format_writers import PackedWriter, check_same_bits
 from permtriton.checkpoint.fp8 import Rounding
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.quantization_config import packed_entry
-from permtriton.checkpoint.storing import Packing, check_same_bits
 from permtriton.kernels.quantize import dequantized, round_to_fp8
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8
 from permtriton.model.checks import check_finite_tensor, check_weight
@@ -20,7 +20,7 @@ from permtriton.model.name import location_of
 from permtriton.model.source import Source
 
 
-class PackingFp8(Packing):
+class PackedFp8Writer(PackedWriter):
     """Stores the pruned weights of linears packed in FP8.
 
     Attributes:

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.checkpoint.record import Record, RowsEntry
 from permtriton.passes.edits import moves_of
-from permtriton.passes.plan import ChannelSpace, Placement, Plan, Site, linear_module
+from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site, linear_module
 from permtriton.util.permutation import inverse, moved
 
 
@@ -64,12 +64,12 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
         element: bytes per activation; 2 for bfloat16.
 
     Returns:
-        ``placement`` is a value of `permtriton.passes.plan.Placement`; ``reason`` says why there is no permutation,
+        ``placement`` is a value of `permtriton.passes.plan.Destination`; ``reason`` says why there is no permutation,
         else it is empty. ``gathers`` is the number of gathers at run time, ``bytes_per_token`` the bytes that they read
         and write. A permuted norm adds no bytes, because a norm moves the same number in any order.
     """
     sites = plan.sites_of(space)
-    gathers = sum(len(site.linears) for site in sites) if space.placement is Placement.GATHER else 0
+    gathers = sum(len(site.linears) for site in sites) if space.placement is Destination.GATHER else 0
     return {
         "name": space.name,
         "channels": space.units,
@@ -87,9 +87,9 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
 
 def at_run_time(permutation: Mapping[str, Any]) -> str:
     """Returns, in words, what an entry of ``permutations`` costs when the model runs."""
-    if permutation["placement"] == Placement.IN_NORM:
+    if permutation["placement"] == Destination.IN_NORM:
         return f"in the norm {permutation['norm']}"
-    if permutation["placement"] == Placement.GATHER:
+    if permutation["placement"] == Destination.GATHER:
         gathers = f"{permutation['gathers']} gathers" if permutation["gathers"] > 1 else "a gather"
         return f"{gathers}, {permutation['bytes_per_token']:,} bytes per token in bfloat16"
     return "nothing"
@@ -97,9 +97,9 @@ def at_run_time(permutation: Mapping[str, Any]) -> str:
 
 def destination(permutation: Mapping[str, Any]) -> str:
     """Returns, in words, where the permutation of an entry of ``permutations`` goes, or why there is none."""
-    if permutation["placement"] == Placement.NONE:
+    if permutation["placement"] == Destination.NONE:
         return f"stays: {permutation['reason']}"
-    if permutation["placement"] != Placement.FOLDED:
+    if permutation["placement"] != Destination.FOLDED:
         return at_run_time(permutation)
     writers, readers = len(permutation["producers"]), len(permutation["readers"])
     text = f"folded into {writers} producer{'s' * (writers != 1)}, {readers} reader{'s' * (readers != 1)}"

@@ -53,7 +53,7 @@ class Packed(TypedDict):
     values: NotRequired[Literal["float8_e4m3fn"]]
 
 
-class Norm(TypedDict):
+class NormEntry(TypedDict):
     """A norm that writes its output in another order; see `permtriton.kernels.norm_permute.NormVariant`."""
 
     channels: Size
@@ -71,7 +71,7 @@ class Entries(TypedDict):
     sparsity: Pattern
     packed: NotRequired[dict[Name, Packed]]
     gathers: NotRequired[dict[Name, Size]]
-    norms: NotRequired[dict[Name, Norm]]
+    norms: NotRequired[dict[Name, NormEntry]]
     sha256: NotRequired[dict[str, Sha256]]
 
 

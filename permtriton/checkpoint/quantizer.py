@@ -27,7 +27,7 @@ from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.packed import cast_packed, check_packed_fp8, runs_packed, unpacked
 from permtriton.checkpoint.quantization_config import (
     VERSION,
-    Norm,
+    NormEntry,
     Packed,
     PermTritonQuantizationConfig,
     format_of,
@@ -44,7 +44,6 @@ from permtriton.checkpoint.replace_modules import (
     set_parameter,
 )
 from permtriton.errors import ModelError
-from permtriton.kernels import autotune
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import StoredTensor, read_headers
 from permtriton.model.modules import (
@@ -64,7 +63,7 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
     """Returns the config entries of a model's permuted and packed modules; None for a plain model."""
-    norms: dict[str, Norm] = {}
+    norms: dict[str, NormEntry] = {}
     gathers: dict[str, int] = {}
     packed: dict[str, Packed] = {}
     for name, module in model.named_modules():
@@ -168,7 +167,6 @@ class PermTritonQuantizer(HfQuantizer):
         names = loaded_names(model, [*headers, *self.quantization_config.packed])
         stored = {names[name]: tensor for name, tensor in headers.items()}
         self._replace(model, stored, names, device_map)
-        autotune.use_beside(folder)
         for name, tensor in model.state_dict().items():
             self._shapes[name], self._dtypes[name] = tensor.shape, self._target_dtype(model, name, tensor)
 

@@ -73,13 +73,13 @@ def _register() -> None:
 
 
 def _stand_ins(module: Any) -> tuple[type, type]:
-    """Returns two classes that, when called, make an object of the permtriton class of the same name."""
+    """Returns two classes that, when called, make an object of permtriton's class."""
 
-    class PermTritonQuantizer(module.HfQuantizer):
+    class QuantizerStandIn(module.HfQuantizer):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return _real("quantizer").PermTritonQuantizer(*args, **kwargs)
 
-    class PermTritonQuantizationConfig(module.QuantizationConfigMixin):
+    class ConfigStandIn(module.QuantizationConfigMixin):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             return _real("quantization_config").PermTritonQuantizationConfig(*args, **kwargs)
 
@@ -87,7 +87,7 @@ def _stand_ins(module: Any) -> tuple[type, type]:
         def from_dict(cls, *args: Any, **kwargs: Any) -> Any:
             return _real("quantization_config").PermTritonQuantizationConfig.from_dict(*args, **kwargs)
 
-    return PermTritonQuantizer, PermTritonQuantizationConfig
+    return QuantizerStandIn, ConfigStandIn
 
 
 def _real(module: str) -> ModuleType:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from permtriton.checkpoint.quantization_config import WHERE, Norm, Packed
+from permtriton.checkpoint.quantization_config import WHERE, NormEntry, Packed
 from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.kernels.packing import packed_shapes
@@ -80,7 +80,7 @@ def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Paramete
         setattr(owner, attribute, parameter)
 
 
-def replace_by_permuted_norm(model: nn.Module, name: str, entry: Norm) -> None:
+def replace_by_permuted_norm(model: nn.Module, name: str, entry: NormEntry) -> None:
     """Replaces a norm by a permuted norm whose index is still to be loaded."""
     norm = model.get_submodule(name)
     channels = entry["channels"]

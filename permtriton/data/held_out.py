@@ -12,7 +12,6 @@ from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, 
 from permtriton.model.core import check_towers, takes_decoder_ids
 from permtriton.model.forward import max_tokens, with_tokens
 from permtriton.model.name import DEMO
-from permtriton.model.seq2seq import with_decoder_ids
 from permtriton.util.progress import Progress
 
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
@@ -44,16 +43,13 @@ def read_held_out(
     return windows if windows is None or count is None else windows[:count], name
 
 
-def prepared(model: PreTrainedModel, inputs: Inputs, writer: PreTrainedModel | None = None) -> Samples:
+def prepared(model: PreTrainedModel, inputs: Inputs) -> Samples:
     """Returns held-out samples as they are measured: checked, and with the tokens that the model makes of each.
 
     Args:
         inputs: token ids, int64 ``[windows, tokens]``, or what else the model reads.
-        writer: model that writes what a decoder reads, where there is no text, so that it is the same for all models;
-            None where each model writes its own.
     """
-    samples = check_inputs(model, inputs)
-    return with_tokens(model, samples if writer is None else with_decoder_ids(writer, samples))
+    return with_tokens(model, check_inputs(model, inputs))
 
 
 def _all_windows(

@@ -27,7 +27,6 @@ from permtriton.util.output_files import real_path
 
 WEIGHTS = "adapter_model.safetensors"
 OF_PLAN = ("sparsity", "pattern", "o_proj", "skip_indivisible", "targets", "ignore")  # options that change the plan
-LOW_RANK, PROMPTS = ("LORA", "ADALORA", "IA3"), ("PROMPT_TUNING", "P_TUNING")
 CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the dense weights, too
 READ_STATES = ("score", "classifier", "qa_outputs", "summary")  # heads that the folder's own class may lack
 
@@ -68,12 +67,9 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
         raise ModelError(f"{adapter} holds no {ADAPTER}: give a folder that PEFT's save_pretrained wrote")
     settings = read_json(adapter / ADAPTER)
     kind, begin = settings.get("peft_type"), str(settings.get("init_lora_weights", "")).lower()
-    if kind not in (*LOW_RANK, *PROMPTS) or settings.get("target_parameters"):
-        what = "of stacked experts" if kind in LOW_RANK else f"of the kind {shown(kind)}"
-        raise ModelError(
-            f"{adapter} is an adapter {what}, which cannot be reordered (but {', '.join((*LOW_RANK, *PROMPTS))} can): "
-            "train it on the compiled folder"
-        )
+    if kind != "LORA" or settings.get("target_parameters") or settings.get("trainable_token_indices"):
+        what = "of experts or some tokens" if kind == "LORA" else f"of the kind {shown(kind)}"
+        raise ModelError(f"{adapter} is an adapter {what}, which cannot be reordered: train it on the compiled folder")
     if begin.startswith(CHANGE_THE_MODEL):
         raise ModelError(
             f"{adapter} began by {begin}, which changes the dense weights, too: let PEFT save it as a plain LoRA "
@@ -93,7 +89,6 @@ class _Order:
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
     hidden: Tensor | None  # order of the last hidden state's channels; None where they did not move
-    embedded: Tensor | None  # the same of what embeds the tokens
 
     @classmethod
     def of(cls, folder: Path, record: Record, *, trust_remote_code: bool) -> "_Order":
@@ -120,28 +115,19 @@ class _Order:
             if isinstance(edit, Fold):
                 folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts are unstacked
         transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D | nn.Embedding)}
-        table = next(name for name, each in model.named_parameters() if each is model.get_input_embeddings().weight)
-        embedded = next((fold.index for fold in folds.get(table, ()) if fold.dim == 1), None)
-        return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices), embedded)
+        return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices))
 
     def reordered(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a tensor of an adapter in the new order."""
-        if name == "prompt_embeddings":
-            return self._moved(name, tensor, self.embedded, 1)
         path = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer", "")
         module, _, kind = path.removesuffix(".weight").rpartition(".")
         if module.endswith((".lora_B", ".lora_magnitude_vector")):  # lora_B.bias
             module, _, kind = module.rpartition(".")
-        if kind == "ia3_l":
-            kind = "lora_A" if tensor.shape[0] == 1 else "lora_B"
         if kind in ("lora_A", "lora_B", "lora_embedding_B", "lora_magnitude_vector"):
             reads = kind == "lora_A"
             index = self._index(name, f"{module}.weight", reads=reads)
             return self._moved(name, tensor, index, 1 if reads else _longest(tensor) if "magn" in kind else 0)
-        if kind == "trainable_tokens_delta":
-            index = self._index(name, f"{module.removesuffix('.token_adapter')}.weight", reads=False)
-            return self._moved(name, tensor, index, 1)
-        if kind in ("lora_E", "ranknum", "lora_embedding_A"):  # of ranks and tokens only
+        if kind == "lora_embedding_A":  # of ranks and tokens only
             return tensor
         return self._whole(name, path, tensor)
 

@@ -138,7 +138,7 @@ class Comparison:
             )  # fmt: skip
             if held_out is None:
                 raise CalibrationError(f"nothing to compare on: {text}")
-            samples = prepared(model, held_out, writer=model)
+            samples = prepared(model, held_out)
             benchmark = Benchmark(model, tokenizer, samples, loaded)
             with progress.stage("identify", 0):
                 kept = ResultFile(self.place, benchmark.identity(tasks.identity(output)))

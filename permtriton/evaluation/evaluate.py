@@ -220,7 +220,7 @@ def measure_model(  # noqa: PLR0913
             tokens = predicted_tokens(model, checked)
             if dense is None and tokens is None:
                 raise _no_perplexity(model, checked)
-            samples = prepared(model, checked, writer=dense or model)
+            samples = prepared(model, checked)
             at_once = batch or windows_at_once(samples.longest)
             measures, seconds = measure_samples(model, samples, tokens, at_once, dense, hidden_order, progress)
         options = {} if batch is None else {"batch": batch}

@@ -17,8 +17,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
-from permtriton.kernels import autotune
-from permtriton.model.beside import fetch_beside, left_out, modules_of
+from permtriton.model.beside import fetch_beside, modules_of
 from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
@@ -65,8 +64,6 @@ def load_original(
         unknown = fetch_beside(source.at_commit(model.config))
         if unknown and progress is not None:
             progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out if the model has such")
-        if progress is not None and (others := left_out(source)):
-            progress.say(f"not copied, as only what is no weight comes along: {listed(others)}")
     return model, tokenizer
 
 
@@ -132,7 +129,6 @@ def load_model(
     if source.gguf is not None:
         _check_tensors(model, source.gguf, without_place)
         model.name_or_path = source.name  # not the folder that the file is in
-    autotune.use_beside(Path(source.location))
     return model.to(device).eval()
 
 

@@ -5,7 +5,6 @@ of equal length, and the decoder cannot copy what the encoder read, as it could 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError
-from permtriton.model.core import DECODER_IDS, ENCODER_STATE, takes_decoder_ids
-
-WRITTEN_TOKENS = 64  # that a decoder writes to sound or images that come without text
+from permtriton.model.core import DECODER_IDS, takes_decoder_ids
 
 
 def samples_of(model: PreTrainedModel, rows: Inputs) -> Samples:
@@ -29,8 +26,7 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
 
     Args:
         inputs: token ids as ``input_ids`` (int64 ``[rows, tokens]``), which are cut in the middle; or the encoder's
-            inputs and the decoder's ``labels`` or ``decoder_input_ids``; or the encoder's inputs alone (sound,
-            images), to which the model itself writes the text.
+            inputs and the decoder's ``labels`` or ``decoder_input_ids``.
     """
     inputs = dict(inputs)
     if takes_decoder_ids(model) and all(name == "labels" or name.startswith("decoder_") for name in inputs):
@@ -46,22 +42,11 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
     if labels is None and list(inputs) == ["input_ids"]:
         inputs["input_ids"], labels = divided(inputs["input_ids"])
     if labels is None:
-        return {**inputs, DECODER_IDS: _written(model, inputs)}
+        raise CalibrationError(
+            f"the inputs are {', '.join(inputs)} alone: give labels or {DECODER_IDS} beside them, which "
+            f"{type(model).__name__}'s decoder reads"
+        )
     return {**inputs, DECODER_IDS: shifted(model, labels)}
-
-
-def with_decoder_ids(model: PreTrainedModel, samples: Samples) -> Samples:
-    """Returns samples to measure models on: with what the decoder reads, so that it is the same for all of them.
-
-    Token ids alone stay as they are, since `arguments_of` divides them in one way only, and so do labels.
-
-    Args:
-        model: model that writes the text, where there is none.
-    """
-    if samples.ids is not None or not takes_decoder_ids(model):
-        return samples
-    labels = {name: tensor for name, tensor in samples.inputs.items() if name == "labels"}
-    return Samples({**arguments_of(model, samples.inputs), **labels})
 
 
 def predicted(model: PreTrainedModel, samples: Samples) -> Tensor | None:
@@ -115,35 +100,3 @@ def _start_token(model: PreTrainedModel) -> int:
             if isinstance(token, int):
                 return token
     return 0
-
-
-@torch.no_grad()
-def _written(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Returns what the model writes to each input, greedily and without an end, int64 ``[rows, WRITTEN_TOKENS]``."""
-    refused = CalibrationError(
-        f"{type(model).__name__} writes no text of its own: give {DECODER_IDS} or labels beside {', '.join(inputs)}"
-    )
-    if model.get_output_embeddings() is None:
-        raise refused
-    end = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
-    ends = end if isinstance(end, list) else [] if end is None else [end]
-    rows: list[Tensor] = []
-    for number in range(next(iter(inputs.values())).shape[0]):
-        row = {name: tensor[number : number + 1].to(model.device) for name, tensor in inputs.items()}
-        row = {name: tensor.to(model.dtype) if tensor.is_floating_point() else tensor for name, tensor in row.items()}
-        ids = torch.full((1, 1), _start_token(model), device=model.device)
-        encoded: Any = {}
-        while ids.shape[1] < _written_tokens(model):
-            output = model(**(encoded or row), decoder_input_ids=ids, use_cache=False)
-            if ENCODER_STATE not in output:  # as of BLIP-2, which holds an encoder-decoder
-                raise refused
-            encoded = {"encoder_outputs": (output[ENCODER_STATE],)}
-            logits = output.logits[:, -1]
-            logits[:, ends] = -torch.inf
-            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
-        rows.append(ids.cpu())
-    return torch.cat(rows)
-
-
-def _written_tokens(model: PreTrainedModel) -> int:
-    return min(WRITTEN_TOKENS, getattr(model.config, "max_target_positions", None) or WRITTEN_TOKENS)

@@ -15,7 +15,7 @@ from permtriton.model.modules import check_index
 from permtriton.util.permutation import index_dtype
 
 
-class PermutedRMSNorm(RMSNorm):
+class VllmPermutedRMSNorm(RMSNorm):
     """vLLM's RMS norm, of which each instance in a permtriton model may permute its output.
 
     Which of them do is known once the weights are loaded: those with a stored ``index``, whose ``weight`` has one more
@@ -54,11 +54,11 @@ class PermutedRMSNorm(RMSNorm):
 
 
 def use_permuted_norms() -> None:
-    """Lets vLLM make `PermutedRMSNorm` for each ``RMSNorm`` from now on, in this process."""
+    """Lets vLLM make `VllmPermutedRMSNorm` for each ``RMSNorm`` from now on, in this process."""
     present = op_registry_oot.get(RMSNorm.__name__)
     if present is None:
-        CustomOp.register_oot(PermutedRMSNorm, name=RMSNorm.__name__)
-    elif present is not PermutedRMSNorm:
+        CustomOp.register_oot(VllmPermutedRMSNorm, name=RMSNorm.__name__)
+    elif present is not VllmPermutedRMSNorm:
         raise ModelError(
             f"another plugin of vLLM replaced its RMS norm by {present.__name__}, so that no norm can permute: compile "
             "the model with --layout portable"

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from permtriton.checkpoint.quantization_config import METHOD, PermTritonQuantizationConfig
 from permtriton.errors import ModelError
-from permtriton.kernels import autotune
 from permtriton.kernels.quantize import FLOAT8
 from permtriton.model.headers import DTYPES
 from permtriton.serving.linear import PermTritonLinearMethod, Stored
@@ -121,7 +120,7 @@ class PermTritonConfig(QuantizationConfig):
         return PermTritonLinearMethod(prefix, stored[0], gathers[0])
 
     def _prepare(self) -> None:
-        """Does in the process that builds the model what its modules need: norms that permute, tuned kernels."""
+        """Does in the process that builds the model what its modules need: norms that permute."""
         if self.folder is None:
             raise ModelError("vLLM did not let permtriton check the folder before this: expected vLLM 0.32 or newer")
         config = get_current_vllm_config()
@@ -133,7 +132,6 @@ class PermTritonConfig(QuantizationConfig):
         refuse_unknown_class(config.model_config.architecture, permuted=bool(self.norms or self.gathers))
         if self.norms:
             use_permuted_norms()
-        autotune.use_beside(self.folder)
 
     def _parts(self, prefix: str) -> list[str]:
         """Returns the names of the linears that vLLM joins to the linear ``prefix``, in vLLM's order."""

@@ -252,7 +252,7 @@ def test_tuning_finds_a_configuration_that_is_used(device, tmp_path, monkeypatch
     monkeypatch.setattr(autotune, "_STATE", autotune._State())
     monkeypatch.setattr(tuning, "SECONDS", 0.05)
     todo = tuning.cases_for([(256, 512)], [64], torch.bfloat16, device, "permute")
-    entries = tuning.tune(todo, device, autotune.machine_key(), [autotune.cache_file()])
+    entries = tuning.tune(todo, device, autotune.machine_key(), autotune.cache_file())
     assert entries
     for case in todo:
         assert case.check() is None

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from permtriton.checkpoint.export import export
 from permtriton.model.modules import SparseLinear, replace_module
 from permtriton.serving.linear import PermTritonLinearMethod
-from permtriton.serving.norm import PermutedRMSNorm
+from permtriton.serving.norm import VllmPermutedRMSNorm
 from permtriton.serving.servable import SERVED
 
 from .. import folders, zoo
@@ -137,7 +137,7 @@ class Operators(TorchDispatchMode):
 def test_a_norm_permutes_in_one_kernel(dtype):
     """With the addition before it, as vLLM's layers call it."""
     with set_current_vllm_config(VllmConfig()):
-        plain, permuted = (kind(64, dtype=dtype) for kind in (RMSNorm, PermutedRMSNorm))
+        plain, permuted = (kind(64, dtype=dtype) for kind in (RMSNorm, VllmPermutedRMSNorm))
     index = torch.randperm(64)
     plain.weight.data.uniform_(0.5, 2.0)
     permuted.weight, permuted.permutes, permuted.index = plain.weight, True, index

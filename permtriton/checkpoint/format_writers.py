@@ -1,7 +1,7 @@
 """How does each format store tensors: which tensors, which ``quantization_config``, and how is it checked?
 
-`Storing` stores them as they are; a format that does not is a subclass. ``export.py`` does the rest, whatever the
-format. **Add a way of storing in a file beside ``fp8.py``**, and to `permtriton.checkpoint.export.WAYS`.
+`FormatWriter` stores them as they are; a format that does not is a subclass. ``export.py`` does the rest, whatever the
+format. **Add a way of storing in a file beside ``fp8.py``**, and to `permtriton.checkpoint.export.WRITERS`.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from permtriton.kernels.packing import pack
 from permtriton.util.progress import Progress
 
 
-class Storing:
+class FormatWriter:
     """Stores every tensor as it is.
 
     Attributes:
@@ -86,7 +86,7 @@ class Storing:
         ).to_dict()
 
 
-class Packing(Storing):
+class PackedWriter(FormatWriter):
     """Stores the kept values of pruned weights, and their positions."""
 
     def __init__(self, source: Folder) -> None:
