@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
-from permtriton.errors import MemoryTooSmallError, PermTritonError, as_flags
+from permtriton.errors import PermTritonError, as_flags
 from permtriton.util.bars import PlainConsole, discard, err, printable, visible
 from permtriton.util.output_files import to_json
 from permtriton.util.progress import without_other_bars
@@ -59,14 +59,13 @@ def _ending_as_interrupted() -> Iterator[None]:
 
 
 @contextmanager
-def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Turns errors that the user can fix into one line and exit code 2, and an interruption into 128 + its signal.
 
     Also turns off the warnings and progress bars of torch and transformers, and writes characters that the encoding of
     standard output lacks as ``\\u6f22`` and the like, as Python does on standard error.
 
     Args:
-        to_lower: returns the end of the line where memory ran out: the command's options that save memory.
         continues: returns whether the command keeps what it has finished.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -78,14 +77,12 @@ def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = la
     try:
         with _ending_as_interrupted(), without_other_bars():
             yield
-    except MemoryTooSmallError as error:
-        fail(f"{error}{to_lower()}", 2)
     except PermTritonError as error:
         fail(str(error), 2)
     except UsageError as error:  # an unknown command or flag, or a value of another type
         fail(error.format_message(), 2)  # type: ignore[attr-defined]
     except (OSError, RuntimeError, MemoryError, ImportError) as error:
-        if not (line := _what_failed(error, to_lower)):
+        if not (line := _what_failed(error)):
             raise
         fail(line, 2)
     except KeyboardInterrupt as error:
@@ -94,7 +91,7 @@ def clear_errors(to_lower: Callable[[], str], continues: Callable[[], bool] = la
         fail(line, 128 + _signal_of(error))
 
 
-def _what_failed(error: Exception, to_lower: Callable[[], str]) -> str:
+def _what_failed(error: Exception) -> str:
     """Returns which file failed, or what the machine or the limits of the process did not give; empty if neither."""
     if isinstance(error, OSError) and error.filename is not None:  # a name that is too long, no permission
         return f"{os.fsdecode(error.filename)}: {error.strerror or error}"
@@ -106,7 +103,7 @@ def _what_failed(error: Exception, to_lower: Callable[[], str]) -> str:
         return ""
     from permtriton.util.micro_batch import is_out_of_memory, out_of_memory
 
-    return f"{out_of_memory(error)}{to_lower()}" if is_out_of_memory(error) else ""
+    return out_of_memory(error) if is_out_of_memory(error) else ""
 
 
 class _Cell(Text):

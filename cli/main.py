@@ -37,7 +37,6 @@ COMMANDS = {
 }
 FIRST_LINES = {"inspect": "reading the sizes of the model, not its weights"}  # said before torch is imported
 CONTINUED = ("compile", "compare", "autotune")  # commands that keep what they have finished
-SAVE_MEMORY = ("--sequence-length", "--samples", "--micro-batch-size", "--activation-checkpointing", "--dtype")
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
@@ -68,7 +67,7 @@ class Commands(TyperGroup):
         self.commands = {name: TyperCommand(name, help=help) for name, help in COMMANDS.items()}
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
-        with clear_errors(lambda: ""):
+        with clear_errors():
             return super().make_context(*arguments, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -81,17 +80,8 @@ class Commands(TyperGroup):
         return name, command and command_named(args[0]), rest
 
     def invoke(self, ctx: Any) -> Any:
-        with clear_errors(lambda: _to_lower(ctx.invoked_subcommand), lambda: ctx.invoked_subcommand in CONTINUED):
+        with clear_errors(lambda: ctx.invoked_subcommand in CONTINUED):
             return super().invoke(ctx)
-
-
-def _to_lower(name: str) -> str:
-    """Returns the options of a command that save memory, as the end of an error message."""
-    flags = {flag for parameter in command_named(name).params for flag in parameter.opts}
-    # A batch of learning is split into micro-batches; elsewhere it goes through the model at once.
-    options = SAVE_MEMORY if "--micro-batch-size" in flags else ("--batch-size", *SAVE_MEMORY)
-    offered = ", ".join(option for option in options if option in flags)
-    return f"; options: {offered}" if offered else ""
 
 
 app = typer.Typer(cls=Commands, pretty_exceptions_enable=False, context_settings=SETTINGS)

@@ -2,13 +2,10 @@
 
     python examples/own_step.py MODEL --data my-text.txt
 
-`permtriton.compile` takes the step in a list, as below. A package that names the class among its entry points,
+`permtriton.compile` takes the step in a list, as below; the command line by its file:
 
-    [project.entry-points."permtriton.steps"]
-    relative = "my_package.own_step:Relative"
-
-adds it to the command line, too: `permtriton compile MODEL --recipe heuristic,relative --relative-power 2`, and
-`permtriton compare MODEL --methods "wanda,sparsegpt,heuristic + relative"`.
+    permtriton compile MODEL --recipe heuristic,own_step.py:Relative
+    permtriton compare MODEL --methods "wanda,sparsegpt,heuristic + own_step.py:Relative"
 """
 
 import argparse

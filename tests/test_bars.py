@@ -1,7 +1,6 @@
-"""Progress where standard error is no terminal: few lines, and never silent for long."""
+"""Progress where standard error is no terminal: few lines."""
 
 import re
-import time
 
 import pytest
 
@@ -27,21 +26,3 @@ def test_a_long_stage_is_a_line_per_tenth_at_most(said, monkeypatch):
         for _ in range(40):
             advance()
     assert [re.match(r"train (\d+)/40", line)[1] for line in said()] == [str(done) for done in range(4, 41, 4)]
-
-
-def test_no_stage_is_silent_for_long(said, monkeypatch):
-    monkeypatch.setattr(bars, "SILENT", 0.05)
-    progress = BarProgress()
-    with progress.stage("distill", 0):
-        time.sleep(0.2)
-        with progress.stage("distill", 8) as advance:
-            advance(3, "loss 0.1")
-            time.sleep(0.2)
-    lines = said()
-    first = [line for line in lines if line.startswith("distill, ")]
-    second = [line for line in lines if re.match(r"distill 3/8, \d s loss 0.1", line)]
-    assert len(first) > 1, "what holds others speaks while none of them runs"
-    assert len(second) > 1
-    assert lines == first + second, "the innermost alone speaks"
-    time.sleep(0.1)
-    assert said() == [], "what has ended says nothing"

@@ -1,4 +1,4 @@
-"""A folder that says that it is N:M and is not is named, whoever changed it; one of another tool is described."""
+"""A folder that says that it is N:M and is not is named, whoever changed it."""
 
 import json
 
@@ -43,13 +43,6 @@ def test_every_format_is_taken_for_what_it_is(folder, tmp_path):
     assert "warning" not in said(fused)
     mixture = folders.save(folders.model_of("mixtral"), tmp_path / "mixture")
     assert "warning" not in said(mixture)
-
-
-def test_a_folder_of_another_tool_is_described(folder):
-    (folder / "permtriton.json").unlink()
-    assert "was pruned by another tool, and is measured as it is: 2:4 in 14 of 14 linears" in said(folder)
-    zoo.build("llama").save_pretrained(folder)
-    assert "another tool" not in said(folder)
 
 
 def test_patterns_of_their_own_count(folder):

@@ -34,10 +34,6 @@ def v2(limit: int | str, used: int, stat: str = "anon 5\nfile 6") -> dict[str, s
     return {"memory.max": str(limit), "memory.current": str(used), "memory.stat": stat}
 
 
-def v1(limit: int, used: int, stat: str = "cache 1") -> dict[str, str]:
-    return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": stat}
-
-
 def test_a_limit_of_version_2_counts_without_file_cache(system):
     stat = f"anon 1\ninactive_file {GIB}\nactive_file {GIB}\n"
     assert system("0::/job\n", {"job": v2(8 * GIB, 5 * GIB, stat)}) == 5 * GIB
@@ -49,18 +45,7 @@ def test_the_tightest_ancestor_counts(system):
 
 
 def test_a_container_sees_its_own_group_as_the_root(system):
-    """The path of version 1 is often the host's, which does not exist inside; the mounted root has the limit."""
     assert system("0::/\n", {".": v2(3 * GIB, GIB)}) == 2 * GIB
-
-
-def test_a_limit_of_version_1_counts_without_file_cache(system):
-    stat = f"cache 9\ninactive_file 0\ntotal_inactive_file {GIB}\ntotal_active_file {GIB}"
-    lines = "12:cpu,cpuacct:/x\n9:memory:/docker/abc\n0::/x\n"
-    assert system(lines, {"memory": v1(8 * GIB, 4 * GIB, stat)}) == 6 * GIB
-
-
-def test_version_2_beside_version_1(system):
-    assert system("0::/job\n", {"unified/job": v2(4 * GIB, GIB)}) == 3 * GIB
 
 
 def test_a_full_group_leaves_nothing(system):

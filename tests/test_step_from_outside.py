@@ -1,10 +1,6 @@
-"""Steps that permtriton does not know: in a list, and by an entry point of another package."""
+"""Steps that permtriton does not know: in a list, and by the name of a file."""
 
-import json
-import os
 import runpy
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +24,6 @@ def relative() -> type[Step]:
     return runpy.run_path(str(EXAMPLE))["Relative"]
 
 
-def install(root: Path, code: str, value: str) -> dict[str, str]:
-    """Lays a package out as pip installs it, and returns an environment that finds it."""
-    (root / "others_steps.py").write_text(code, encoding="utf-8")
-    info = root / "others_steps-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others-steps\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[permtriton.steps]\nrelative = {value}\n")
-    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-
-
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
     """A folder with a tiny model and a text."""
@@ -47,45 +33,6 @@ def here(tmp_path, monkeypatch) -> Path:
     (tmp_path / "text.txt").write_text(SENTENCE * 300, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def permtriton_says(environment: dict[str, str], *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "permtriton", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-
-
-@pytest.mark.slow
-def test_a_package_adds_a_step_to_the_command_line(here):
-    environment = install(here, EXAMPLE.read_text(encoding="utf-8"), "others_steps:Relative")
-    out = here / "out"
-    flags = ("--recipe", "heuristic,relative", "--relative-power", "2", *QUICK, "--output", "out")
-    done = permtriton_says(environment, "compile", "model", *flags)
-    assert done.returncode == 0, done.stderr
-    record = json.loads((out / "permtriton.json").read_text())
-    assert (record["config"]["recipe"], record["config"]["relative_power"]) == ("heuristic,relative", 2.0)
-    assert "--recipe heuristic,relative --relative-power 2.0" in record["command"]
-    assert set(record["sparsity_by_layer"].values()) == {0.5}
-    methods = ("--methods", "wanda,heuristic + relative", "--relative-power", "2", "--json")
-    compared = permtriton_says(environment, "compare", "model", *methods, *QUICK[:-1], "text.txt")
-    assert compared.returncode == 0, compared.stderr
-    assert [row["method"] for row in json.loads(compared.stdout)["rows"]] == ["dense", "wanda", "heuristic + relative"]
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("raise RuntimeError('no such library')", "cannot be imported: no such library"),
-        ("Relative = 3", "is no dataclass derived from permtriton.methods.Step"),
-        ("from permtriton.methods import Mask\nclass Relative(Mask): pass", "of permtriton's own step mask"),
-    ],
-)
-@pytest.mark.slow
-def test_a_package_that_is_broken_is_left_out_with_a_warning(tmp_path, code, words):
-    environment = install(tmp_path, code, "others_steps:Relative")
-    done = permtriton_says(environment, "recipes")
-    assert done.returncode == 0, done.stderr
-    assert words in done.stderr
-    assert "relative" not in done.stdout
 
 
 def test_a_list_takes_any_step(relative, tmp_path):
@@ -161,7 +108,7 @@ def test_what_is_no_step_is_refused():
 
 
 def test_methods_has_every_step():
-    assert [getattr(methods, kind.__name__) for kind in steps.OURS] == list(steps.OURS)
+    assert [getattr(methods, kind.__name__) for kind in steps.STEPS] == list(steps.STEPS)
     assert set(dir(methods)) >= {"Step", "Stage", "Outcome", "option", "Heuristic"}
     assert permtriton.config_from({}, [Heuristic(), Refit(exchanges=8)]).steps[1].exchanges == 8
     with pytest.raises(AttributeError, match="Heuristics"):

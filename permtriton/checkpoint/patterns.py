@@ -1,6 +1,5 @@
 """Is a model N:M that says so of itself? What is the pattern of one that says nothing?"""
 
-from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.record import Record, recorded_weights
 from permtriton.errors import listed
-from permtriton.model.expert_linears import input_dim, stacks
+from permtriton.model.expert_linears import stacks
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
@@ -44,14 +43,6 @@ def _holds(weight: Tensor, pruned: PrunedWeight) -> bool:
     if not weight.numel() or weight.shape[dim] % pattern.group:
         return False
     return 0 < int(kept_in_groups(weight, dim, pattern.group).max()) <= pattern.kept
-
-
-def pattern_in_words(model: nn.Module) -> str:
-    """Returns how many linears, apart from an output head, are N:M: ``2:4 in 14 of 15 linears``, or ``dense``."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    others = [(name, weight) for name, weight in linear_weights(model) if weight is not getattr(head, "weight", None)]
-    found = Counter(filter(None, (pattern_of(weight, input_dim(model, name)) for name, weight in others)))
-    return next((f"{pattern} in {n} of {len(others)} linears" for pattern, n in found.most_common(1)), "dense")
 
 
 def linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

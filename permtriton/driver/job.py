@@ -1,7 +1,7 @@
 """A compilation, called for by a command or a function: what it reads, runs, saves and publishes."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -137,18 +137,17 @@ class Job:
         """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet."""
         source = self._source
         device = resolve_device(self.args.device) if source else None
-        unused = list[str]()
-        model, inputs, text = self._loaded(progress, device, unused=unused)
+        model, inputs, text = self._loaded(progress, device)
         source = source and source.at_commit(model.config)
         if self._repository is not None:
             progress.say(f"to be published in {self._repository}")
-        inputs = replace(inputs, progress=progress, say_needs=True, origin=self._origin(inputs.config, text, unused))
+        inputs = replace(inputs, progress=progress, say_needs=True, origin=self._origin(inputs.config, text))
         compiled = compile_loaded(model, inputs)
         # Where the compiled model is, there is room for the dense one.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
-    def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
+    def _origin(self, config: CompileConfig, text: str) -> Origin:
         args, source = self.args, self.model
         if not isinstance(source, Source):
             return Origin(compile_command(asked_name(source.name_or_path or ""), config), text)
@@ -166,7 +165,7 @@ class Job:
         gguf: dict[str, Any] | None = None
         if source.gguf is not None:
             gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-        return Origin(command, text, gguf, unused)
+        return Origin(command, text, gguf)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
         """Writes the output, if there is one; of several ranks, the first one does."""
@@ -237,14 +236,12 @@ class Job:
         progress: Progress,
         device: torch.device | None,
         fetched: bool = True,
-        unused: list[str] | None = None,
         planned_for: Devices | None = None,
     ) -> tuple[PreTrainedModel, CompileInputs, str]:
         """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
 
         Args:
             fetched: whether the weights are on this machine.
-            unused: as `permtriton.model.load.load_model` takes it.
             planned_for: other devices than those at hand, for which no default text is read.
         """
         source = self._source
@@ -254,7 +251,7 @@ class Job:
             progress.say(f"loading {source.described}")
             with progress.stage("load", 0):
                 if fetched:
-                    model, beside = load.load_original(source, saved=True, progress=progress, unused=unused)
+                    model, beside = load.load_original(source, saved=True, progress=progress)
                 else:
                     model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside

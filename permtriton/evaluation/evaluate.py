@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.arguments import EvaluateArgs
-from permtriton.checkpoint.patterns import broken_claim, pattern_in_words
+from permtriton.checkpoint.patterns import broken_claim
 from permtriton.checkpoint.plan_entries import hidden_order_of
-from permtriton.checkpoint.record import Record, find_record
+from permtriton.checkpoint.record import find_record
 from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import selected
 from permtriton.data.media import is_media
@@ -102,7 +102,8 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
             measured = load.load_model(source, progress=shown)
         # What lies beside a GGUF file is not its record.
         record = None if source.gguf is not None else find_record(source.location, source.hub)
-        _say_pattern(source, measured, record, shown)
+        if record is not None and (problem := broken_claim(measured, record)):
+            shown.say(f"warning: {problem}")
         tokenizer = tokenizer or load_processor(source, measured, shown)
         if against is not None and record is not None:
             hidden_order = hidden_order_of(record)
@@ -130,15 +131,6 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
         batch=args.batch_size,
         progress=shown,
     )
-
-
-def _say_pattern(source: Source, model: PreTrainedModel, record: Record | None, shown: Progress) -> None:
-    """Describes a folder that another tool wrote, and warns of one of ours that lost its pattern."""
-    if record is None:
-        if (pattern := pattern_in_words(model)) != "dense":
-            shown.say(f"{source.name} was pruned by another tool, and is measured as it is: {pattern}")
-    elif problem := broken_claim(model, record):
-        shown.say(f"warning: {problem}")
 
 
 def _dense(against: Against, loading: dict[str, Any]) -> Source | PreTrainedModel | None:

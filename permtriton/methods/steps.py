@@ -1,16 +1,12 @@
 """All steps that a recipe may name, in the order in which they run. **Add a method here.**
 
-A package that is not ours adds its own by an entry point of the group `GROUP`, whose value is the class of a step. One
-that is not installed is named by where it stands: ``my_steps.py:Mine`` or ``my_package.steps:Mine``.
+A step of the user's own is named by where it stands: ``my_steps.py:Mine`` or ``my_package.steps:Mine``.
 """
 
 import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +24,7 @@ from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.round import Round
 from permtriton.methods.train.tune import Tune
 
-GROUP = "permtriton.steps"
-OURS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Tune, Distill, Round)
+STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Tune, Distill, Round)
 
 
 def problem_of(kind: Any) -> str:
@@ -40,31 +35,15 @@ def problem_of(kind: Any) -> str:
         return f"does not say its {missing[0]}"
     if not isinstance(kind.stage, Stage):  # type: ignore[attr-defined]
         return f"has the stage {shown(kind.stage)}, expected one of {', '.join(map(str, Stage))}"  # type: ignore[attr-defined]
-    taken = {word: each for each in OURS for word in (each.name, each.prefix)}
+    taken = {word: each for each in STEPS for word in (each.name, each.prefix)}
     if clash := next((word for word in (kind.name, kind.prefix) if taken.get(word, kind) is not kind), ""):  # type: ignore[attr-defined]
         return f"has the name or prefix {clash} of permtriton's own step {taken[clash].name}: choose another"
     return ""
 
 
-def _installed() -> Iterator[type[Step]]:
-    """Yields the steps of other packages; one that cannot be loaded is left out with a warning."""
-    names: set[str] = set()
-    for entry in sorted(entry_points(group=GROUP), key=lambda each: each.name):
-        try:
-            kind = entry.load()
-            problem = problem_of(kind) or (f"has the name {kind.name} of another one" if kind.name in names else "")
-        except Exception as error:  # code of others raises any kind
-            problem = f"cannot be imported: {first_line(error)}"
-        if problem:
-            warnings.warn(f"the step {entry.value} of an installed package is left out: it {problem}", stacklevel=2)
-        else:
-            names.add(kind.name)
-            yield kind
-
-
 @cache
 def load(name: str) -> type[Step]:
-    """Returns the class of a step that is not installed.
+    """Returns the class of a step of the user's own.
 
     Args:
         name: ``module:Class`` or ``file.py:Class``; both are looked for in the present folder, too.
@@ -82,9 +61,6 @@ def load(name: str) -> type[Step]:
     if problem := problem_of(kind):
         raise ConfigError(f"the step {name} cannot be used: it {problem}")
     return kind
-
-
-STEPS: tuple[type[Step], ...] = (*OURS, *_installed())
 
 
 def all_steps(config: CompileConfig) -> tuple[Step, ...]:

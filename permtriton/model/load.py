@@ -47,7 +47,6 @@ def load_original(
     *,
     saved: bool = False,
     progress: Progress | None = None,
-    unused: list[str] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
@@ -55,7 +54,7 @@ def load_original(
         saved: whether the model will be saved, so that what could not be saved is refused now, and what is copied
             then is fetched.
     """
-    model = load_model(source, allow_compiled=False, progress=progress, unused=unused)
+    model = load_model(source, allow_compiled=False, progress=progress)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
         vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model, progress)
@@ -67,18 +66,12 @@ def load_original(
     return model, tokenizer
 
 
-def load_model(
-    source: Source,
-    allow_compiled: bool = True,
-    progress: Progress | None = None,
-    unused: list[str] | None = None,
-) -> PreTrainedModel:
+def load_model(source: Source, allow_compiled: bool = True, progress: Progress | None = None) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
         allow_compiled: whether to accept a model that permtriton compiled; where not, weights that another tool
             quantized are dequantized if transformers can.
-        unused: list to which the names of the tensors are added that the class does not use, such as heads.
     """
     dtype, device = dtype_of(source), resolve_device(source.device)
     _refuse_pickles(source)
@@ -122,7 +115,8 @@ def load_model(
     stored = _fetched(source) if stored is None else stored
     without_place = set(info["unexpected_keys"])
     _check_unused(model, stored, without_place, source.name)
-    _note_unused(model, without_place | _ignored(model, stored), progress, unused)
+    if progress is not None and (names := without_place | _ignored(model, stored)):
+        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(names))}")
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
@@ -178,14 +172,6 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
             )
-
-
-def _note_unused(model: PreTrainedModel, names: set[str], progress: Progress | None, unused: list[str] | None) -> None:
-    """Says which tensors the class does not use, and adds them to ``unused``."""
-    if unused is not None:
-        unused += sorted(names)
-    if names and progress is not None:
-        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(names))}")
 
 
 def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from rich.text import Text
 from permtriton.errors import ConfigError, shown
 from permtriton.util.progress import Advance, Event, EventProgress, NoProgress, Progress
 
-SELDOM, SILENT = 10.0, 30.0  # seconds: at least between two lines of a stage, and at most without any line
+SELDOM = 10.0  # seconds: at least between two lines of a stage
 
 Shown = bool | Callable[[Event], object] | Progress | None  # what ``progress=`` takes
 
@@ -79,24 +78,13 @@ class _Stage:
 
 
 class BarProgress:
-    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal.
-
-    Where nothing was printed for long, a line says which stage is at work and how far it is.
-    """
-
-    def __init__(self) -> None:
-        self._open: list[_Stage] = []
-        self._spoke = time.perf_counter()
+    """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
         stage = _Stage(name, total)
-        self._open.append(stage)
-        try:
-            with self._bar(stage) if total and err.is_terminal else self._lines(stage) as advance:
-                yield advance
-        finally:
-            self._open.remove(stage)
+        with self._bar(stage) if total and err.is_terminal else self._lines(stage) as advance:
+            yield advance
 
     @contextmanager
     def _bar(self, stage: _Stage) -> Iterator[Advance]:
@@ -116,31 +104,14 @@ class BarProgress:
 
     @contextmanager
     def _lines(self, stage: _Stage) -> Iterator[Advance]:
-        over = threading.Event()
-
         def advance(steps: int = 1, note: str = "") -> None:
             if stage.advance(steps, note):
-                self._tell(stage)
+                stage.told = time.perf_counter()
+                self.say(str(stage))
 
-        def break_silence() -> None:
-            while not over.wait(max(self._spoke + SILENT - time.perf_counter(), SILENT / 10)):
-                if self._open[-1] is stage and time.perf_counter() - self._spoke >= SILENT:
-                    self._tell(stage)
-
-        watch = threading.Thread(target=break_silence, daemon=True)
-        watch.start()
-        try:
-            yield advance
-        finally:
-            over.set()
-            watch.join()
-
-    def _tell(self, stage: _Stage) -> None:
-        stage.told = time.perf_counter()
-        self.say(str(stage))
+        yield advance
 
     def say(self, text: str) -> None:
-        self._spoke = time.perf_counter()
         err.print(text, highlight=False, soft_wrap=True)
 
 

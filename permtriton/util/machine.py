@@ -106,29 +106,23 @@ def _left_in_groups(proc: Path, cgroups: Path) -> Iterator[int]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2, mounted alone or beside version 1
-            roots, names = [cgroups, cgroups / "unified"], ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            roots, names = [cgroups / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
+        if controllers:  # version 1 of control groups
             continue
         inside = PurePosixPath(path).relative_to("/")
-        for root in roots:
-            # Inside a container the path may be the host's: folders that are not there are passed over.
-            for group in (inside, *inside.parents):
-                left = _left(root / group, *names)
-                if left is not None:
-                    yield left
+        # Inside a container the path may be the host's: folders that are not there are passed over.
+        for group in (inside, *inside.parents):
+            if (left := _left(cgroups / group)) is not None:
+                yield left
 
 
-def _left(group: Path, limit: str, usage: str, prefix: str) -> int | None:
+def _left(group: Path) -> int | None:
     try:
-        allowed = int((group / limit).read_text())
-        used = int((group / usage).read_text())
+        allowed = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
         cache = _fields(group / "memory.stat")
     except (OSError, ValueError):  # no such folder, or "max": no limit
         return None
-    return allowed - used + cache.get(f"{prefix}inactive_file", 0) + cache.get(f"{prefix}active_file", 0)
+    return allowed - used + cache.get("inactive_file", 0) + cache.get("active_file", 0)
 
 
 def resident_memory() -> tuple[int, int]:
