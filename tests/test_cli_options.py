@@ -66,9 +66,7 @@ def test_out_of_memory_is_one_line_and_a_bug_a_traceback(desk, monkeypatch, erro
     running_raises(monkeypatch, error)
     if "a bug" not in str(error):
         words = str(error).splitlines()[0] if str(error) else "MemoryError"
-        desk.refuses(
-            desk.compile(), "out of memory: choose shorter", "--samples, --micro-batch-size, --activation", words
-        )
+        desk.refuses(desk.compile(), "out of memory: choose shorter", words)
     else:
         assert RUNNER.invoke(app, desk.compile()).exception is error
 
