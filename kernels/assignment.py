@@ -150,8 +150,8 @@ def _assignment_kernel(score_ptr, index_ptr, SIZE: tl.constexpr, PADDED: tl.cons
         sink = tl.full([], -1, tl.int32)
         while searching:
             # c[owner, j] is loaded beside the owner's row, so that a step waits for memory once.
-            own = tl.load(score_ptr + row * SIZE + column, mask=column >= 0, other=0.0).to(tl.float64)
-            reach = _costs(score_ptr, row, columns, valid, SIZE) - price + (add + own)
+            kept_score = tl.load(score_ptr + row * SIZE + column, mask=column >= 0, other=0.0).to(tl.float64)
+            reach = _costs(score_ptr, row, columns, valid, SIZE) - price + (add + kept_score)
             nearer = unvisited & (reach < distance)
             distance = tl.where(nearer, reach, distance)
             parent = tl.where(nearer, column, parent)

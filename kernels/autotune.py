@@ -181,10 +181,10 @@ def _within(attribute: str, value: Any) -> Iterator[Any]:
         setattr(_STATE, attribute, before)
 
 
-def note(what: str, found: str) -> None:
+def note(what: str, choice: str) -> None:
     """Adds to what `choices` collects, if it does: ``note("route 16x4096x4096", "mma")``."""
     if _STATE.choices is not None:
-        _STATE.choices[what] = found
+        _STATE.choices[what] = choice
 
 
 def collecting() -> bool:

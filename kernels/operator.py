@@ -160,8 +160,8 @@ class _Parameters:
 
     def flat(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
         """Returns the operator's arguments for a call of the function."""
-        given = {**self.defaults, **named, **dict(zip(self.types, arguments, strict=False))}
-        return [part for name in self.types for part in self.split(name, given[name])]
+        values = {**self.defaults, **named, **dict(zip(self.types, arguments, strict=False))}
+        return [part for name in self.types for part in self.split(name, values[name])]
 
     def structured(self, flat: Sequence[Any]) -> dict[str, Any]:
         """Returns the function's arguments; torch leaves out defaults at the end of the operator's."""
@@ -180,9 +180,9 @@ class _Parameters:
 
 def _register_gradient(made: Any, parameters: _Parameters, gradient: Gradient, keeps: Sequence[str | int]) -> None:
     def keep(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-        given, kept = parameters.structured(inputs), []
+        arguments, kept = parameters.structured(inputs), []
         for one in keeps:
-            kept += [output[one]] if isinstance(one, int) else parameters.split(one, given[one])
+            kept += [output[one]] if isinstance(one, int) else parameters.split(one, arguments[one])
         ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in kept))
         ctx.others = [None if isinstance(value, Tensor) else value for value in kept]
 

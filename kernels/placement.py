@@ -146,10 +146,10 @@ def _placed(scores: Tensor, agreement: Tensor, threshold: Tensor, displaced: Ten
         there = slice(start, start + step)
         limit, other, mask = (part[..., there] for part in (threshold, displaced, masks))
         parts = (part[:, None, there].split(channels) for part in (scores, agreement))
-        for total, score, own in zip(totals, *parts, strict=True):
+        for total, score, added in zip(totals, *parts, strict=True):
             taken = limit.new_empty(score.shape[0], *limit.shape)
             torch.gt(score, limit, out=taken)
-            torch.lerp(other.expand_as(taken), own.expand_as(taken), taken, out=taken)
+            torch.lerp(other.expand_as(taken), added.expand_as(taken), taken, out=taken)
             total.baddbmm_(mask, taken.permute(1, 2, 0))
     stayed = torch.bmm(masks, displaced.unsqueeze(2)) if rows else totals[0][..., :1]
     moved = torch.cat(totals, 2).sub_(stayed)

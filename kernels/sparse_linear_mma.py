@@ -263,12 +263,12 @@ def variant_of(
     By wgmma, ROWS is doubled where the blocks would not run all at once, and halved where they fill less than half of
     the GPU even if eight of them share their rows.
     """
-    given = config.arguments()
-    wide, blocks, warps = "ROW_WARPS" not in given, given["BLOCKS"], given["num_warps"]
+    settings = config.arguments()
+    wide, blocks, warps = "ROW_WARPS" not in settings, settings["BLOCKS"], settings["num_warps"]
     room = min(max(1 << (tokens - 1).bit_length(), 8), WIDE_ROOM if wide else ROOM)
-    early = bool(given["EARLY"]) and gpu.has_clusters  # both came with sm_90
-    row_warps, chunk = given.get("ROW_WARPS", warps), given.get("CHUNK", FP8_CHUNK if fp8 else WIDE_CHUNK)
-    variant = Variant(dtype, given["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide, fp8)
+    early = bool(settings["EARLY"]) and gpu.has_clusters  # both came with sm_90
+    row_warps, chunk = settings.get("ROW_WARPS", warps), settings.get("CHUNK", FP8_CHUNK if fp8 else WIDE_CHUNK)
+    variant = Variant(dtype, settings["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide, fp8)
     layers = -(-tokens // room)
     most = MAX_CLUSTER if gpu.has_clusters else 1
 
@@ -298,7 +298,7 @@ def variant_of(
             variant = replace(variant, chunk=variant.chunk // 2)
     at_once = blocks * gpu.multiprocessors // blocks_of(variant)
     splits = max(min(at_once, in_features // (variant.chunk * variant.teams), most), 1)
-    return replace(variant, stages=max(min(stages(variant), given["num_stages"]), 2), splits=splits)
+    return replace(variant, stages=max(min(stages(variant), settings["num_stages"]), 2), splits=splits)
 
 
 def chosen(

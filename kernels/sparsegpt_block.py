@@ -79,9 +79,9 @@ def _block_kernel(
     diagonal = tl.load(factor_ptr + c * (channels + 1), mask=c < channels, other=1.0)
     kept_bits = tl.zeros([TILE_O], tl.int32)
     for j in range(channels):
-        within = j % GROUP
+        place = j % GROUP
         if CHOOSES:
-            if within == 0:
+            if place == 0:
                 kept_bits = tl.zeros([TILE_O], tl.int32)
                 scores = w / diagonal[:, None]
                 scores = scores * scores
@@ -90,7 +90,7 @@ def _block_kernel(
                     before = (scores > one) | ((scores == one) & (c < j + a)[:, None])
                     before = before & ((c >= j) & (c < j + GROUP))[:, None]
                     kept_bits |= tl.where(tl.sum(before.to(tl.int32), 0) < KEPT, 1 << a, 0)
-            keep = (kept_bits >> within) & 1 == 1
+            keep = (kept_bits >> place) & 1 == 1
         else:
             keep = tl.load(keep_ptr + j * out_features + o, mask=valid, other=0) != 0
         now = tl.sum(tl.where((c == j)[:, None], w, 0.0), 0)

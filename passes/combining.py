@@ -35,26 +35,26 @@ def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any
 def combine(c: Channels, operands: Sequence[Any]) -> Any:
     """Returns the ids of a function of several operands, element by element, after broadcasting them."""
     known = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
-    given = [
+    ids = [
         [c.ids_of(operand, _carrying(c, operand, known))]
         if isinstance(operand, ParameterValue)
         else parts_of(c, operand)
         for operand in operands
     ]
     parameters = [isinstance(operand, ParameterValue) for operand in operands]
-    shape = torch.broadcast_shapes(*(parts[0].shape for parts in given))
-    if not any(c.any_channel(part) for parts in given for part in parts):
+    shape = torch.broadcast_shapes(*(parts[0].shape for parts in ids))
+    if not any(c.any_channel(part) for parts in ids for part in parts):
         return _opaque(c, shape, known)
-    result = [part.expand(shape) for part in given[0]]
-    varies = _varies(given[0], shape)
+    result = [part.expand(shape) for part in ids[0]]
+    varies = _varies(ids[0], shape)
     for part in result:
         c.touch(part)
-    for number in range(1, len(given)):
-        others, others_vary = [part.expand(shape) for part in given[number]], _varies(given[number], shape)
+    for number in range(1, len(ids)):
+        others, others_vary = [part.expand(shape) for part in ids[number]], _varies(ids[number], shape)
         _keep_order(c, result, others, others_vary)
         _keep_order(c, others, result, varies)
         varies = [any(both) for both in zip(varies, others_vary, strict=True)]
-        for part in given[number]:
+        for part in ids[number]:
             c.touch(part)
             result = _met(c, result, part.expand(shape), parameters[0] or parameters[number])
     result = [part for part in result if c.any_channel(part)]

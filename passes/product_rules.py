@@ -119,19 +119,19 @@ def _einsum(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A convolution: a product at every position of its kernel, for all channels, for each group or for each one."""
-    given = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
-    weight, groups, bias = given["weight"], given.get("groups", 1), given.get("bias")
+    named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
+    weight, groups, bias = named["weight"], named.get("groups", 1), named.get("bias")
     known = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
-    if not known or (groups == 1 and weight.dims[1] is None) or given.get("transposed"):
+    if not known or (groups == 1 and weight.dims[1] is None) or named.get("transposed"):
         return c.barrier(f"{target} with a computed or transposed weight", (args, kwargs))
-    x, rows = c.ids_of(given["input"]), c.axis(weight, 0)
+    x, rows = c.ids_of(named["input"]), c.axis(weight, 0)
     kernel = len(weight.shape) - 2
     for positions in c.axes(weight)[1 if weight.dims[1] is None else 2 :]:
         c.separate(positions, "they are positions of a convolution's kernel")
     c.touch(x)
     _add_bias(c, rows, bias)
     if groups != 1:
-        return _by_groups(c, x, weight, groups, given.get("stride", [1]))
+        return _by_groups(c, x, weight, groups, named.get("stride", [1]))
     _contract(c, x.movedim(x.ndim - 1 - kernel, -1), weight)
     return rows.view(-1, *[1] * kernel).expand(c.node.meta["val"].shape)
 

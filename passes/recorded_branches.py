@@ -45,10 +45,10 @@ class Answers(TorchFunctionMode):
         takes_all: whether it was asked which positions of a mask are true.
     """
 
-    def __init__(self, given: "Answers | None" = None) -> None:
+    def __init__(self, earlier: "Answers | None" = None) -> None:
         super().__init__()
         self.takes_all = False
-        self._given = given
+        self._given = earlier
         self._answers: defaultdict[Place, deque[Any]] = defaultdict(deque)
 
     def __torch_function__(

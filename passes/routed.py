@@ -48,13 +48,13 @@ def ranked_products(graph: fx.Graph, products: Collection[fx.Node]) -> set[fx.No
         if node.op == "placeholder" or not activations.isdisjoint(node.all_input_nodes):
             activations.add(node)
     waiting = [node for node in graph.nodes if _ranks(node)]
-    found: set[fx.Node] = set()
+    ranking: set[fx.Node] = set()
     while waiting:
         before = activations.intersection(waiting.pop().all_input_nodes)
         if len(before) == 1:
-            found |= before.intersection(products)
+            ranking |= before.intersection(products)
             waiting += before.difference(products)
-    return found
+    return ranking
 
 
 def _ranks(node: fx.Node) -> bool:

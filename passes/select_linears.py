@@ -42,10 +42,10 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
     return texts
 
 
-def check_own_patterns(own: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
+def check_own_patterns(patterns: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
     """Refuses a text that no pruned linear gets its pattern from, unless it names one that is ignored."""
     for text in chosen:
-        reasons = [skipped.get(name, "") for name in own if own[name] == text]
+        reasons = [skipped.get(name, "") for name in patterns if patterns[name] == text]
         if not reasons:
             raise ConfigError(f"`pattern={text}` names no linear that an earlier one does not name: leave it out")
         if all(reasons) and not any(reason.startswith(IGNORED) for reason in reasons):

@@ -46,8 +46,8 @@ def find_sites(
     """
     linears = _linears(provenance, model)
     skipped = left_out(linears, targets, ignore)
-    given = own_patterns(linears, pattern)
-    patterns = dict.fromkeys(linears, sparsity) | {name: NMPattern.of_some(text)[1] for name, text in given.items()}
+    texts = own_patterns(linears, pattern)
+    patterns = dict.fromkeys(linears, sparsity) | {name: NMPattern.of_some(text)[1] for name, text in texts.items()}
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
     sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
     for call in provenance.linears:
@@ -57,7 +57,7 @@ def find_sites(
     for call in _prunable(calls, provenance, model, feeding, patterns, skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, feeding, skipped)
-    check_own_patterns(given, pattern, skipped)
+    check_own_patterns(texts, pattern, skipped)
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")

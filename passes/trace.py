@@ -213,8 +213,8 @@ def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tup
             all_answers.append(answers)
         if not all(answers.same(all_answers[0]) for answers in all_answers):
             return None
-        with Answers(all_answers[0]) as given, converted():
-            return export_program(probed, **arguments), not given.takes_all
+        with Answers(all_answers[0]) as answers, converted():
+            return export_program(probed, **arguments), not answers.takes_all
     except Exception:  # torch.export's and the model's, of any kind
         return None
 

@@ -72,8 +72,8 @@ class CudaKernel:
         loaded, clusters = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
         setup, driver = loaded.setup(grid, self.threads, self.shared_bytes, 0), _driver()
         driver.cuCtxSetCurrent(loaded.context)  # of this thread, whose first call to CUDA it may be
-        asked = driver.cuOccupancyMaxActiveClusters(ctypes.byref(clusters), loaded.function, ctypes.byref(setup))
-        if problem := _refusal(asked):
+        status = driver.cuOccupancyMaxActiveClusters(ctypes.byref(clusters), loaded.function, ctypes.byref(setup))
+        if problem := _refusal(status):
             raise PermTritonError(f"{self.source}: {self.name} cannot run on {grid}: {problem}")
         return clusters.value
 
@@ -143,9 +143,9 @@ def _nvrtc() -> Any:
     installed = find_spec("nvidia")
     places = [] if installed is None else installed.submodule_search_locations or []
     files = [str(file) for place in places for file in sorted(Path(place).glob(f"*/lib/{name}"))]
-    for each in (name, *files[:-1]):
+    for path in (name, *files[:-1]):
         with suppress(OSError):
-            return ctypes.CDLL(each)
+            return ctypes.CDLL(path)
     return ctypes.CDLL(files[-1] if files else name)
 
 
@@ -182,11 +182,11 @@ def machine_code(kernel: CudaKernel, architecture: str, *, again: bool = False) 
 
 def _by_nvrtc(library: Any, kernel: CudaKernel, source: bytes, options: Sequence[str]) -> tuple[bytes, bytes]:
     program, name, symbol, size = _Pointer(), kernel.name.encode(), ctypes.c_char_p(), ctypes.c_size_t()
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    option_array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     problem = (
         library.nvrtcCreateProgram(ctypes.byref(program), source, kernel.source.encode(), 0, None, None)
         or library.nvrtcAddNameExpression(program, name)
-        or library.nvrtcCompileProgram(program, len(options), given)
+        or library.nvrtcCompileProgram(program, len(options), option_array)
         or library.nvrtcGetLoweredName(program, name, ctypes.byref(symbol))
         or library.nvrtcGetCUBINSize(program, ctypes.byref(size))
     )

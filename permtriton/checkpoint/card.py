@@ -79,7 +79,9 @@ def name_repository(folder: Path, repo: str) -> None:
     replace_file(folder / REPORT_FILE, lambda path: path.write_text(to_json(record) + "\n", encoding="utf-8"))
 
 
-def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, name: str, own: str | None = None) -> str:
+def model_card(
+    report: Mapping[str, Any], architecture: str, loads_with: str, name: str, custom: str | None = None
+) -> str:
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
@@ -89,7 +91,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     on_hub = report.get("on_hub", is_hub_name(source))
     title = shown_name(source, on_hub)
-    no_kind = (architecture if hasattr(transformers, architecture) else own or "AutoModel", None)
+    no_kind = (architecture if hasattr(transformers, architecture) else custom or "AutoModel", None)
     loader, task = next(((by, task) for names, by, task in _KINDS if architecture in names.values()), no_kind)
     evaluated = _results(report, task)
     front = ModelCardData(
@@ -112,7 +114,7 @@ def model_card(report: Mapping[str, Any], architecture: str, loads_with: str, na
         "## Result",
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {_code(value)} |" for name, value in facts(report))]),
         "## Load it",
-        _loading(report, loader, loads_with, f"{_source(name)}{', trust_remote_code=True' if own else ''})"),
+        _loading(report, loader, loads_with, f"{_source(name)}{', trust_remote_code=True' if custom else ''})"),
         "## What was verified",
         "\n".join(f"- {name}: {result}" for name, result in checks(report)),
         "## Repeat it",

@@ -27,4 +27,4 @@ SERVED_ALONE = (Format.PLAIN, Format.FP8)  # that other programs load without pe
 PACKED = (Format.PACKED, Format.PACKED_FP8)  # that store positions
 IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # whose weights are rounded
 NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the module that writes it
-HELP = " ".join(f"{each}: {meaning}." for each, meaning in MEANINGS.items())
+HELP = " ".join(f"{name}: {meaning}." for name, meaning in MEANINGS.items())

@@ -164,5 +164,5 @@ def _place(weight: str) -> str:
 
 def _numbered(linear: str) -> str:
     """Returns a pattern for the outermost numbered list that a linear is in, such as the layers; empty for none."""
-    found = re.match(r"(?:.*?\.)?([^.]+)\.\d+\.", linear)
-    return rf"{re.escape(found[1])}\.\d+\." if found else ""
+    match = re.match(r"(?:.*?\.)?([^.]+)\.\d+\.", linear)
+    return rf"{re.escape(match[1])}\.\d+\." if match else ""

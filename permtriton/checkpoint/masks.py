@@ -76,7 +76,7 @@ class Masks:
         kept = self._weight(linear).float() != 0  # torch compares no 8-bit floats
         if order == "saved":
             return kept
-        rows = next((each["index"] for each in self.record["rows"] if linear in each["linears"]), range(len(kept)))
+        rows = next((entry["index"] for entry in self.record["rows"] if linear in entry["linears"]), range(len(kept)))
         return kept[inverse(torch.tensor(rows))][:, inverse(columns)]
 
     def _weight(self, linear: str) -> Tensor:

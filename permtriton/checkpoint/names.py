@@ -67,12 +67,12 @@ def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    own = {*model.state_dict(), *known}
-    own |= {name + part for name in own for part in PACKED_PARTS}
+    in_model = {*model.state_dict(), *known}
+    in_model |= {name + part for name in in_model for part in PACKED_PARTS}
     loaded = {}
     for name in stored:
         renamed, converter = rename_source_key(name, renamings, converters)
-        loaded[name] = name if converter is not None or (name in own and renamed not in own) else renamed
+        loaded[name] = name if converter is not None or (name in in_model and renamed not in in_model) else renamed
     return loaded
 
 

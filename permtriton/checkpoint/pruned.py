@@ -46,7 +46,7 @@ class Pruned:
     def _present_versions(self) -> list[int]:
         """Returns how often each parameter was changed in place."""
         # Tensors of inference mode, which nobody trains, have no such count.
-        return [0 if each.is_inference() else each._version for each in self.model.parameters()]
+        return [0 if parameter.is_inference() else parameter._version for parameter in self.model.parameters()]
 
 
 def pruned_parameters(model: nn.Module, plan: Plan) -> dict[str, PrunedWeight]:

@@ -120,7 +120,7 @@ def _correct(model: Any) -> None:
     embedding = head = None
     if model.main_input_name == "input_ids" and not takes_decoder_ids(model):
         tables = embedding_of(model), model.get_output_embeddings()
-        embedding, head = (getattr(each, "weight", None) for each in tables)
+        embedding, head = (getattr(table, "weight", None) for table in tables)
     untied = embedding is not None and head is not None and head is not embedding
     for config in configs:
         if untied and getattr(config, "tie_word_embeddings", False):
@@ -153,7 +153,7 @@ def copy_file(path: Path, folder: Path, partial: Path) -> bool:
     hub's cache holds nothing but links, into a folder of its own.
     """
     inside = [folder, *([folder.parent.parent / "blobs"] * (folder.parent.name == "snapshots"))]
-    if not any(real_path(path).is_relative_to(real_path(each)) for each in inside):
+    if not any(real_path(path).is_relative_to(real_path(root)) for root in inside):
         return False
     copy = partial / path.relative_to(folder)
     copy.parent.mkdir(parents=True, exist_ok=True)
@@ -186,11 +186,11 @@ def _written(
         sparsity: the pattern of the config, which goes without saying.
     """
     patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
-    own = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
+    other_patterns = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
     return {
         "verification": verification,
         "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
-        **({"patterns": own} if own else {}),
+        **({"patterns": other_patterns} if other_patterns else {}),
         "files": describe_files(sorted(folder.glob("*.safetensors"))),
         "card": None,
     }

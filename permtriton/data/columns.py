@@ -32,7 +32,7 @@ class Unpadded(Sequence[list[int]]):
 
 
 def documents_in(
-    names: Sequence[str], column_of: Callable[[str], Sequence[Any]], source: str, wanted: str = ""
+    names: Sequence[str], column_of: Callable[[str], Sequence[Any]], source: str, chosen: str = ""
 ) -> Sequence[Any]:
     """Returns the documents of a table: texts, conversations, or token ids without their padding.
 
@@ -40,7 +40,7 @@ def documents_in(
         column_of: returns the column of a name.
         wanted: name of the column that holds the documents; empty for the first of `COLUMNS` that is there.
     """
-    column = wanted or next((name for name in COLUMNS if name in names), "text")
+    column = chosen or next((name for name in COLUMNS if name in names), "text")
     if column not in names:
         raise CalibrationError(
             f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or "

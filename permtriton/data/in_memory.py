@@ -118,9 +118,9 @@ def _first(loader: DataLoader, rows: int | None) -> Iterator[Any]:
 
 
 def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
-    given = data if isinstance(data, Mapping) else {model.main_input_name: data}
+    values_by_name = data if isinstance(data, Mapping) else {model.main_input_name: data}
     with reading("data cannot be made into tensors", CalibrationError):
-        tensors = {name: torch.as_tensor(values) for name, values in given.items()}
+        tensors = {name: torch.as_tensor(values) for name, values in values_by_name.items()}
     return inputs_for(model, tensors)
 
 

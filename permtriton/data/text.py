@@ -110,10 +110,10 @@ def _mixed_windows(
     config: CalibrationConfig, documents: Documents, encoder: Encoder, length: int, seed: int, surplus: int
 ) -> Tensor:
     """Returns windows of documents that are joined in random order, int64 ``[at least samples, length]``."""
-    generator, wanted = torch.Generator().manual_seed(seed), config.samples * length
+    generator, tokens = torch.Generator().manual_seed(seed), config.samples * length
     cut_off = length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
-    stream, ends = encoder.stream(documents, surplus * wanted + cut_off, generator)
-    end = next((end for end in ends if end >= SURPLUS * wanted), ends[-1])  # of what is mixed, whatever follows
+    stream, ends = encoder.stream(documents, surplus * tokens + cut_off, generator)
+    end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # of what is mixed, whatever follows
     windows = end // length
     if windows < config.samples:
         raise CalibrationError(

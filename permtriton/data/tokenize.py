@@ -28,7 +28,7 @@ class Encoder:
     special: SpecialTokens = NONE
 
     def stream(
-        self, documents: Sequence[Any], wanted: int | None = None, generator: torch.Generator | None = None
+        self, documents: Sequence[Any], limit: int | None = None, generator: torch.Generator | None = None
     ) -> tuple[Tensor, list[int]]:
         """Returns the ids of documents as one stream, int64 ``[tokens]``, and where each of them ends.
 
@@ -46,7 +46,7 @@ class Encoder:
             ids = self.one(document, position)
             parts.append(torch.cat([torch.tensor(self.special.end, dtype=ids.dtype), ids]) if parts else ids)
             ends.append(parts[-1].numel() + (ends[-1] if ends else 0))
-            if wanted is not None and ends[-1] >= wanted:
+            if limit is not None and ends[-1] >= limit:
                 break
         if not ends[-1]:
             raise CalibrationError(f"{self.source} is empty: no text to use")

@@ -146,15 +146,15 @@ class _Order:
 
     def _index(self, name: str, weight: str, *, reads: bool) -> Tensor | None:
         """Returns the order of the channels that a linear reads or writes, or that an embedding writes."""
-        found = self._known(name, weight)
-        dim = int(reads != (found.removesuffix(".weight") in self.transposed))
-        return next((fold.index for fold in self.folds.get(self.names[found], ()) if fold.dim == dim), None)
+        stored = self._known(name, weight)
+        dim = int(reads != (stored.removesuffix(".weight") in self.transposed))
+        return next((fold.index for fold in self.folds.get(self.names[stored], ()) if fold.dim == dim), None)
 
     def _known(self, name: str, parameter: str) -> str:
-        found = resolve_name(parameter, self.names, self.prefix)
-        if found is None:
+        stored = resolve_name(parameter, self.names, self.prefix)
+        if stored is None:
             raise ModelError(f"the adapter's {name} has no place in this model: it belongs to another one")
-        return found
+        return stored
 
     def _moved(self, name: str, tensor: Tensor, index: Tensor | None, dim: int) -> Tensor:
         if index is None:

@@ -55,8 +55,8 @@ class Forecast:
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
         """Yields the name and value of each need; ``folder`` is where the output goes, None if that is not known."""
         memory, devices = self.memory, self.devices
-        each = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
-        yield "memory", f"{format_bytes(memory.peak)} on {each} at the peak; {format_bytes(devices.free)} free"
+        device = f"each of {devices.count} x {devices.kind}" if devices.count > 1 else devices.kind
+        yield "memory", f"{format_bytes(memory.peak)} on {device} at the peak; {format_bytes(devices.free)} free"
         if devices.count > 1 or memory.placement:
             yield "weights", memory.placement.weights
         if self.seconds:

@@ -31,7 +31,7 @@ def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
         (WRITING, dense_share.STATE, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe))
     )
     paths = [state_path(resume_path, name) for name in names]
-    return sorted(each for path in paths for each in (path, *layers_beside(path)) if each.is_file())
+    return sorted(file for path in paths for file in (path, *layers_beside(path)) if file.is_file())
 
 
 def one_per_step(states: Sequence[Path]) -> list[Path]:
@@ -49,8 +49,8 @@ def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]
 
 def text_hash(config: CompileConfig, samples: Samples) -> str:
     """Returns the hash of what a compilation reads: the samples and, where a step reads more, the spare ones."""
-    more = any(step.fresh_samples or step.extra_per_sample for step in config.steps)
-    return (samples.joined(samples.surplus) if more and samples.surplus is not None else samples).sha256
+    reads_spare = any(step.fresh_samples or step.extra_per_sample for step in config.steps)
+    return (samples.joined(samples.surplus) if reads_spare and samples.surplus is not None else samples).sha256
 
 
 def identify(start: Planned, device: torch.device) -> None:

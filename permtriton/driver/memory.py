@@ -53,10 +53,10 @@ def estimate_together(start: Planned, devices: Devices) -> MemoryEstimate:
 
     The other half is for what the estimate leaves out. All ranks do what the one with the least memory has to.
     """
-    found = estimate(start, devices)
-    roomy = found.placement is DevicePlacement.WHOLE and found.fits(devices.free // 2) and not _keeps_more(start)
+    needs = estimate(start, devices)
+    roomy = needs.placement is DevicePlacement.WHOLE and needs.fits(devices.free // 2) and not _keeps_more(start)
     if all(ranks.gather(roomy)) or not start.config.gradients or start.config.activation_checkpointing:
-        return found
+        return needs
     return estimate(start, devices, recomputes=True)
 
 
@@ -77,8 +77,8 @@ def estimate(start: Planned, devices: Devices, *, recomputes: bool = False) -> M
         }
         allowed = tuple(placement for placement, can in possible.items() if can and placement in allowed) or allowed[:1]
     estimates = [_estimate(start, devices, placement, sizes) for placement in allowed]
-    fitting = (found for found in estimates if found.fits(devices.free))
-    last = next((found for found in estimates if found.placement is not DevicePlacement.WHOLE), estimates[0])
+    fitting = (one for one in estimates if one.fits(devices.free))
+    last = next((one for one in estimates if one.placement is not DevicePlacement.WHOLE), estimates[0])
     return replace(next(fitting, last), recomputes=recomputes)
 
 
@@ -88,10 +88,10 @@ def _estimate(start: Planned, devices: Devices, placement: DevicePlacement, size
     if placement is DevicePlacement.ONLOADED:
         phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again on the way back
         del phases[RELOADING]
-        stages = {name: max((phase.device for phase in each), default=0) for name, each in phases.items()}
+        stages = {name: max((phase.device for phase in listed), default=0) for name, listed in phases.items()}
         if GENERATION in stages:
             stages[GENERATION] -= beside
-        host = model + max(phase.movable for each in phases.values() for phase in each)
+        host = model + max(phase.movable for listed in phases.values() for phase in listed)
         return MemoryEstimate(placement, 0, model + beside, 0, stages, host)
     if placement is DevicePlacement.SPREAD:
         model += beside + -(-sum(layers) // devices.count)
@@ -101,16 +101,16 @@ def _estimate(start: Planned, devices: Devices, placement: DevicePlacement, size
     if devices.kind == "cpu":
         resident, mapped = resident_memory()
         program, held = max(resident - model, 0), resident - min(mapped, model)
-    found = MemoryEstimate(placement, program, model, held, _stages(start, sizes))
-    if found.fits(devices.free):
-        return found
+    needs = MemoryEstimate(placement, program, model, held, _stages(start, sizes))
+    if needs.fits(devices.free):
+        return needs
     stages = _stages(start, replace(sizes, low_memory=True))
-    return replace(found, stages=stages, saving=tuple(name for name in stages if stages[name] != found.stages[name]))
+    return replace(needs, stages=stages, saving=tuple(name for name in stages if stages[name] != needs.stages[name]))
 
 
 def _stages(start: Planned, sizes: ModelSizes) -> dict[str, int]:
     phases = _phases(start, sizes)
-    return {name: max((phase.total for phase in each), default=0) for name, each in phases.items()}
+    return {name: max((phase.total for phase in listed), default=0) for name, listed in phases.items()}
 
 
 def _keeps_more(start: Planned) -> bool:
@@ -152,8 +152,8 @@ def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[s
         if step.stage is not Stage.ORDER:
             held += any(later.dense_weights for later in steps[number:]) * sizes.pruned * sizes.element
             held += sum(later.sizes(sizes).targets for later in steps[number + 1 :] if later.objective)
-        own = step.memory(step.sizes(sizes))
-        phases[step.name] = [Memory(phase.device, phase.movable + held) for phase in own]
+        of_step = step.memory(step.sizes(sizes))
+        phases[step.name] = [Memory(phase.device, phase.movable + held) for phase in of_step]
     return phases
 
 
@@ -176,14 +176,14 @@ def refusal(needs: MemoryEstimate, devices: Devices, config: CompileConfig, size
     if needs.fits(devices.free):
         return ""
     stage = needs.largest
-    each = f"each {devices.kind} device" if devices.count > 1 else devices.kind
+    device = f"each {devices.kind} device" if devices.count > 1 else devices.kind
     advice = "lower `sequence_length=` or `samples=` (`micro_batch_size=` first, where gradients are computed)"
     if stage == "evaluation":
         advice = "lower what is measured (`eval_data=` with a shorter text, or `eval_data=none`)"
     choices = ["`dtype=bfloat16`"] if sizes.element == FLOAT32 else []
     choices += [savers[stage]] if stage in savers else []
     return (
-        f"this compilation needs about {format_bytes(needs.added())} more on {each} than it holds now, for {stage}, "
+        f"this compilation needs about {format_bytes(needs.added())} more on {device} than it holds now, for {stage}, "
         f"but only {format_bytes(devices.free)} are free: {advice}, "
         f"{''.join(f'choose {choice}, ' for choice in choices)}or use a larger machine"
     )

@@ -21,13 +21,13 @@ def comparison_refusal(graph: fx.GraphModule, model: PreTrainedModel) -> str:
     return ""
 
 
-def traced_sample(graph: fx.GraphModule, model: PreTrainedModel, given: Samples) -> Samples:
+def traced_sample(graph: fx.GraphModule, model: PreTrainedModel, samples: Samples) -> Samples:
     """Returns the first sample in the traced shapes, on which a graph is compared with its model."""
     taken = {}
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            rows = given.inputs[str(node.target)][:1]
-            if given.is_text:
+            rows = samples.inputs[str(node.target)][:1]
+            if samples.is_text:
                 tokens = node.meta["val"].shape[1]
                 rows = rows.repeat(1, math.ceil(tokens / rows.shape[1]))[:, :tokens]  # which may be fewer than traced
             taken[str(node.target)] = rows

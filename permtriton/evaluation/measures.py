@@ -268,10 +268,10 @@ def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int
         "has a hidden size of {}": [getattr(config, "hidden_size", None) for config in texts],
         "{}": [_kind(model), _kind(dense)],
     }
-    for what, (own, expected) in facts.items():
-        if own != expected:
+    for what, (fact, expected) in facts.items():
+        if fact != expected:
             raise ModelError(
-                f"the model {what.format(own)}, but the model that it is compared with {what.format(expected)}: give "
+                f"the model {what.format(fact)}, but the model that it is compared with {what.format(expected)}: give "
                 "the dense model that it was compiled from"
             )
     limit = max_tokens(dense)

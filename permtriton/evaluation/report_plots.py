@@ -159,8 +159,8 @@ def _svg(parts: Sequence[str], box: str) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" font-size="12">{"".join(parts)}</svg>'
 
 
-def _line(left: float, height: float, right: float, colour: str, more: str = "") -> str:
-    return f'<path d="M{left:.1f} {height:.1f}H{right:.1f}" stroke="var({colour})"{more}/>'
+def _line(left: float, height: float, right: float, colour: str, attributes: str = "") -> str:
+    return f'<path d="M{left:.1f} {height:.1f}H{right:.1f}" stroke="var({colour})"{attributes}/>'
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "--muted") -> str:

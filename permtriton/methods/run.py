@@ -122,8 +122,8 @@ class Run:
         surplus = [] if self.samples.surplus is None else [self.samples.surplus]
         if not step.fresh_samples:
             extra = step.extra_per_sample * len(self.samples)
-            more = [*(samples[:extra] for samples in surplus if extra), *written]
-            return self.samples.joined(*more) if more else self.samples
+            further = [*(samples[:extra] for samples in surplus if extra), *written]
+            return self.samples.joined(*further) if further else self.samples
         new = [*surplus, *written]
         if sum(map(len, new)) < step.fresh_samples:
             new = [*new, self.samples[: step.fresh_samples - sum(map(len, new))]]
@@ -194,8 +194,8 @@ class Run:
         self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations", order))
         self.statistics = reorder_statistics(self.statistics, moves)
         self.retained = {}
-        retained = {name: each.present for name, each in self._retained({}).items()}
-        check_retained({name: each.chosen for name, each in promised.items()}, retained)
+        retained = {name: share.present for name, share in self._retained({}).items()}
+        check_retained({name: share.chosen for name, share in promised.items()}, retained)
         self.graph = absorb_folds(self.graph)
         self._dense_order = self._dense_order or promised
         self.retained = retained
@@ -219,7 +219,7 @@ class Run:
         """Keeps what the steps that are left and the record need of the dense model, before the first prunes it."""
         if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
-            self.retained = {name: each.chosen for name, each in self._dense_order.items()}
+            self.retained = {name: share.chosen for name, share in self._dense_order.items()}
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()

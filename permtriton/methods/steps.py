@@ -31,11 +31,11 @@ def problem_of(kind: Any) -> str:
     """Returns why a class is no step that a recipe can have, as the end of a sentence; empty if it is one."""
     if not (isinstance(kind, type) and Step in kind.__mro__ and is_dataclass(kind)):
         return "is no dataclass derived from permtriton.methods.Step"
-    if missing := [each for each in ("name", "prefix", "summary", "stage") if not hasattr(kind, each)]:
+    if missing := [attribute for attribute in ("name", "prefix", "summary", "stage") if not hasattr(kind, attribute)]:
         return f"does not say its {missing[0]}"
     if not isinstance(kind.stage, Stage):  # type: ignore[attr-defined]
         return f"has the stage {shown(kind.stage)}, expected one of {', '.join(map(str, Stage))}"  # type: ignore[attr-defined]
-    taken = {word: each for each in STEPS for word in (each.name, each.prefix)}
+    taken = {word: step for step in STEPS for word in (step.name, step.prefix)}
     if clash := next((word for word in (kind.name, kind.prefix) if taken.get(word, kind) is not kind), ""):  # type: ignore[attr-defined]
         return f"has the name or prefix {clash} of permtriton's own step {taken[clash].name}: choose another"
     return ""

@@ -166,8 +166,8 @@ class SortedLinears(UnstackedExperts):
         positions = torch.arange(inputs.shape[0], device=inputs.device).unsqueeze(-1)
         results, start = [], 0
         for number, size in enumerate(expert_size):
-            own = (positions >= start) & (positions < start + size)
-            results.append(self.linear(number, SINGLE)(inputs * own))
+            of_expert = (positions >= start) & (positions < start + size)
+            results.append(self.linear(number, SINGLE)(inputs * of_expert))
             start = start + size
         return sum(results[1:], results[0])
 

@@ -124,16 +124,16 @@ def measured_experts(model: nn.Module) -> Iterator[None]:
             module.measuring = False
 
 
-def measure_all_experts(model: nn.Module, wanted: bool) -> None:
+def measure_all_experts(model: nn.Module, all_measured: bool) -> None:
     """Lets statistics be taken of every expert on every token, in a model whose experts are unstacked."""
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    if wanted and not experts:
+    if all_measured and not experts:
         raise ConfigError(
             f"`calibrate_all_experts=true` has no effect on a {type(model).__name__}, which sends no token to experts "
             "that could see all of them: leave it out"
         )
     for module in experts:
-        module.all_measured = wanted
+        module.all_measured = all_measured
 
 
 def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:

@@ -144,15 +144,15 @@ def hidden_states(
     hidden_of: Callable[[PreTrainedModel, Samples], Tensor] = last_hidden_state,
 ) -> Tensor:
     """Returns the last hidden state of every sample, or another one, ``[samples, tokens, hidden]``, in a store."""
-    own = ranks.own_rows(len(samples))
+    rows_here = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
         states = torch.empty(0)
         for rows in ranks.parts(torch.arange(len(samples)), size):
             hidden = hidden_of(model, samples[rows])
             if not states.numel():
-                states = store.empty((own.numel(), *hidden.shape[1:]), dtype=hidden.dtype)
-            states[rows - own[0]] = hidden.cpu()
+                states = store.empty((rows_here.numel(), *hidden.shape[1:]), dtype=hidden.dtype)
+            states[rows - rows_here[0]] = hidden.cpu()
         return states
 
     return ranks.join(MicroBatch(batch).run(run), len(samples))

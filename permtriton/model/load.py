@@ -339,11 +339,11 @@ def _remote_class(config: Any, name: str, source: Source) -> Any:
 
     for auto_class, path in getattr(config, "auto_map", {}).items():
         if auto_class.startswith("AutoM") and str(path).endswith(name):
-            own: Any = get_class_from_dynamic_module(
+            remote: Any = get_class_from_dynamic_module(
                 path, source.location, revision=source.revision, token=source.token
             )
-            own.register_for_auto_class(auto_class)  # so that save_pretrained saves its code, too
-            return own
+            remote.register_for_auto_class(auto_class)  # so that save_pretrained saves its code, too
+            return remote
     return None
 
 

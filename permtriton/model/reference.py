@@ -54,8 +54,8 @@ class Reference:
 
         def present() -> Tensor:
             with self._routing.replayed():  # each token goes to the experts of the dense model
-                output, found = output_and_states(model, self._inputs)
-            states.update(found)
+                output, named = output_and_states(model, self._inputs)
+            states.update(named)
             return output
 
         difference = check_same_outputs(self.output, present, model, stage)

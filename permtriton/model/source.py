@@ -77,8 +77,8 @@ class Source:
     @property
     def hub(self) -> dict[str, str]:
         """Arguments of a request to the hub besides the name."""
-        given = {"revision": self.revision, "token": self.token}
-        return {name: value for name, value in given.items() if value is not None}
+        options = {"revision": self.revision, "token": self.token}
+        return {name: value for name, value in options.items() if value is not None}
 
     @property
     def loading(self) -> dict[str, Any]:

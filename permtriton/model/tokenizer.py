@@ -73,8 +73,8 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
                 complete_tokenizer(source.gguf, tokenizer, progress or NoProgress())
             return tokenizer
     except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
-        found = any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header)
-        if source.folder is None and (_is_connection_lost(error) or (not found and source.fetch(TOKENIZERS))):
+        has_files = any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header)
+        if source.folder is None and (_is_connection_lost(error) or (not has_files and source.fetch(TOKENIZERS))):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
         if (lacks := _without_sentencepiece(source)) is not None:
@@ -82,7 +82,7 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
                 f"{lacks} is a model of SentencePiece, which is read by packages that are not installed: pip install "
                 "sentencepiece protobuf, or save the tokenizer as tokenizer.json"
             ) from error
-        if found:
+        if has_files:
             raise
         return None
 

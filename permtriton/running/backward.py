@@ -37,7 +37,7 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
         compute = layer.forward
 
         def forward(*positional: Any, **named: Any) -> Any:
-            if any(isinstance(each, Cache) for each in (*positional, *named.values())):
+            if any(isinstance(argument, Cache) for argument in (*positional, *named.values())):
                 return compute(*positional, **named)  # a second run would add the same tokens to the cache again
             return checkpoint(compute, *positional, use_reentrant=False, **named)
 

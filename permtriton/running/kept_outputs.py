@@ -33,7 +33,7 @@ class KeptOutputs:
     def __init__(self, model: nn.Module, name: str, sites: Sequence[Site], keep: Keep | None) -> None:
         self._model, self._keep = model, keep
         self._changing = {linear_module(model, linear) for site in sites for linear in site.linears}
-        self._modules = [model.get_submodule(each) for each in _keepable(model, name, sites)] if keep else []
+        self._modules = [model.get_submodule(inner) for inner in _keepable(model, name, sites)] if keep else []
         self._outputs: dict[tuple[nn.Module, tuple[int, ...]], tuple[Any, list[int]]] = {}
         self._final = True  # whether all that has run in this run of the layer has its final weights
 
@@ -84,8 +84,8 @@ def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, 
     experts = {name for site in sites for name in site.linears if site.routed or stacked_name(model, name)}
     watched = experts | {site.residual_reader for site in sites}
     around = {above for name in watched for above in _modules_around(name)}
-    candidates = [each for name in linears if name not in experts for each in (name, *_modules_around(name))]
-    return dict.fromkeys(each for each in candidates if each.startswith(f"{layer}.") and each not in around)
+    candidates = [module for name in linears if name not in experts for module in (name, *_modules_around(name))]
+    return dict.fromkeys(module for module in candidates if module.startswith(f"{layer}.") and module not in around)
 
 
 def _modules_around(name: str) -> list[str]:

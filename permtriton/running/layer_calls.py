@@ -195,8 +195,8 @@ def _parted(
         return [chain]
     forms = {layers[name]: form for name in chain if (form := recorded_calls[name][0].form) is not None}
     running = [layers[name] for name in chain if layers[name] not in forms]
-    own = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
-    with _half_negated(own), left_out(forms):
+    changed = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
+    with _half_negated(changed), left_out(forms):
         again = recorded(model, layers, sample)
     parts = [chain[:1]]
     for name in chain[1:]:

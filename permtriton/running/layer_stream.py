@@ -52,7 +52,7 @@ class LayerStream:
             self._arguments.append([(call.leaves, call.structure) for call in calls])
             for (leaves, _), (before, _) in zip(self._arguments[-1], self._arguments[0], strict=True):
                 if len(leaves) == len(before):  # what is equal for all batches is stored once
-                    leaves[:] = [one if same(one, own) else own for one, own in zip(before, leaves, strict=True)]
+                    leaves[:] = [one if same(one, leaf) else leaf for one, leaf in zip(before, leaves, strict=True)]
 
     def _kept(self, hidden: Tensor) -> Tensor:
         return self._store.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)

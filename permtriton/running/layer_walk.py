@@ -112,7 +112,7 @@ class LayerWalk:
     def _walk(self, layer_context: LayerContext, keep: Keep | None, *, changing: bool) -> Iterator[LayerInputs]:
         calls: dict[str, LayerCalls] = {}
         model, samples, batch = self._model, self._samples, self._batch
-        hidden, own = torch.empty(0), samples[ranks.own_rows(len(samples))]
+        hidden, share = torch.empty(0), samples[ranks.own_rows(len(samples))]
         for name, sites in zip(self._names, self._groups, strict=True):
             if name not in self._chain_of:
                 yield from_model(model, sites, samples, batch, layer_context)
@@ -120,12 +120,14 @@ class LayerWalk:
             chain = self._chain_of[name]
             if name not in calls:
                 with layer_context(""):
-                    calls, hidden = record_chain(model, {each: self._layers[each] for each in chain}, own, self._store)
+                    calls, hidden = record_chain(
+                        model, {layer: self._layers[layer] for layer in chain}, share, self._store
+                    )
             with layer_context(name):
                 calls[name].try_together(hidden)
             calls[name].together = all(ranks.gather(calls[name].together))  # each rank has tried samples of its own
             # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
-            parts = torch.arange(len(own)).split(batch if calls[name].together else 1)
+            parts = torch.arange(len(share)).split(batch if calls[name].together else 1)
             layer = _Layer(calls[name], hidden, partial(layer_context, name), as_it_is, self._store)
             if changing:
                 kept = KeptOutputs(model, name, sites, keep)
@@ -163,18 +165,18 @@ def _with_values(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> 
 
     @contextmanager
     def layer_context(layer: str) -> Iterator[None]:
-        own = [each for each in model.get_submodule(layer).parameters() if id(each) in of]
-        before = [each.data for each in own]
+        shared = [parameter for parameter in model.get_submodule(layer).parameters() if id(parameter) in of]
+        before = [parameter.data for parameter in shared]
         try:
-            if here.keys() != {id(each) for each in own}:
+            if here.keys() != {id(parameter) for parameter in shared}:
                 here.clear()
-                here.update({id(each): of[id(each)].to(each.device) for each in own})
-            for each in own:
-                each.data = here[id(each)]
+                here.update({id(parameter): of[id(parameter)].to(parameter.device) for parameter in shared})
+            for parameter in shared:
+                parameter.data = here[id(parameter)]
             yield
         finally:
-            for each, value in zip(own, before, strict=True):
-                each.data = value
+            for parameter, value in zip(shared, before, strict=True):
+                parameter.data = value
 
     return layer_context
 

@@ -27,7 +27,7 @@ def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterat
     """
     layers = layer_modules(model, plan)
     inside = {module for layer in layers for module in layer.modules()}
-    outside = {each for module in model.modules() if module not in inside for each in module.parameters(recurse=False)}
+    outside = {p for module in model.modules() if module not in inside for p in module.parameters(recurse=False)}
     copies = _Copies(device, outside)
     with _moved_buffers(model, device), copies.in_place(outside):
         try:
@@ -50,7 +50,7 @@ def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
         return "it is on the GPU already: give it on the CPU, and the device by `device=cuda`"
     layers = layer_modules(model, plan)
     first = next(model.parameters())
-    if not layers or any(each is first for layer in layers for each in layer.parameters()):
+    if not layers or any(parameter is first for layer in layers for parameter in layer.parameters()):
         return "no layers could be told from what is before them"
     return ""
 
@@ -95,12 +95,12 @@ class _Copies:
         if layer is not self._layer:
             self.drop()
             self._layer = layer
-        return self.in_place([each for each in layer.parameters() if each not in self._outside])
+        return self.in_place([parameter for parameter in layer.parameters() if parameter not in self._outside])
 
     @contextmanager
     def in_place(self, parameters: "set[nn.Parameter] | list[nn.Parameter]") -> Iterator[None]:
         """Inside the context, parameters are on the device; what changed there is written back."""
-        used = [(each, self._of(each)) for each in parameters]
+        used = [(parameter, self._of(parameter)) for parameter in parameters]
         for parameter, copy in used:
             parameter.data = copy.device
         try:
@@ -148,7 +148,9 @@ class _OnDevice:
 def _moved_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
     before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
     for module, buffers in before:
-        module._buffers.update({name: each if each is None else each.to(device) for name, each in buffers.items()})
+        module._buffers.update(
+            {name: tensor if tensor is None else tensor.to(device) for name, tensor in buffers.items()}
+        )
     try:
         yield
     finally:

@@ -46,8 +46,8 @@ def allowed_placements(shard: bool | None, onload: bool | None) -> tuple[DeviceP
         return (DevicePlacement.SPREAD if shard else DevicePlacement.ONLOADED,)
     refused = {
         placement
-        for placement, wanted in ((DevicePlacement.SPREAD, shard), (DevicePlacement.ONLOADED, onload))
-        if wanted is False
+        for placement, choice in ((DevicePlacement.SPREAD, shard), (DevicePlacement.ONLOADED, onload))
+        if choice is False
     }
     return tuple(placement for placement in DevicePlacement if placement not in refused)
 

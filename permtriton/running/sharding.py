@@ -28,7 +28,7 @@ from permtriton.util import ranks
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
     """Returns a model with modules of its own over the same weights, which are frozen."""
-    shared = {id(each): nn.Parameter(each.data, requires_grad=False) for each in model.parameters()}
+    shared = {id(parameter): nn.Parameter(parameter.data, requires_grad=False) for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
 
 

@@ -65,7 +65,7 @@ class StateFile:
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise self.damaged(f"its {INPUTS} cannot be read ({type(error).__name__}: {error})") from error
         differences = [
-            each for key, present in self._inputs.items() for each in _differences(key, stored.get(key), present)
+            line for key, present in self._inputs.items() for line in _differences(key, stored.get(key), present)
         ]
         if differences:
             raise OutputError(
@@ -131,7 +131,7 @@ def layers_beside(path: Path) -> list[Path]:
     """Returns the files of `FinishedLayers` that are there for a path, in the order of the layers."""
     name = re.compile(rf"{re.escape(path.stem)}_(\d+){re.escape(path.suffix)}")
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    numbers = {int(found[1]): each for each in beside if (found := name.fullmatch(each.name))}
+    numbers = {int(found[1]): path for path in beside if (found := name.fullmatch(path.name))}
     return [numbers[number] for number in sorted(numbers)]
 
 

@@ -46,10 +46,10 @@ class Order(nn.Module):
             raise ModelError(f"{self.name}: no index was loaded for its gather: the checkpoint is incomplete")
         if channels == self.channels:
             return
-        own = self.index.data[start : start + channels].long() - start
-        if bool((own < 0).any()) or bool((own >= channels).any()):
+        here = self.index.data[start : start + channels].long() - start
+        if bool((here < 0).any()) or bool((here >= channels).any()):
             raise ModelError(
                 f"{self.name}: its gather takes channels of other ranks of tensor parallelism: use one rank, or "
                 "compile the model with --layout portable"
             )
-        self.index.data = own.to(self.index.dtype)
+        self.index.data = here.to(self.index.dtype)

@@ -43,8 +43,8 @@ class MicroBatch:
                 if not is_out_of_memory(error):
                     raise
                 if self.size == 1 or ranks.are_in_step():
-                    many = "even with one sequence" if self.size == 1 else f"with {self.size} sequences"
-                    raise MemoryTooSmallError(out_of_memory(error, f" {many} at a time")) from error
+                    how = "even with one sequence" if self.size == 1 else f"with {self.size} sequences"
+                    raise MemoryTooSmallError(out_of_memory(error, f" {how} at a time")) from error
             # Not before the handler ends: the error's traceback keeps the tensors of the failed attempt alive.
             self.size = self.size // 2
             gc.collect()

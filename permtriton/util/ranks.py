@@ -68,10 +68,10 @@ def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
     """
     if are_in_step():
         check_in_step(rows.numel(), size, count())
-    share, wanted = own(rows), -(-_most(rows.numel(), count()) // size)
-    if share.numel() < wanted or -(-share.numel() // size) == wanted:
+    share, number = own(rows), -(-_most(rows.numel(), count()) // size)
+    if share.numel() < number or -(-share.numel() // size) == number:
         return share.split(size) if share.numel() else ()
-    return share.tensor_split(wanted)
+    return share.tensor_split(number)
 
 
 def check_in_step(rows: int, size: int, ranks: int) -> None:
@@ -168,7 +168,7 @@ def deal(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
     """
     if not _started():
         return [work(item) for item in items]
-    shares = [_result(*each) for each in gather(_attempt(lambda: [work(item) for item in dealt(items)]))]
+    shares = [_result(*attempt) for attempt in gather(_attempt(lambda: [work(item) for item in dealt(items)]))]
     return [shares[place % count()][place // count()] for place in range(len(items))]
 
 

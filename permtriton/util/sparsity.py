@@ -65,14 +65,14 @@ class NMPattern:
         return f"{self.kept}:{self.group}"
 
 
-def in_words(sparsity: str, own: Iterable[str], total: int) -> str:
+def in_words(sparsity: str, exceptions: Iterable[str], total: int) -> str:
     """Returns the patterns of pruned weights in words: ``2:4``, or ``2:4, but 4:8 in 30 of 210 weights``.
 
     Args:
         sparsity: the pattern of those that have none of their own.
         own: the patterns of the others.
     """
-    others = " and ".join(f"{pattern} in {count}" for pattern, count in Counter(own).items())
+    others = " and ".join(f"{pattern} in {count}" for pattern, count in Counter(exceptions).items())
     return f"{sparsity}, but {others} of {total} weights" if others else sparsity
 
 

@@ -57,7 +57,7 @@ def _case(
     )
 
 
-def _error(found: Quantized, expected: Quantized) -> float:
+def _error(got: Quantized, expected: Quantized) -> float:
     """Returns the larger error of what was quantized and of the scales."""
-    values = (q.float() * scale for q, scale in (found, expected))
-    return max(relative_error(*values), relative_error(found[1], expected[1]))
+    values = (q.float() * scale for q, scale in (got, expected))
+    return max(relative_error(*values), relative_error(got[1], expected[1]))

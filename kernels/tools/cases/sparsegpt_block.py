@@ -37,8 +37,8 @@ def sparsegpt_block_case(out_features: int, device: torch.device) -> Case:
     def in_float64(block: Tensor, factor: Tensor, keep: Tensor, pattern: object) -> tuple[Tensor, Tensor]:
         return sparsegpt_block_reference(block.double(), factor.double(), keep, PATTERN)
 
-    def error(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
-        return max(relative_error(*pair) for pair in zip(found, expected, strict=True))
+    def error(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+        return max(relative_error(*pair) for pair in zip(got, expected, strict=True))
 
     weights = out_features * CHANNELS
     return Case(

@@ -68,7 +68,7 @@ def row_weights(run: Run) -> dict[str, Tensor]:
     if run.rows is not None:
         return run.rows
     information = fisher_information(run, default_objective(run.model))
-    return {name: each.row.to(run.model.device) for name, each in information.items()}
+    return {name: factors.row.to(run.model.device) for name, factors in information.items()}
 
 
 @torch.enable_grad()
@@ -80,8 +80,8 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
     information: dict[str, Fisher] = {}
 
     def clear() -> None:
-        for each in information.values():
-            each.clear()
+        for factors in information.values():
+            factors.clear()
 
     def watch(name: str, inputs: Tensor) -> Callable[[Tensor], None]:
         squares, tokens = _squares(inputs), inputs.shape[0]  # of an input that need not stay in memory
@@ -100,9 +100,9 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
             information[name] = Fisher(row, column)
         passes = _BackwardPasses(run, model, kind, run.samples, run.config.micro_batch_size)
         passes.run("row weights", clear, watch)
-    for name, each in information.items():
-        each.add_up()
-        if not bool(each.row.isfinite().all() & each.column.isfinite().all()):
+    for name, factors in information.items():
+        factors.add_up()
+        if not bool(factors.row.isfinite().all() & factors.column.isfinite().all()):
             raise CalibrationError(
                 f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
                 "`dtype=float32`, or `heuristic_row_weights=none`"
@@ -136,11 +136,11 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
     gradients = {}
     for site in run.plan.sites:
         for name in site.linears if reads_every_token(run.model, site) else ():
-            own = torch.cat(parts.pop(name)) if name in parts else torch.empty(0)
-            found = [each for each in ranks.gather(own) if each.numel()]
-            if not found:
+            of_rank = torch.cat(parts.pop(name)) if name in parts else torch.empty(0)
+            shares = [share for share in ranks.gather(of_rank) if share.numel()]
+            if not shares:
                 continue
-            gradients[name] = torch.cat(found)
+            gradients[name] = torch.cat(shares)
             if not bool(gradients[name].isfinite().all()):
                 raise CalibrationError(
                     f"{name}: the gradients of its outputs are not finite on the calibration text: try "
@@ -172,12 +172,12 @@ class _BackwardPasses:
         again = run.working_config.activation_checkpointing or run.store.onloads
         layers = layer_modules(model, plan) if again else []
         loss = LOSSES[self.kind].drawn
-        own = ranks.own_rows(len(samples))
+        share = ranks.own_rows(len(samples))
 
         def backward(size: int) -> None:
             clear()
-            draw = _Draws(run.config.seed, skip=int(own[0]) if own.numel() else 0)
-            with run.progress.stage(stage, own.numel()) as advance:
+            draw = _Draws(run.config.seed, skip=int(share[0]) if share.numel() else 0)
+            with run.progress.stage(stage, share.numel()) as advance:
                 for rows in ranks.parts(torch.arange(len(samples)), size):
                     with checkpointed(layers):
                         with_gradients(loss(model, samples[rows], draw), model).backward()

@@ -83,7 +83,7 @@ def magnitudes(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactor
 def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
     """Returns the total importance that N:M keeps in the order of ``index``; scores are ``[channels, rows]``."""
     places = scores[index].unflatten(0, (-1, pattern.group)).unbind(1)
-    return float(sum(each.sum(dtype=torch.float64) for each in islice(descending(places), pattern.kept)))
+    return float(sum(place.sum(dtype=torch.float64) for place in islice(descending(places), pattern.kept)))
 
 
 def descending(values: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -100,8 +100,8 @@ def _recorded(modules: Sequence[Any]) -> Iterator[dict[Any, Any]]:
 def _returning(outputs: Mapping[Any, Any]) -> Iterator[None]:
     """Inside the context, modules and their decoders, which OPT's head calls, return outputs and compute nothing."""
     inner = {module.get_decoder(): output for module, output in outputs.items() if module.get_decoder() is not None}
-    given = {**inner, **outputs}
-    with replaced_forwards(given, lambda module: lambda *arguments, **named: given[module]):
+    results = {**inner, **outputs}
+    with replaced_forwards(results, lambda module: lambda *arguments, **named: results[module]):
         yield
 
 
@@ -115,12 +115,12 @@ class _ChunkedKL(torch.autograd.Function):
         tokens = max(LOGITS_AT_ONCE // head.vocabulary, 1)
         pairs = zip(hidden.flatten(0, 1).split(tokens), target.flatten(0, 1).split(tokens), strict=True)
         for pruned, dense in pairs:
-            wanted = log_softmax(head(dense.unsqueeze(0)).float(), -1)
+            log_dense = log_softmax(head(dense.unsqueeze(0)).float(), -1)
             leaf = pruned.unsqueeze(0).detach().requires_grad_(ctx.needs_input_grad[0])
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):
                 logits = head(leaf)
-            got, probabilities = log_softmax(logits.detach().float(), -1), wanted.exp()
-            total += wanted.sub_(got).mul_(probabilities).sum()
+            got, probabilities = log_softmax(logits.detach().float(), -1), log_dense.exp()
+            total += log_dense.sub_(got).mul_(probabilities).sum()
             if ctx.needs_input_grad[0]:
                 gradient = got.exp_().sub_(probabilities).to(logits.dtype)
                 grads += torch.autograd.grad(logits, leaf, gradient)

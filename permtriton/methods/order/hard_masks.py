@@ -109,10 +109,10 @@ class HardMasks:
             for loss, count in objective.backward(self._model, samples, torch.arange(len(samples)), size, scale):
                 losses.append(loss)
                 done += count
-                more = done - reported
-                if advance is not None and more > 0:  # less where memory was too small and the pass starts again
-                    advance(more)
-                    reported += more
+                further = done - reported
+                if advance is not None and further > 0:  # less where memory was too small and the pass starts again
+                    advance(further)
+                    reported += further
             return sum(to_numbers(losses))
 
         loss = self._check(ranks.total(self._micro_batch.run(backward)))

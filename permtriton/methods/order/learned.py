@@ -166,7 +166,7 @@ class Learned(Step):
         curvatures = None
         if self.gradient == "placement":
             fisher, tokens = fisher_information(run, objective.kind), run.samples.positions
-            curvatures = {name: RankOneCurvature(*each.curvature(tokens)) for name, each in fisher.items()}
+            curvatures = {name: RankOneCurvature(*factors.curvature(tokens)) for name, factors in fisher.items()}
         model = run.spread_twin()
         relaxation = self.relaxation(spaces, run.config.seed, run.placement.spread_on or model.device)
         with masked_model(run, model, relaxation, curvatures, group_scale=self.group_scale) as masks:
@@ -227,11 +227,11 @@ class OrderTrainer:
             started, done = time.perf_counter(), number * self.steps_per_epoch
             for loss in self.epoch(number):
                 advance(1, f"loss {loss:.4f}, base {history[0]['loss']:.4f}")
-            found = self.indices(done)
-            loss, tau = self.hard_loss(found), self.tau(done)
-            history.append(_row(number, loss, found, tau, time.perf_counter() - started))
+            hard = self.indices(done)
+            loss, tau = self.hard_loss(hard), self.tau(done)
+            history.append(_row(number, loss, hard, tau, time.perf_counter() - started))
             if self._options.keep == "last" or loss < history[outcome.kept or 0]["loss"]:
-                indices, outcome.kept = found, number
+                indices, outcome.kept = hard, number
             if state is not None:
                 self._save(state, indices, outcome)
         return indices, outcome

@@ -57,7 +57,7 @@ class Relaxation(nn.Module):
         self.owners = [torch.tensor([number for number, _ in blocks[size]], device=device) for size in self.sizes]
         self._starts = [torch.tensor([[first] for _, first in blocks[size]], device=device) for size in self.sizes]
         inside = [torch.arange(size, device=device) for size in self.sizes]
-        by_size = [(starts + more).flatten() for starts, more in zip(self._starts, inside, strict=True)]
+        by_size = [(starts + offsets).flatten() for starts, offsets in zip(self._starts, inside, strict=True)]
         self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the batches, one after another
         generator = torch.Generator().manual_seed(seed)
         weights = []

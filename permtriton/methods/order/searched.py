@@ -240,7 +240,7 @@ class Searcher:
         def of_space(place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             space = self._spaces[place]
             parts = [self._partners(space, indices, damping, batch) for batch in _panels(space)]
-            left, right, gain = (torch.cat(each) for each in zip(*parts, strict=True))
+            left, right, gain = (torch.cat(part) for part in zip(*parts, strict=True))
             chosen = disjoint(left, right, gain, space.group)
             return torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]
 
@@ -256,8 +256,8 @@ class Searcher:
         group = space.group
         totals: list[Tensor] = []
         for terms in self._masks.terms(space, indices, damping, self._samples.positions):
-            gains = [swap_gains(terms.of_positions(each.left), terms.of_positions(each.right)) for each in panels]
-            totals = [total.add_(more) for total, more in zip(totals, gains, strict=True)] if totals else gains
+            gains = [swap_gains(terms.of_positions(panel.left), terms.of_positions(panel.right)) for panel in panels]
+            totals = [total.add_(further) for total, further in zip(totals, gains, strict=True)] if totals else gains
         if self._masks.spread:
             ranks.add_up(totals)
         none = torch.empty(0, dtype=torch.int64)
@@ -269,7 +269,7 @@ class Searcher:
             useful = best.values > 0
             rows = useful.nonzero()[:, 0].cpu()
             partners.append((left[rows], right[best.indices[useful].cpu()], best.values[useful].cpu()))
-        left, right, gain = (torch.cat(each) for each in zip(*partners, strict=True))
+        left, right, gain = (torch.cat(part) for part in zip(*partners, strict=True))
         return left, right, gain
 
 
@@ -289,12 +289,12 @@ def _panels(space: ChannelSpace) -> list[list[_Panel]]:
         height = max(GAINS_AT_ONCE // segment // group, 1) * group
         for start in range(0, segment, height):
             panel = _Panel(positions[start : start + height], positions[start:])
-            more = panel.left.numel() * panel.right.numel()
-            if batches[-1] and size + more > GAINS_AT_ONCE:
+            pairs = panel.left.numel() * panel.right.numel()
+            if batches[-1] and size + pairs > GAINS_AT_ONCE:
                 batches.append([])
                 size = 0
             batches[-1].append(panel)
-            size += more
+            size += pairs
     return batches
 
 
