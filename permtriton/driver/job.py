@@ -33,7 +33,7 @@ from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load, outline
 from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
-from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
+from permtriton.model.rehearsal import rehearse_saving
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
@@ -260,7 +260,6 @@ class Job:
             check_not_compiled(model)
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
-                check_made_by_config(model)
         no_text = planned_for is not None and "calibration" not in self.overrides
         eval_data = "none" if no_text and self.args.eval_data is None else self.args.eval_data
         name, count = source.name if source else "", self.args.eval_windows

@@ -1,8 +1,7 @@
 """Loads models from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -115,8 +114,8 @@ def load_model(source: Source, allow_compiled: bool = True, progress: Progress |
     stored = _fetched(source) if stored is None else stored
     without_place = set(info["unexpected_keys"])
     _check_unused(model, stored, without_place, source.name)
-    if progress is not None and (names := without_place | _ignored(model, stored)):
-        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(names))}")
+    if progress is not None and without_place:
+        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(without_place))}")
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
@@ -172,17 +171,6 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
             )
-
-
-def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
-    """Returns the weights of a checkpoint that transformers leaves out in silence, such as layers that predict further
-    tokens (``mtp``); but no buffers of earlier versions.
-    """
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    inner = f"{model.base_model_prefix}."
-    used = {name.removeprefix(inner) for name in model.state_dict()}
-    weights = (name for name in stored if name.endswith("weight") and name.removeprefix(inner) not in used)
-    return {name for name in weights if any(re.search(pattern, name) for pattern in patterns)}
 
 
 def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> None:

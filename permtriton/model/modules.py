@@ -364,12 +364,7 @@ class SparseLinearFp8(SparseLinear):
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replaces the module ``name`` of ``model`` by ``module``, under every name that the model has for it."""
-    if not name:
-        raise ModelError("the model itself cannot be replaced: expected the name of a module inside it")
-    try:
-        old = model.get_submodule(name)
-    except AttributeError as error:
-        raise ModelError(f"the model has no module {name!r}: {error}") from error
+    old = model.get_submodule(name)
     for parent in model.modules():
         for key, child in parent._modules.items():
             if child is old:

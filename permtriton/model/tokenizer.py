@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -18,7 +16,6 @@ from permtriton.util.progress import NoProgress, Progress
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 REMADE = ("tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json")  # where it is saved
-SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 def load_processor(source: Source, model: PreTrainedModel, progress: Progress | None = None) -> Any:
@@ -77,28 +74,9 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
         if source.folder is None and (_is_connection_lost(error) or (not has_files and source.fetch(TOKENIZERS))):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
             raise ModelError(f"{problem} Check the network, or give a local folder") from error
-        if (lacks := _without_sentencepiece(source)) is not None:
-            raise ModelError(
-                f"{lacks} is a model of SentencePiece, which is read by packages that are not installed: pip install "
-                "sentencepiece protobuf, or save the tokenizer as tokenizer.json"
-            ) from error
         if has_files:
             raise
         return None
-
-
-def _without_sentencepiece(source: Source) -> Path | None:
-    """Returns the model of SentencePiece that is the only tokenizer, where its package is missing; None elsewhere.
-
-    Transformers names the package of tiktoken, which cannot read it.
-    """
-    path = next(filter(None, map(source.find, SENTENCEPIECE)), None)
-    if path is None or source.find(TOKENIZER_FILE) or find_spec("sentencepiece"):
-        return None
-    with suppress(OSError), path.open("rb") as file:
-        if file.read(1) == b"\n":  # as their models begin; those of tiktoken are lines of text
-            return path
-    return None
 
 
 def _check_vocabulary(source: Source, tokenizer: PreTrainedTokenizerBase) -> None:
