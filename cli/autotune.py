@@ -1,8 +1,6 @@
 """The command ``permtriton autotune``: measures the kernels' configurations and prints the result."""
 
-import math
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +14,7 @@ from permtriton.cli.options import Json
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools import timing, tuning
+from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.methods import planning
@@ -27,6 +25,7 @@ from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.util.bars import BarProgress, err
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+FIGURES = {"p20_us": "p20 us", "p50_us": "p50 us", "p80_us": "p80 us", "gb_s": "GB/s", "tflop_s": "TFLOP/s"}
 
 
 def autotune(
@@ -41,9 +40,6 @@ def autotune(
         typer.Option(
             help="Dtype of weights and activations: bfloat16, float16 or float32; the model's, or bfloat16, by default."
         ),
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(min=1, help="Stop after this time; the same command goes on from there.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List what would be tried; needs no GPU.")] = False,
     json: Json = False,
@@ -61,7 +57,7 @@ def autotune(
     if dry_run:
         _list_trials(cases, json)
     else:
-        _tune(cases, device, seconds, json)
+        _tune(cases, device, json)
 
 
 def _check_gpu() -> None:
@@ -123,52 +119,30 @@ def _list_trials(cases: Sequence[Case], json: bool) -> None:
     out.print(f"{counts}; winners would be stored in {cache.cache_file()}", soft_wrap=True)
 
 
-def _tune(cases: Sequence[Case], device: torch.device, seconds: float | None, json: bool) -> None:
+def _tune(cases: Sequence[Case], device: torch.device, json: bool) -> None:
     machine, file = cache.machine_key(), cache.cache_file()
     if not json:
         err.print(f"{machine}; winners are stored in {file}", highlight=False, soft_wrap=True)
-    limits = timing.ceilings(device)
     trials: list[Trial] = []
-    until = math.inf if seconds is None else time.monotonic() + seconds
     with BarProgress().stage("autotune", len(cases)) as advance:
         for case in cases:
-            if tuning.tune([case], device, machine, file, trials.append, until) is None:
-                err.print("The time is up; the same command goes on from here.", highlight=False)
-                break
+            tuning.tune([case], device, machine, file, trials.append)
             advance(1, case.name)
     entries = cache.read_entries(file, machine)
-    copy, product = limits.copy_gb_s, limits.matmul_tflop_s
     if json:
-        print_json({"machine": machine, "copy_gb_s": copy, "matmul_tflop_s": product, "entries": entries})
+        print_json({"machine": machine, "entries": entries})
         return
-    rows = (_row(trial, entries, copy, product) for trial in trials)
-    show("Configurations", rows, "case", "configuration", "p20 us", "p50 us", "p80 us", "reaches", "")
-    out.print(f"ceilings measured here: copy {copy:.0f} GB/s, bf16 matmul {product:.0f} TFLOP/s", highlight=False)
+    rows = (_row(trial, entries[trial.key]["config"]) for trial in trials)
+    show("Configurations", rows, "case", "configuration", *FIGURES.values(), "")
 
 
-def _row(trial: Trial, entries: Mapping[str, Any], copy: float, product: float) -> tuple[str, ...]:
+def _row(trial: Trial, chosen: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the row of a trial; ``chosen`` is the stored configuration."""
     figures = dict(trial.measured)
     if "error" in figures:
-        return trial.case, trial.config, "-", "-", "-", "-", figures["error"]
-    times = (f"{figures[name]:.1f}" for name in ("p20_us", "p50_us", "p80_us"))
-    marks = _marks(trial, entries[trial.key]["config"])
-    return trial.case, trial.config, *times, _reaches(figures, copy, product), marks
-
-
-def _marks(trial: Trial, chosen: dict[str, Any]) -> str:
-    """Returns which of default, from the cache and chosen a trial is; ``chosen`` is the stored configuration."""
+        return trial.case, trial.config, *("-" for _ in FIGURES), figures["error"]
     rest = {name: value for name, value in chosen.items() if name != "constants"}
     described = [f"{name}={value}" for name, value in {**chosen["constants"], **rest}.items()]
-    marks = {
-        "default": trial.default,
-        "from the cache": trial.known,
-        "chosen": sorted(described) == sorted(trial.config.split()),
-    }
-    return ", ".join(mark for mark, holds in marks.items() if holds)
-
-
-def _reaches(figures: dict[str, float], copy: float, product: float) -> str:
-    """Returns GB/s or TFLOP/s, whichever is nearer to its ceiling."""
-    if figures["tflop_s"] / product > figures["gb_s"] / copy:
-        return f"{figures['tflop_s']:.0f} TFLOP/s, {100 * figures['tflop_s'] / product:.0f}% of the matmul"
-    return f"{figures['gb_s']:.0f} GB/s, {100 * figures['gb_s'] / copy:.0f}% of the copy"
+    marks = {"default": trial.default, "chosen": sorted(described) == sorted(trial.config.split())}
+    numbers = (f"{figures[name]:.1f}" for name in FIGURES)
+    return trial.case, trial.config, *numbers, ", ".join(mark for mark, holds in marks.items() if holds)

@@ -13,10 +13,9 @@ from permtriton.cli.options import Flags, GgufFile, Json, Model, Revision, Token
 from permtriton.errors import ConfigError
 from permtriton.methods import planning
 from permtriton.model import load
-from permtriton.model.name import layer_number
 from permtriton.model.source import Source
 from permtriton.passes.listing import listing
-from permtriton.passes.pipeline import PASS_NAMES, PassResult, run_with_stand_ins
+from permtriton.passes.pipeline import PassResult, run_with_stand_ins
 from permtriton.passes.plan import Plan
 from permtriton.recipe import resolve
 from permtriton.util.bars import BarProgress
@@ -30,10 +29,6 @@ def inspect(
     graph: Annotated[
         bool, typer.Option("--graph", help="Print the graph after each compiler pass, with random permutations.")
     ] = False,
-    only: Annotated[
-        str | None, typer.Option("--pass", help="The graph after this pass only; --graph shows their names.")
-    ] = None,
-    layer: Annotated[int | None, typer.Option(help="The graph of this layer only.")] = None,
     json: Json = False,
     gguf_file: GgufFile = None,
     revision: Revision = None,
@@ -42,18 +37,13 @@ def inspect(
 ) -> None:
     config, _ = resolve(model, flags)
     source = Source(model, "auto", "auto", trust_remote_code, gguf_file, revision, token)
-    if only is not None and only not in PASS_NAMES:
-        raise ConfigError(f"pass {only!r} is unknown: choose one of {', '.join(PASS_NAMES)}")
-    graphs = graph or only is not None
-    if layer is not None and not graphs:
-        raise ConfigError("--layer has no effect without --graph or --pass: add one of them")
-    if json and graphs:
-        raise ConfigError("--json prints sites, not graphs: drop it, or --graph and --pass")
+    if json and graph:
+        raise ConfigError("--json prints sites, not graphs: drop it, or --graph")
     with BarProgress().stage("inspect", 0):
         empty = load.load_empty_model(source)
         plan, traced = planning.plan_model(empty, config)
-    if graphs:
-        _graphs(plan, traced, only, layer)
+    if graph:
+        _graphs(plan, traced)
     elif json:
         print_json({**plan_report(plan), **planning.sizes(empty, plan)})
     else:
@@ -61,30 +51,18 @@ def inspect(
         say(_summary(planning.sizes(empty, plan), empty.dtype))
 
 
-def _graphs(plan: Plan, traced: fx.GraphModule, only: str | None, layer: int | None) -> None:
+def _graphs(plan: Plan, traced: fx.GraphModule) -> None:
     """Runs the compiler passes with random permutations, and prints the graph after each pass."""
-    part = "" if layer is None else layer_name(plan, layer)
 
     def show(result: PassResult) -> None:
-        if only not in (None, result.name):
-            return
         changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
         echo(f"# {result.name}: {changes}")
         if result.name == "fuse_permutations":
             for space in plan.spaces:
                 echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
-        echo("\n".join(listing(result.graph_module, part)) + "\n")
+        echo("\n".join(listing(result.graph_module)) + "\n")
 
     run_with_stand_ins(plan, traced, show)
-
-
-def layer_name(plan: Plan, layer: int) -> str:
-    """Returns the module name of a layer, such as ``model.layers.3``."""
-    for site in plan.sites:
-        if site.layer == layer >= 0:
-            return next(path for path in site.layer_paths if layer_number(path) == layer)
-    known = sorted({site.layer for site in plan.sites})
-    raise ConfigError(f"layer is {layer}: this model's pruned layers are {known[0]} to {known[-1]}")
 
 
 def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:

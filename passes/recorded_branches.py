@@ -39,7 +39,7 @@ class Answers(TorchFunctionMode):
     what becomes of the channels does not depend on how many rows are taken.
 
     Args:
-        given: answers to give; None to write them down.
+        earlier: answers to give; None to write them down.
 
     Attributes:
         takes_all: whether it was asked which positions of a mask are true.

@@ -19,7 +19,6 @@ from permtriton.passes.plan import Plan
 
 from . import zoo
 from .desk import RUNNER, check_refusal
-from .world import nothing_loads
 
 SIZES = {**zoo.SIZES, "num_key_value_heads": zoo.KEY_VALUE_HEADS}
 CONFIGS: dict[str, tuple[type[PreTrainedConfig], str, dict[str, object]]] = {
@@ -193,27 +192,9 @@ def test_decisions_are_printed_with_the_pass_that_takes_them(model):
     assert text.index("# fuse_permutations:") < text.index(place) < text.index("# cancel_permutations:")
 
 
-def test_pass_prints_one_alone(model):
-    text = invoke(model, "--pass", "lower")
-    assert [found for found in headings(text) if found in PASS_NAMES] == ["lower"]
-    assert text in invoke(model, "--graph")
-
-
-def test_layer_prints_one_alone(model):
-    text = invoke(model, "--pass", "lower", "--layer", "1")
-    assert "model.layers.1.mlp.up_proj.weight" in text
-    assert "model.layers.0." not in text
-    assert "model.embed_tokens" not in text
-    assert text.count("= permtriton.sparse_linear(") == 7
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 REFUSALS = {
-    "unknown pass": (("--pass", "fold"), ["'fold'", *PASS_NAMES]),
-    "layer beyond the last": (("--graph", "--layer", "2"), ["layer is 2", "0 to 1"]),
-    "negative layer": (("--graph", "--layer", "-1"), ["layer is -1", "0 to 1"]),
-    "layer without a graph": (("--layer", "1"), ["--layer", "--graph"]),
     "graph as JSON": (("--graph", "--json"), ["--json", "--graph"]),
     "unknown layout": (("--layout", "fancy"), ["'fancy'", "portable, fused"]),
     "unknown o_proj": (("--layout", "fused", "--o-proj", "fancy"), ["'fancy'", "tied, free"]),
@@ -229,9 +210,3 @@ def test_refusals(model, tmp_path, monkeypatch, case):
     line = refused(model, *options)
     assert [word for word in words if word not in line] == [], line
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("options", [("--pass", "fold"), ("--layer", "1")])
-def test_options_are_checked_before_the_work(model, monkeypatch, options):
-    nothing_loads(monkeypatch)
-    refused(model, *options)

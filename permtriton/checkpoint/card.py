@@ -86,7 +86,7 @@ def model_card(
 
     Args:
         name: folder or repository that it is loaded from.
-        own: class of transformers that loads it by the code that comes with it; None where it has no code of its own.
+        custom: class of transformers that loads it by the code that comes with it; None where it has no such code.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     on_hub = report.get("on_hub", is_hub_name(source))

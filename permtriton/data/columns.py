@@ -38,7 +38,7 @@ def documents_in(
 
     Args:
         column_of: returns the column of a name.
-        wanted: name of the column that holds the documents; empty for the first of `COLUMNS` that is there.
+        chosen: name of the column that holds the documents; empty for the first of `COLUMNS` that is there.
     """
     column = chosen or next((name for name in COLUMNS if name in names), "text")
     if column not in names:

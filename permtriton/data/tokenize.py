@@ -33,7 +33,7 @@ class Encoder:
         """Returns the ids of documents as one stream, int64 ``[tokens]``, and where each of them ends.
 
         Args:
-            wanted: number of tokens after which no further document is encoded; None for all.
+            limit: number of tokens after which no further document is encoded; None for all.
             generator: draws the order of the documents; None keeps it.
         """
         if not len(documents):

@@ -70,7 +70,7 @@ def in_words(sparsity: str, exceptions: Iterable[str], total: int) -> str:
 
     Args:
         sparsity: the pattern of those that have none of their own.
-        own: the patterns of the others.
+        exceptions: the patterns of the others.
     """
     others = " and ".join(f"{pattern} in {count}" for pattern, count in Counter(exceptions).items())
     return f"{sparsity}, but {others} of {total} weights" if others else sparsity
