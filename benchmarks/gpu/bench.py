@@ -21,7 +21,7 @@ from benchmarks.gpu.table import COPIES, COPY, FLOOR, OURS, OUT, READ, ROWS, SPE
 from permtriton.kernels.autotune import choices
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.case import Arguments, Case
-from permtriton.kernels.tools.timing import Timing, ceilings, measure, sets_of_inputs
+from permtriton.kernels.tools.timing import Timing, measure, sets_of_inputs
 from permtriton.util.machine import device_name, versions
 
 T = TypeVar("T")
@@ -162,11 +162,12 @@ class Bench:
     def ceilings(self) -> dict[str, float]:
         """The rates of a copy, of reading alone, and of a product, measured once in this row's process."""
         if self.record["ceilings"] is None:
-            found = ceilings(self.device, self.tiny)
-            read_gb_s = reading.bandwidth(self.device, self.tiny) / 1e9
+            on = self.device, self.tiny
             self.record["ceilings"] = {
-                "copy_gb_s": found.copy_gb_s, "read_gb_s": read_gb_s, "matmul_tflop_s": found.matmul_tflop_s
-            }  # fmt: skip
+                "copy_gb_s": reading.copying(*on) / 1e9,
+                "read_gb_s": reading.bandwidth(*on) / 1e9,
+                "matmul_tflop_s": reading.multiplying(*on) / 1e12,
+            }
         return self.record["ceilings"]
 
     def floor(self, case: Case, reads: bool = False) -> float:

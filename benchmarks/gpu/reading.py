@@ -1,6 +1,6 @@
-"""How fast this GPU reads: the ceiling of decoding, which reads weights and writes next to nothing.
+"""The ceilings of this GPU: how fast it copies, multiplies and reads.
 
-A copy is the wrong ceiling there: memory that turns from reading to writing loses time.
+Reading is the ceiling of decoding, which writes next to nothing: memory that turns from reading to writing loses time.
 """
 
 import torch
@@ -47,3 +47,18 @@ def bandwidth(device: torch.device, rehearse: bool = False) -> float:
             found ^= part
         assert found == int(expected), "the kernel that measures reading does not read everything"
     return x.nbytes / measure({"read": [lambda: checksum(x)]}, device)["read"].quantile(0.5)
+
+
+def copying(device: torch.device, rehearse: bool = False) -> float:
+    """Returns bytes per second, read plus written, of a large copy: as a node of a graph or on the stream, the faster."""
+    count, dtype = (1 << 16, torch.float32) if rehearse else (1 << 30, torch.bfloat16)
+    source, target = torch.randn(count, device=device, dtype=dtype), torch.empty(count, dtype=dtype, device=device)
+    runs = {how: [lambda: target.copy_(source)] for how in ("graph", "stream")}
+    return 2 * source.nbytes / min(t.quantile(0.5) for t in measure(runs, device, streamed=["stream"]).values())
+
+
+def multiplying(device: torch.device, rehearse: bool = False) -> float:
+    """Returns operations per second of a large bfloat16 product of random numbers."""
+    side, dtype = (64, torch.float32) if rehearse else (8192, torch.bfloat16)
+    a, b = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
+    return 2 * side**3 / measure({"matmul": [lambda: a @ b]}, device, streamed=["matmul"])["matmul"].quantile(0.5)

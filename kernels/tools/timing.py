@@ -75,40 +75,6 @@ def measure(
     return {name: Timing(tuple(samples[name]), how) for name, (_, _, how) in replays.items()}
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Median rates that this machine reaches.
-
-    Attributes:
-        copy_gb_s: Bytes read plus written by a large copy, in GB/s.
-        matmul_tflop_s: Rate of a large bfloat16 product of random numbers, in TFLOP/s.
-        copy, matmul: Every sample.
-    """
-
-    copy_gb_s: float
-    matmul_tflop_s: float
-    copy: Timing
-    matmul: Timing
-
-
-def ceilings(device: torch.device, rehearse: bool = False) -> Ceilings:
-    """Measures the ceilings of this GPU; with ``rehearse``, on tiny sizes, for a CPU."""
-    count, side = (1 << 16, 64) if rehearse else (1 << 30, 8192)
-    dtype = torch.float32 if rehearse else torch.bfloat16
-    copy, copied = _copying(count, dtype, device)
-    a, b = (torch.randn((side, side), device=device, dtype=dtype) for _ in range(2))
-    matmul = measure({"matmul": [lambda: a @ b]}, device, streamed=["matmul"])["matmul"]
-    return Ceilings(copied / copy.quantile(0.5) / 1e9, 2 * side**3 / matmul.quantile(0.5) / 1e12, copy, matmul)
-
-
-def _copying(count: int, dtype: torch.dtype, device: torch.device) -> tuple[Timing, int]:
-    """Times a copy as a node of a graph and on the stream; returns the faster one, and the bytes it moves."""
-    source, target = torch.randn(count, device=device, dtype=dtype), torch.empty(count, dtype=dtype, device=device)
-    runs: dict[str, list[Callable[[], object]]] = {how: [lambda: target.copy_(source)] for how in ("graph", "stream")}
-    times = measure(runs, device, streamed=["stream"]).values()
-    return min(times, key=lambda timing: timing.quantile(0.5)), 2 * count * dtype.itemsize
-
-
 def relative_error(out: Tensor, expected: Tensor) -> float:
     """Returns ``|out - expected| / |expected|`` in float64, by the norm or by the largest element if that is more.
 
