@@ -50,7 +50,7 @@ def bandwidth(device: torch.device, rehearse: bool = False) -> float:
 
 
 def copying(device: torch.device, rehearse: bool = False) -> float:
-    """Returns bytes per second, read plus written, of a large copy: as a node of a graph or on the stream, the faster."""
+    """Returns bytes per second, read plus written, of a large copy: in a graph or on the stream, the faster."""
     count, dtype = (1 << 16, torch.float32) if rehearse else (1 << 30, torch.bfloat16)
     source, target = torch.randn(count, device=device, dtype=dtype), torch.empty(count, dtype=dtype, device=device)
     runs = {how: [lambda: target.copy_(source)] for how in ("graph", "stream")}
