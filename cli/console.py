@@ -3,14 +3,16 @@
 import errno
 import io
 import os
+import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -104,13 +106,50 @@ def _what_failed(error: Exception) -> str:
     return out_of_memory(error) if is_out_of_memory(error) else ""
 
 
+class _Cell(Text):
+    """Text that goes on in the next line after a space or a part of a path, such as ``model.``, not inside a word."""
+
+    BREAK = re.compile(r"(?<=\s)(?=\S)|(?<=[./+])(?=[^\W\d]|\*)")
+
+    def wrap(self, console: Any, width: int, **options: Any) -> Any:
+        parts = [part for line in self.split(allow_blank=True) for part in line.divide(_breaks(line.plain, width))]
+        for part in parts:
+            part.rstrip()
+        return Text("\n").join(parts).wrap(console, width, **options)
+
+
+def _breaks(line: str, width: int) -> Iterator[int]:
+    """Yields where a line is broken so that its parts are at most so wide, where they can be."""
+    start = last = 0
+    for place in [*(match.start() for match in _Cell.BREAK.finditer(line)), len(line)]:
+        if cell_len(line[start:place].rstrip()) > width and last > start:
+            yield last
+            start = last
+        last = place
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Returns widths of columns that share ``width`` evenly where they need more; no word is broken, however wide."""
+    lines = [[line for text in column for line in text.split("\n")] for column in columns]
+    needed = [max(map(cell_len, column)) for column in lines]
+    widths = [max(cell_len(part.rstrip()) for line in column for part in _Cell.BREAK.split(line)) for column in lines]
+    for _ in range(width - sum(widths)):
+        if short := [number for number, current in enumerate(widths) if current < needed[number]]:
+            widths[min(short, key=widths.__getitem__)] += 1
+    return widths
+
+
 def show(title: str, rows: Iterable[Iterable[str]], *columns: str) -> None:
     """Prints a table that wraps long cells instead of cutting them; without columns, rows are a name and a value."""
     table = Table(title=title, title_justify="left", show_header=bool(columns))
-    for head in columns or ("", ""):
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(text)) for text in row))
+    cells = [[printable(text) for text in row] for row in rows]
+    heads = columns or ("", "")
+    widths = _widths(list(zip(heads, *cells, strict=True)), out.width - 3 * len(heads) - 1)
+    for head, width in zip(heads, widths, strict=True):
+        table.add_column(head, overflow="fold", width=width)
+    for row in cells:
+        table.add_row(*map(_Cell, row))
+    table.width = sum(widths) + 3 * len(widths) + 1  # also where that is more than the terminal has
     out.print(table, crop=False)
 
 
