@@ -189,4 +189,3 @@ def _exchanged(weight: Tensor, gradient: Tensor, share: Tensor, curvature: Curva
         value_OG1 = torch.where(taken_OG, value_OG, found_OGM.gather(2, place_OG1)[..., 0]).unsqueeze(2)
         found_OGM.scatter_(2, place_OG1, value_OG1)
     return found_OGM.flatten(1)
-

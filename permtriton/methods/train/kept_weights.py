@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from permtriton.config import OptimizerKind
 from permtriton.errors import VerificationError
 from permtriton.methods.train.trainer import Trainable
+from permtriton.model.checks import all_finite
 from permtriton.passes.plan import linear_module
 from permtriton.running import ranks
 from permtriton.running.store import MEMORY, Store
@@ -102,9 +103,9 @@ class KeptWeights(Trainable):
                 self._change(name, gradient.to(weight.device))
 
     def _change(self, name: str, gradient: Tensor) -> None:
-        if not _finite(gradient):  # at pruned weights alone it does no harm
+        if not all_finite(gradient):  # at pruned weights alone it does no harm
             gradient = torch.where(_mask(self._parameters[name]), gradient, 0)
-            if not _finite(gradient):
+            if not all_finite(gradient):
                 raise FloatingPointError(name)
         self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
         self._optimizers[name].change(self._parameters[name], gradient.div_(self.scale), self.rate)
@@ -220,11 +221,6 @@ def _fingerprint(weight: Tensor) -> Tensor:
     keys = torch.randint(1, 2**31, weight.shape[-1:], generator=generator).to(weight.device, torch.float64)
     parts = weight.split(max(AT_ONCE // weight[0].numel(), 1))
     return torch.cat([_mask(part).to(torch.float64) @ keys for part in parts]).cpu()  # exact up to 2^53
-
-
-def _finite(values: Tensor) -> bool:
-    """Returns whether all values are finite, in one pass over them, where `Tensor.isfinite` takes five."""
-    return bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _size(weight: Tensor) -> float:
