@@ -44,23 +44,20 @@ def sparsegpt_block_reference(
     for first in range(0, len(block), pattern.group):
         last = first + pattern.group
         group, inside = block[first:last], factor[first:last, first:last]
-        if keep is None:
-            chosen = _largest((group / inside.diagonal()[:, None]).square(), pattern.kept)
-        else:
-            chosen = keep[first:last]
+        chosen = _largest((group / inside.diagonal()[:, None]).square(), pattern) if keep is None else keep[first:last]
         errors[first:last] = _eliminate(group, inside, chosen)
         block[last:].addmm_(factor[first:last, last:].t(), errors[first:last], alpha=-1)
     return block, errors
 
 
-def _largest(scores: Tensor, kept: int) -> Tensor:
-    """Returns bool, like scores ``[M, O]`` of a group: its ``kept`` largest, ties to the lower row.
+def _largest(scores: Tensor, pattern: NMPattern) -> Tensor:
+    """Returns `top_n_mask` of the scores ``[M, O]`` of one group: its largest, ties to the lower row.
 
     All pairs at once: for so few numbers, the time is that of the calls.
     """
     no_less = scores.unsqueeze(1) >= scores  # [i, j]: row i is no less than row j
     above = torch.ones(len(scores), len(scores), dtype=torch.bool, device=scores.device).tril(-1).unsqueeze(2)
-    return torch.where(above, no_less.transpose(0, 1), ~no_less).sum(1) < kept
+    return torch.where(above, no_less.transpose(0, 1), ~no_less).sum(1) < pattern.kept
 
 
 def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
