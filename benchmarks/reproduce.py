@@ -49,9 +49,9 @@ def main_table(results: Path) -> str:
         "[PermLLM](../benchmarks/results/compare-demo-permllm-wanda.json), "
         "[on RIA](../benchmarks/results/compare-demo-permllm-ria.json), "
         "[learned](../benchmarks/results/compare-demo-learned.json)). "
-        "[SmolLM2](benchmarks.md#a-real-language-model): 32 x 512 tokens; RIA + CP portable, PermLLM for 2 of 50 "
-        "epochs, with our gradient 4; three seeds of SparseGPT and of the [fused rows of "
-        "Wanda](../benchmarks/results/real-smollm2-fused-cpu.json), one of the others."
+        "[SmolLM2](benchmarks.md#a-real-language-model): 32 x 512 tokens; RIA + CP in the layout portable; "
+        "PermLLM for 2 epochs in place of 50, with our gradient for 4; three seeds of SparseGPT and of the [fused rows "
+        "of Wanda](../benchmarks/results/real-smollm2-fused-cpu.json), one of the others."
     )
     return _table(heading, lines, caption)
 

@@ -11,10 +11,12 @@ from permtriton.evaluation.compare import Comparison
 from permtriton.evaluation.compare_results import Row, Rows, cell, columns
 from permtriton.recipe import all_options
 from permtriton.util.bars import BarProgress, err
+from permtriton.util.machine import keep_freed_memory
 
 
 @takes(all_options().keys() - {"sparsity", "importance", "layout", "seed"})  # which the rows set
 def compare(model: Model, args: CompareArgs, flags: Flags, json: Json = False, help_all: HelpAll = False) -> None:
+    keep_freed_memory()
     comparison = Comparison.of(model, args, flags)
     progress = BarProgress()
     suit_processor(comparison.source, progress)

@@ -25,7 +25,7 @@ from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.source import Source
 from permtriton.recipe import resolve
 from permtriton.util.bars import reporter
-from permtriton.util.machine import format_bytes
+from permtriton.util.machine import format_bytes, keep_freed_memory
 from permtriton.util.output_files import real_path
 
 
@@ -52,6 +52,7 @@ def compile(
     json: Json = False,
     help_all: HelpAll = False,
 ) -> None:
+    keep_freed_memory()
     config, overrides = resolve(model, flags, args.recipe, args.config, args.protocol, args.save_format)
     if devices is not None and not dry_run:
         raise ConfigError("--devices needs --dry-run: add it, or leave --devices out to run on the devices at hand")

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import Config, jit, tl, triton
-from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.kernels.operator import operator
 from permtriton.util.sparsity import NMPattern
 
@@ -45,23 +44,30 @@ def sparsegpt_block_reference(
     for first in range(0, len(block), pattern.group):
         last = first + pattern.group
         group, inside = block[first:last], factor[first:last, first:last]
-        if keep is None:
-            chosen = top_n_mask((group / inside.diagonal()[:, None]).square(), pattern)
-        else:
-            chosen = keep[first:last]
+        chosen = _largest((group / inside.diagonal()[:, None]).square(), pattern) if keep is None else keep[first:last]
         errors[first:last] = _eliminate(group, inside, chosen)
         block[last:].addmm_(factor[first:last, last:].t(), errors[first:last], alpha=-1)
     return block, errors
 
 
+def _largest(scores: Tensor, pattern: NMPattern) -> Tensor:
+    """Returns `top_n_mask` of the scores ``[M, O]`` of one group: its largest, ties to the lower row.
+
+    All pairs at once: for so few numbers, the time is that of the calls.
+    """
+    no_less = scores.unsqueeze(1) >= scores  # [i, j]: row i is no less than row j
+    above = torch.ones(len(scores), len(scores), dtype=torch.bool, device=scores.device).tril(-1).unsqueeze(2)
+    return torch.where(above, no_less.transpose(0, 1), ~no_less).sum(1) < pattern.kept
+
+
 def _eliminate(group: Tensor, factor: Tensor, keep: Tensor) -> Tensor:
     """Prunes the channels of a group in place, and returns their errors."""
-    errors = torch.empty_like(group)
-    for channel in range(len(group)):
-        kept = group[channel] * keep[channel]
-        errors[channel] = (group[channel] - kept) / factor[channel, channel]
-        group[channel + 1 :].addr_(factor[channel, channel + 1 :], errors[channel], alpha=-1)
-        group[channel] = kept
+    errors, pruned = torch.empty_like(group), keep.logical_not().to(group.dtype)
+    for channel, (weight, error) in enumerate(zip(group, errors, strict=True)):
+        torch.mul(weight, pruned[channel], out=error).div_(factor[channel, channel])
+        if channel + 1 < len(group):
+            group[channel + 1 :].addcmul_(factor[channel, channel + 1 :, None], error, value=-1)
+    group.mul_(keep)
     return errors
 
 

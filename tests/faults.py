@@ -124,8 +124,10 @@ def rotated(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return changed
 
 
-def mask_of(change: Callable[[Tensor, permtriton.NMPattern], Tensor], owner: object = mask) -> Plant:
-    return lambda patch: patch.setattr(owner, "top_n_mask", change)
+def mask_of(
+    change: Callable[[Tensor, permtriton.NMPattern], Tensor], owner: object = mask, name: str = "top_n_mask"
+) -> Plant:
+    return lambda patch: patch.setattr(owner, name, change)
 
 
 def smallest(scores: Tensor, pattern: permtriton.NMPattern) -> Tensor:
@@ -391,7 +393,7 @@ FAULTS: dict[str, Fault] = {
     "-0.0 left": Fault(replaced(mask, "mask_weights", minus_zero), "-0.0"),
     "forward of a layer not given back": Fault(replaced(mask, "mask_weights", forward_left), "after pruning"),
     "SparseGPT keeps 1 of 4": Fault(
-        mask_of(one_of_four, sparsegpt_block), "groups keep fewer weights than 2:4", options=SPARSEGPT
+        mask_of(one_of_four, sparsegpt_block, "_largest"), "groups keep fewer weights than 2:4", options=SPARSEGPT
     ),
     "SparseGPT leaves a group dense": Fault(
         replaced(sparsegpt, "sparsegpt", full_column), "the fullest one keeps 4", options=SPARSEGPT

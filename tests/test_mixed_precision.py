@@ -251,3 +251,19 @@ def test_what_is_compared_is_exact():
             assert (factor @ factor).min() >= NARROW * (1 + 2**-12)
         assert torch.get_float32_matmul_precision() == "medium"
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_head_that_is_not_trained_is_rounded_once(trained):
+    """A trained one follows its weight."""
+    model = zoo.build("llama", hidden_size=NARROW, vocab_size=NARROW)
+    head, inputs = model.lm_head.requires_grad_(trained), torch.randn(FEW, NARROW, requires_grad=True)
+    with mixed_precision(model):
+        before = head(inputs)
+        with torch.no_grad():
+            head.weight.mul_(2)
+        after = head(inputs)
+        assert torch.equal(after, 2 * before if trained else before)
+        after.sum().backward()
+    expected = head.weight.detach().bfloat16().sum(0).float() / (1 if trained else 2)
+    assert_equal_but_for_rounding(inputs.grad, expected.expand_as(inputs), dtype=torch.bfloat16)

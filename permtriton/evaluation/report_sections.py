@@ -292,8 +292,7 @@ def masks(corners: Sequence[MaskCorner]) -> Section:
     text = (
         f"The mask of {corners[0].linear}: its first {rows} outputs (down) and {columns} inputs (across), kept weights "
         "dark, in the dense model's order. Without a permutation, every group of consecutive inputs keeps the same "
-        "number; with one, the members of a group lie elsewhere, so that a channel that matters may keep nearly all of "
-        "its weights."
+        "number; with one, the members of a group lie elsewhere, so that channels that matter need not compete."
     )
     words = [(corner, f"Kept weights of {corner.linear} in {corner.label}") for corner in corners]
     pictures = [Picture(bitmap(corner.kept.tolist()), alt, corner.label) for corner, alt in words]

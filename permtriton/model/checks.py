@@ -180,9 +180,14 @@ def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPa
         )
 
 
+def all_finite(values: Tensor) -> bool:
+    """Returns whether all values are finite, in one pass over them, where `Tensor.isfinite` takes five."""
+    return not values.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
+
+
 def check_finite_tensor(name: str, tensor: Tensor) -> None:
     """Refuses a tensor, called ``name``, that holds NaN or infinity, by a `VerificationError`."""
-    if not bool(tensor.isfinite().all()):
+    if not all_finite(tensor):
         raise VerificationError(f"{name}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite")
 
 

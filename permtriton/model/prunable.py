@@ -5,6 +5,7 @@ import os
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError
+from permtriton.model.checks import all_finite
 from permtriton.model.core import check_towers
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
@@ -66,7 +67,7 @@ def check_weights(model: PreTrainedModel) -> None:
         if parameter.is_meta:
             continue
         values = parameter.float() if parameter.dtype.itemsize == 1 else parameter  # torch has no isfinite of float8
-        if not bool(values.isfinite().all()):
+        if not all_finite(values):
             bad = int((~values.isfinite()).sum())
             raise ModelError(
                 f"{name}: {bad} of {parameter.numel()} weights are NaN or infinite; the checkpoint is damaged"

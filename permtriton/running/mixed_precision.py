@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
 from permtriton.model.forward import replaced_forwards
@@ -34,10 +35,17 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
 
     Args:
         fixed: whether no weight changes and no gradient is taken. Weights are rounded once, in half of their memory.
+            A head that is not trained is, too: it multiplies a few tokens at a time, so that rounding takes as long.
     """
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+
+    def replacement(module: nn.Module) -> Callable[[Tensor], Tensor]:
+        once = fixed or (module is head and not module.get_parameter("weight").requires_grad)
+        return (_rounded_once if once else _rounding)(module)
+
     wide = [module for module in model.modules() if wanted and _is_wide(module) and _is_float32(module)]
     faster = wide and multiplies_bfloat16(next(model.parameters()).device)
-    with replaced_forwards(wide if faster else [], _rounded_once if fixed else _rounding):
+    with replaced_forwards(wide if faster else [], replacement):
         yield
 
 

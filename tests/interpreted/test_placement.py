@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from permtriton.kernels import placement as file
+from permtriton.kernels.distances import distances_triton
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.placement import placement_reference
 from permtriton.kernels.swap_gains import RankOneCurvature
@@ -53,6 +54,13 @@ def test_tiles_of_blocks(monkeypatch):
 @pytest.mark.parametrize(("pattern", "size"), [(TWO_FOUR, 100), (NMPattern(4, 8), 16), (NMPattern(2, 3), 9)], ids=str)
 def test_dtypes_patterns_and_sizes(dtype, pattern, size):
     check([size], 3, pattern, dtype, turned=size != 16)
+
+
+@pytest.mark.parametrize("shape", [(2, 16, 7), (1, 36, 300), (3, 5, 1)], ids=str)
+def test_distances(shape):
+    left, right = (torch.randn(shape, generator=rng(seed)) for seed in (0, 1))
+    found, expected = distances_triton(left, right), torch.cdist(left.double(), right.double(), p=1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6 * shape[-1])
 
 
 def test_no_rows():

@@ -160,8 +160,8 @@ def _drawn_label(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor
     """Returns the cross-entropy of labels drawn from the model's own prediction."""
     with without_cache(model):
         logits = model(**samples.to(model.device, model.dtype).inputs).logits[:, samples.counted].float()
-    noise = draw(torch.rand, logits)
-    labels = (logits.detach() - (-noise.log()).log()).argmax(-1)  # the Gumbel-max draw from softmax(logits)
+    noise = draw(torch.rand, logits).log_().neg_().log_()
+    labels = torch.sub(logits.detach(), noise, out=noise).argmax(-1)  # the Gumbel-max draw from softmax(logits)
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 

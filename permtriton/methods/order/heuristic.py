@@ -9,7 +9,7 @@
 The importance that group g retains when channel c joins it is ``sum_o relu(s_oc - t_og)`` plus a constant, where
 ``t_og`` is the N-th largest score in row o of the channels that stayed. Since ``relu(a) = (|a| + a) / 2`` and the
 linear parts sum to the same for every assignment, the best assignment maximises the L1 distances between scores and
-thresholds, which one `torch.cdist` computes.
+thresholds (`permtriton.kernels.distances`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.kernels.assignment import assignment
+from permtriton.kernels.distances import distances
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.fisher import row_weights
 from permtriton.methods.measure.importance import descending, retained
@@ -179,6 +180,6 @@ def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, gen
     others = [scores[members[:, position]] for position in range(pattern.group) if position != slot]
     threshold = next(islice(descending(others), pattern.kept - 1, None))
     taken = members[:, slot].view(parts, -1)
-    gain = torch.cdist(scores[taken], threshold.view(*taken.shape, -1), p=1)
+    gain = distances(scores[taken], threshold.view(*taken.shape, -1))
     groups[chosen, slot] = taken.gather(1, assignment(gain).long()).flatten()
     return groups.flatten()

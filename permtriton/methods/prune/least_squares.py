@@ -72,20 +72,20 @@ def _conjugate_gradients(
         total: sums products of single weights, of each problem that is solved on its own.
     """
     weight = start.clone(memory_format=torch.contiguous_format)
-    mask = (weight != 0).to(weight.dtype)  # products with booleans are slower
-    residual = product(target - weight).mul_(mask)
-    direction = residual / scale
+    inverse = (weight != 0).to(weight.dtype).div_(scale)  # 0 where pruned, so that no direction leaves the mask
+    residual = product(target - weight)
+    direction = residual * inverse
     scaled, products = torch.empty_like(direction), torch.empty_like(direction)
     size = total(torch.mul(residual, direction, out=products))
     tiny = torch.finfo(size.dtype).tiny
     for _ in range(iterations):
-        change = product(direction).mul_(mask)
+        change = product(direction)
         step = size / total(torch.mul(direction, change, out=products)).clamp_min(tiny)
-        weight += torch.mul(step, direction, out=products)
-        residual -= change.mul_(step)
-        torch.div(residual, scale, out=scaled)
+        weight.addcmul_(direction, step)
+        residual.addcmul_(change, step, value=-1)
+        torch.mul(residual, inverse, out=scaled)
         before, size = size, total(torch.mul(residual, scaled, out=products))
-        direction.mul_(size / before.clamp_min(tiny)).add_(scaled)
+        torch.addcmul(scaled, direction, size / before.clamp_min(tiny), out=direction)
     return weight
 
 
@@ -177,12 +177,15 @@ def _exchanged(weight: Tensor, gradient: Tensor, share: Tensor, curvature: Curva
     gain_MMOG -= (v_MOG * (v_MOG * h_MG.unsqueeze(1) - 2 * g_MOG)).unsqueeze(1)
     gain_MMOG.masked_fill_(~(kept_MOG.unsqueeze(1) & free_MOG), 0)
     gain_OG, pair_OG = gain_MMOG.flatten(0, 1).max(0)
-    gained_OG = gain_OG > 0
-    rank_OG = gain_OG.argsort(1, descending=True).argsort(1)
-    taken_OG = gained_OG & (rank_OG < (gained_OG.sum(1) * share).unsqueeze(1))
-    row, group = taken_OG.nonzero(as_tuple=True)
-    out, into = pair_OG[row, group] // size, pair_OG[row, group] % size
+    falls_OG = gain_OG > 0
+    count_O1 = (falls_OG.sum(1, keepdim=True) * share.unsqueeze(1)).ceil().long()
+    least_O1 = gain_OG.sort(1, descending=True).values.gather(1, (count_O1 - 1).clamp_min(0))
+    taken_OG = falls_OG & (gain_OG >= least_O1)
+    out_OG, into_OG = pair_OG // size, pair_OG % size
+    new_OG = step_MMOG.flatten(0, 1).gather(0, pair_OG.unsqueeze(0))[0] / h_MG.gather(0, into_OG)
     found_OGM = weight.unflatten(1, (-1, size)).clone()
-    found_OGM[row, group, out] = 0
-    found_OGM[row, group, into] = step_MMOG[out, into, row, group] / h_MG[into, group]
+    for place_OG, value_OG in ((out_OG, torch.zeros_like(new_OG)), (into_OG, new_OG)):
+        place_OG1 = place_OG.unsqueeze(2)
+        value_OG1 = torch.where(taken_OG, value_OG, found_OGM.gather(2, place_OG1)[..., 0]).unsqueeze(2)
+        found_OGM.scatter_(2, place_OG1, value_OG1)
     return found_OGM.flatten(1)

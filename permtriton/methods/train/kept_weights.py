@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from permtriton.config import OptimizerKind
 from permtriton.errors import VerificationError
 from permtriton.methods.train.trainer import Trainable
+from permtriton.model.checks import all_finite
 from permtriton.passes.plan import linear_module
 from permtriton.util import ranks
 from permtriton.util.store import MEMORY, Store
@@ -83,7 +84,7 @@ class KeptWeights(Trainable):
         if name in self._changed:  # by an attempt whose memory ran out later on
             return
         mask = _mask(self._parameters[name]).to(gradient.dtype)  # products with booleans are slower
-        gradient = (gradient * mask).to(_wide(gradient.dtype))
+        gradient = gradient.mul_(mask).to(_wide(gradient.dtype))
         if self._at_once:
             self._change(name, gradient)
         elif name in self._gradients:
@@ -102,9 +103,9 @@ class KeptWeights(Trainable):
                 self._change(name, gradient.to(weight.device))
 
     def _change(self, name: str, gradient: Tensor) -> None:
-        if not _finite(gradient):  # at pruned weights alone it does no harm
+        if not all_finite(gradient):  # at pruned weights alone it does no harm
             gradient = torch.where(_mask(self._parameters[name]), gradient, 0)
-            if not _finite(gradient):
+            if not all_finite(gradient):
                 raise FloatingPointError(name)
         self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
         self._optimizers[name].change(self._parameters[name], gradient.div_(self.scale), self.rate)
@@ -180,9 +181,9 @@ class _Optimizer:
             gradient: 0 where the weight is 0, float32 (float64 for such a weight).
             rate: learning rate, relative to the root mean square of the weight.
         """
-        values, remainder = self._values, self.state.get("remainder")
-        # Fused Adam takes values, gradient and moments for laid out alike.
-        values.data = weight.detach().to(gradient.dtype, memory_format=torch.contiguous_format, copy=True)
+        values, remainder, mask = self._values, self.state.get("remainder"), _mask(weight)
+        # Fused Adam takes values, gradient and moments for laid out alike. They are the weight itself if it is, too.
+        values.data = weight.detach().to(gradient.dtype).contiguous()
         if remainder is not None:
             values.data += remainder.to(weight.device)
         values.grad = gradient.contiguous()
@@ -194,8 +195,8 @@ class _Optimizer:
         self.steps += 1
         for key, moment in moments.items():
             self.state[key].copy_(moment)  # itself, where it has not been copied
-        mask = _mask(weight)
-        weight.copy_(values)
+        if values.data_ptr() != weight.data_ptr():
+            weight.copy_(values)
         if _count(weight) < self._kept:  # rounded to 0.0 or -0.0
             smallest = 2.0**-24 if weight.dtype == torch.float16 else torch.finfo(weight.dtype).tiny
             weight.copy_(torch.where(mask & (weight == 0), values.new_tensor(smallest).copysign(values), weight))
@@ -220,11 +221,6 @@ def _fingerprint(weight: Tensor) -> Tensor:
     keys = torch.randint(1, 2**31, weight.shape[-1:], generator=generator).to(weight.device, torch.float64)
     parts = weight.split(max(AT_ONCE // weight[0].numel(), 1))
     return torch.cat([_mask(part).to(torch.float64) @ keys for part in parts]).cpu()  # exact up to 2^53
-
-
-def _finite(values: Tensor) -> bool:
-    """Returns whether all values are finite, in one pass over them, where `Tensor.isfinite` takes five."""
-    return bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 def _size(weight: Tensor) -> float:
