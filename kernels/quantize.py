@@ -1,11 +1,15 @@
 # mypy: allow-untyped-defs
-"""Activations in float8 e4m3 with a scale per token: ``x[t] ~ scale[t] q[t]``, of x or of x[..., index].
+"""Activations in float8 e4m3 with a scale per token: ``x[t] ~ scale[t] q[t]``, alone and after what makes them.
 
     scale[t] = max over c of |x[t, c]| / 448, in float32 (the smallest positive step if all are zeros)
     q[t, c]  = e4m3(x[t, c] / scale[t])
 
-Shapes: ``x`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
-Bytes moved: the input read once, one byte per value written. Kernels run on NVIDIA
+    quantize       of x, or of x[..., index]
+    silu_quantize  of silu(gate) * up, each rounded to their dtype, as a gated MLP makes the input of its last linear
+    (norm_quantize of a norm, in `permtriton.kernels.norm_permute`)
+
+Shapes: ``x``, ``gate``, ``up`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
+Bytes moved: the inputs read once, one byte per value written: less than what they replace writes. Kernels run on NVIDIA
 GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the references do.
 
 The kernels multiply by 1 / scale: a division would cost more instructions than all the rest. So a value that lies
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import DTYPES, Config, has_kernels, jit, tl, triton
@@ -100,60 +105,80 @@ def scale_of(largest):
 
 
 @jit
+def store_quantized(row, inside, y_ptr, scale_ptr):
+    """Quantizes a row in registers, zeros outside, and stores it with its scale."""
+    row = row.to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(row), 0))
+    tl.store(y_ptr, (row * tl.div_rn(1.0, scale)).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(scale_ptr, scale)
+
+
+@jit
+def _values(x_ptr, up_ptr, inside, SILU: tl.constexpr):
+    """Returns what is quantized; zeros outside."""
+    value = tl.load(x_ptr, mask=inside, other=0.0)
+    if SILU:
+        wide = value.to(tl.float32)
+        gate = (wide / (1.0 + tl.exp(-wide))).to(value.dtype).to(tl.float32)
+        value = (gate * tl.load(up_ptr, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+    return value
+
+
+@jit
 def _quantize_kernel(
-    x_ptr, index_ptr, y_ptr, scale_ptr, rows, C, row_stride,
-    BLOCK_C: tl.constexpr, GATHER: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, up_ptr, index_ptr, y_ptr, scale_ptr, rows, C, row_stride, up_stride,
+    BLOCK_C: tl.constexpr, SILU: tl.constexpr, GATHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
     if GATHER:
         source = load_index(index_ptr, channel, inside, C)
     for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=STAGES):
-        value = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0)
+        value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, inside, SILU)
         if GATHER:
             value = tl.gather(value, source, 0)
-        value = value.to(tl.float32)
-        scale = scale_of(tl.max(tl.abs(value), 0))
-        result = value * tl.div_rn(1.0, scale)
-        tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=inside)
-        tl.store(scale_ptr + row, scale)
+        store_quantized(value, inside, y_ptr + row * C + channel, scale_ptr + row)
 
 
 @jit
-def _quantize_long_kernel(x_ptr, y_ptr, scale_ptr, rows, C, row_stride, TILE: tl.constexpr):
+def _quantize_long_kernel(
+    x_ptr, up_ptr, y_ptr, scale_ptr, rows, C, row_stride, up_stride, TILE: tl.constexpr, SILU: tl.constexpr
+):  # fmt: skip
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         largest = tl.zeros([TILE], tl.float32)
         for start in range(0, C, TILE):
             channel = start + tl.arange(0, TILE)
-            value = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0)
+            value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, channel < C, SILU)
             largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
         scale = scale_of(tl.max(largest, 0))
         for start in range(0, C, TILE):
             channel = start + tl.arange(0, TILE)
-            value = tl.load(x_ptr + row * row_stride + channel, mask=channel < C, other=0.0)
+            value = _values(x_ptr + row * row_stride + channel, up_ptr + row * up_stride + channel, channel < C, SILU)
             result = value.to(tl.float32) * tl.div_rn(1.0, scale)
             tl.store(y_ptr + row * C + channel, result.to(y_ptr.dtype.element_ty), mask=channel < C)
         tl.store(scale_ptr + row, scale)
 
 
-def quantize_triton(x: Tensor, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes `quantize` of inputs that `supports` accepts."""
-    results, hidden = _empty(x), rows_of(x)
+def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Computes `quantize`, or of a gate ``x`` and ``up`` `silu_quantize`."""
+    y, scale = _empty(x)
+    hidden = rows_of(x)
     rows, channels = hidden.shape
-    sizes = rows, channels, hidden.stride(0)
+    other = hidden if up is None else rows_of(up)
+    results, sizes = (y, scale), (rows, channels, hidden.stride(0), other.stride(0))
     block = triton.next_power_of_2(channels)
     if block > (LONGEST if are_aligned(hidden) else LONGEST // 2):
         if index is not None:
             return quantize_triton(permute(x, index))
         grid = (programs_for(x, rows, 4),)
-        _quantize_long_kernel[grid](hidden, *results, *sizes, TILE=LONG_TILE, num_warps=8)
+        _quantize_long_kernel[grid](hidden, other, *results, *sizes, TILE=LONG_TILE, SILU=up is not None, num_warps=8)
         return results
     config = config_for("quantize", CONFIGS, (rows, channels), x.dtype)
     warps = warps_for(config, block)
     grid = (programs_for(x, rows, triton.cdiv(32, warps)),)
     _quantize_kernel[grid](
-        hidden, hidden if index is None else index.contiguous(), *results, *sizes, BLOCK_C=block,
-        GATHER=index is not None, STAGES=config.constants["STAGES"], num_warps=warps,
+        hidden, other, hidden if index is None else index.contiguous(), *results, *sizes, BLOCK_C=block,
+        SILU=up is not None, GATHER=index is not None, STAGES=config.constants["STAGES"], num_warps=warps,
     )  # fmt: skip
     return results
 
@@ -196,3 +221,24 @@ def quantize(x: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
         index: ``[C]``, any integer dtype, or None for the order of ``x``.
     """
     return quantize_tokens(x.contiguous() if index is None else permute(x, index))
+
+
+def _check_pair(gate: Tensor, up: Tensor) -> None:
+    assert (gate.shape, gate.dtype) == (up.shape, up.dtype), f"{gate.dtype} {gate.shape}, {up.dtype} {up.shape}"
+
+
+@operator(
+    "silu_quantize",
+    _empty,
+    check=_check_pair,
+    launcher=lambda gate, up: quantize_triton(gate, None, up),
+    supports=supports,
+)
+def silu_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ``silu(gate) * up`` in float8 e4m3, contiguous, and the scale of each token; not differentiable.
+
+    Args:
+        gate: ``[..., C]``, floating point; ``silu`` and the product are rounded to its dtype.
+        up: The same.
+    """
+    return quantize_tokens((silu(gate) * up).contiguous())

@@ -147,20 +147,32 @@ def _norm_permute() -> Iterator[Build]:
 
 
 def _quantize() -> Iterator[Build]:
-    """Yields the kernels alone and with a gather; short and long rows."""
+    """Yields the kernels alone, with a gather, after a gate and after each kind of norm; short and long rows."""
 
-    def quantized(dtype: torch.dtype, channels: int, gather: bool) -> object:
+    def alone(dtype: torch.dtype, channels: int, gather: bool, gated: bool) -> object:
         x, index = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=index_dtype(channels))
-        return quantize.quantize_triton(x, index if gather else None)
+        return quantize.quantize_triton(x, index if gather else None, x if gated else None)
+
+    def normed(kind: str, channels: int) -> object:
+        x, vector = torch.empty(1024, channels, dtype=torch.bfloat16), torch.empty(channels, dtype=torch.bfloat16)
+        index = torch.empty(channels, dtype=index_dtype(channels))
+        return norms.norm_quantize_triton(x, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
 
     longest = quantize.LONGEST
-    for dtype, channels, gather in (
-        *((torch.bfloat16, channels, gather) for channels in (128, 4096, longest) for gather in (False, True)),
-        (torch.float32, 4096, False), (torch.bfloat16, 2 * longest, False),
+    for dtype, channels, gather, gated in (
+        *((torch.bfloat16, channels, *how) for channels in (128, 4096, longest)
+          for how in ((False, False), (True, False), (False, True))),
+        (torch.float32, 4096, False, False), (torch.bfloat16, 2 * longest, False, False),
+        (torch.bfloat16, 2 * longest, False, True),
     ):  # fmt: skip
-        about = f"{name_of(dtype)} x {channels}" + ", gathered" * gather
+        about = f"{name_of(dtype)} x {channels}" + ", gathered" * gather + ", gated" * gated
         table = ("quantize", quantize.CONFIGS) if channels <= longest else ()
-        yield from builds_of(about, partial(quantized, dtype, channels, gather), *table, aligned=channels == longest)
+        aligned = channels == longest
+        yield from builds_of(about, partial(alone, dtype, channels, gather, gated), *table, aligned=aligned)
+    for kind, channels in product(norms.KINDS, (4096, norms.HELD)):
+        call = partial(normed, kind, channels)
+        about = f"{kind} bf16 x {channels}, quantized"
+        yield from builds_of(about, call, "norm_permute", norms.CONFIGS, aligned=True)
 
 
 def _sinkhorn() -> Iterator[Build]:

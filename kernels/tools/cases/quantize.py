@@ -1,13 +1,17 @@
-"""Cases of `permtriton.kernels.quantize`."""
+"""Cases of `permtriton.kernels.quantize`, and of the norm that quantizes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
+from permtriton.kernels import norm_permute as norms
 from permtriton.kernels.permute import permute_reference
-from permtriton.kernels.quantize import CONFIGS, quantize, quantize_tokens
+from permtriton.kernels.quantize import CONFIGS, quantize, quantize_tokens, silu_quantize
 from permtriton.kernels.tools.case import Arguments, Case, Random
+from permtriton.kernels.tools.cases.norm_permute import EPS
 from permtriton.kernels.tools.timing import relative_error
 
 Quantized = tuple[Tensor, Tensor]
@@ -17,8 +21,9 @@ LIMIT = 1e-2  # a value between two of float8 may be rounded to either
 def cases(
     shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> list[Case]:
-    """Returns the cases of each linear's input: as it is, and gathered."""
-    return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in (quantize_case, gathered_case)]
+    """Returns the cases of each linear's input: as it is, gathered, after a gate, and after a norm."""
+    makers = (quantize_case, gathered_case, silu_quantize_case, norm_quantize_case)
+    return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]
 
 
 def quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -27,7 +32,7 @@ def quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.de
     def make(seed: int) -> Arguments:
         return Random(seed, device).normal(rows, channels, dtype=dtype), None
 
-    return _case("quantize", rows, channels, dtype, make, lambda x, _: quantize_tokens(x))
+    return _case("quantize", rows, channels, dtype, make, quantize, lambda x, _: quantize_tokens(x))
 
 
 def gathered_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -40,7 +45,38 @@ def gathered_case(rows: int, channels: int, dtype: torch.dtype, device: torch.de
     def reference(x: Tensor, index: Tensor) -> Quantized:
         return quantize_tokens(permute_reference(x, index))
 
-    return _case("quantize with gather", rows, channels, dtype, make, reference)
+    return _case("quantize with gather", rows, channels, dtype, make, quantize, reference)
+
+
+def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """The input of a gated MLP's last linear."""
+
+    def make(seed: int) -> Arguments:
+        random = Random(seed, device)
+        return tuple(random.normal(rows, channels, dtype=dtype) for _ in range(2))
+
+    def reference(gate: Tensor, up: Tensor) -> Quantized:
+        return quantize_tokens(silu(gate) * up)
+
+    return _case("quantize (silu)", rows, channels, dtype, make, silu_quantize, reference, inputs=2)
+
+
+def norm_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
+    """RMSNorm that writes a permuted order."""
+
+    def make(seed: int) -> Arguments:
+        random = Random(seed, device)
+        x, weight = random.normal(rows, channels, dtype=dtype), random.normal(channels, dtype=dtype)
+        return x, weight, random.stored_order(channels, False)
+
+    def run(x: Tensor, weight: Tensor, index: Tensor) -> Quantized:
+        return norms.norm_quantize(x, weight, None, index, EPS, 0.0, "rms")
+
+    def reference(x: Tensor, weight: Tensor, index: Tensor) -> Quantized:
+        return quantize_tokens(norms.norm_reference(x, weight, None, EPS, 0.0, "rms", index.long()))
+
+    case = _case("quantize (norm)", rows, channels, dtype, make, run, reference)
+    return replace(case, tables={"norm_permute": norms.CONFIGS})
 
 
 def _case(
@@ -49,11 +85,13 @@ def _case(
     channels: int,
     dtype: torch.dtype,
     make: Callable[[int], Arguments],
+    run: Callable[..., Quantized],
     reference: Callable[..., Quantized],
+    inputs: int = 1,
 ) -> Case:
-    moved = rows * channels * (dtype.itemsize + 1) + 4 * rows
+    moved = rows * channels * (inputs * dtype.itemsize + 1) + 4 * rows
     return Case(
-        op, f"{rows}x{channels}", dtype, make, quantize, reference, _error, LIMIT, moved, tables={"quantize": CONFIGS}
+        op, f"{rows}x{channels}", dtype, make, run, reference, _error, LIMIT, moved, tables={"quantize": CONFIGS}
     )
 
 
