@@ -44,7 +44,8 @@ def evaluate(
     args = args.with_protocol(model)
     tasks = args.task_request
     if output is not None:
-        check_report_file(output, REPORT_KEYS, overwrite=overwrite)
+        reads: list[Any] = [read for read in (model, args.against, args.eval_data, tasks.folder) if read]
+        check_report_file(output, REPORT_KEYS, overwrite=overwrite, reads=reads)
     progress = BarProgress()
     suit_processor(Source(model, **args.loading), progress)
     measured = evaluate_with(model, replace(args, progress=progress))

@@ -11,7 +11,7 @@ import permtriton
 from permtriton.checkpoint.save import _correct
 from permtriton.data.samples import Samples
 from permtriton.errors import ModelError
-from permtriton.model.beside import embeds, modules_of
+from permtriton.model.beside import beside, embeds, left_out
 from permtriton.model.load import load_empty_model, load_model
 from permtriton.model.reference import Reference
 from permtriton.model.source import Source
@@ -52,16 +52,42 @@ def test_the_model_inside_the_folder_of_an_embedder(tmp_path):
     assert embeds(load_empty_model(Source(str(inside))))
 
 
+def test_what_is_no_weight_comes_along(tmp_path):
+    """Weights of another format, states of a training and folders of their own stay, and are named."""
+    folder = embedder(tmp_path / "dense")
+    trained_tokenizer().save_pretrained(folder)
+    comes = {"LICENSE", "NOTICE", "tokenizer.model", "labels.txt"}
+    stays = {
+        "pytorch_model.bin",
+        "model.onnx",
+        "optimizer.pt",
+        "params.json",
+        "quantize_config.json",
+        "onnx/",
+        "big.txt",
+    }
+    for name in (*comes, *stays, "README.md", ".env"):
+        folder.joinpath(name).mkdir() if name.endswith("/") else (folder / name).write_text("x")
+    with (folder / "big.txt").open("w") as file:
+        file.truncate(2**27)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "key").write_text("x")
+    source = Source(str(folder))
+    assert set(left_out(source)) == stays
+    modules = {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors", "modules.json"}
+    assert set(beside(source)) == comes | modules | {"tokenizer.json", "tokenizer_config.json"}
+
+
 def test_files_beside_a_trained_model_are_saved(tmp_path):
     """But none of another tokenizer, and no link out of the folder."""
     folder = embedder(folders.save(folders.model_of("llama"), tmp_path / "pruned"), folders.model_of("llama"))
-    for name in ("LICENSE", "tokenizer.model", "model.onnx", "params.json"):
+    for name in ("LICENSE", "tokenizer.model"):
         (folder / name).write_text("x")
     (folder / "NOTICE").symlink_to(folder.parent)
     kept = permtriton.keep_pattern(model := folders.load(folder))
     saved = folders.files(kept.save_pretrained(tmp_path / "without"))
     assert {"LICENSE", "tokenizer.model", "1_Pooling/config.json", "2_Dense/model.safetensors"} <= saved.keys()
-    assert {"NOTICE", "model.onnx", "params.json", "../secret"}.isdisjoint(saved)
+    assert "NOTICE" not in saved
     saved = folders.files(kept.save_pretrained(tmp_path / "with", trained_tokenizer()))
     assert "LICENSE" in saved
     assert "tokenizer.model" not in saved
@@ -73,19 +99,27 @@ def test_files_beside_a_trained_model_are_saved(tmp_path):
 def test_damaged_modules_are_passed_over(tmp_path, content):
     zoo.tiny_llama().save_pretrained(tmp_path)
     (tmp_path / "modules.json").write_text(content)
-    assert modules_of(Source(str(tmp_path))) == []
+    assert beside(Source(str(tmp_path))) == ["modules.json"]
 
 
 # -- what transformers leaves out ------------------------------------------------------------------------------------
 
 
-def test_a_config_declares_no_layers_that_are_left_out(tmp_path, monkeypatch):
-    """Such as the layers of Qwen3-Next and DeepSeek that predict further tokens."""
-    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*"])
+def test_weights_that_transformers_leaves_out_in_silence_are_named(tmp_path, monkeypatch):
+    """Such as the layers of Qwen3-Next and DeepSeek that predict further tokens; the config then declares none."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*", r"inv_freq"])
     zoo.tiny_llama().save_pretrained(tmp_path)
-    folders.edit_tensors(tmp_path, lambda tensors: tensors.update({"mtp.0.up.weight": torch.ones(2, 2)}))
+    more = {"mtp.0.up.weight": torch.ones(2, 2), "mtp.0.norm.weight": torch.ones(2), "model.inv_freq": torch.ones(2)}
+    folders.edit_tensors(tmp_path, lambda tensors: tensors.update(more))
     folders.configure(tmp_path, mtp_num_hidden_layers=1, num_nextn_predict_layers=1)
-    model = load_model(Source(str(tmp_path)))
+    unused, said = [], []
+
+    class Said:
+        say = said.append
+
+    model = load_model(Source(str(tmp_path)), progress=Said(), unused=unused)
+    assert unused == ["mtp.0.norm.weight", "mtp.0.up.weight"]
+    assert said == [f"tensors that LlamaForCausalLM does not use are left out: {', '.join(unused)}"]
     _correct(model)
     assert (model.config.mtp_num_hidden_layers, model.config.num_nextn_predict_layers) == (0, 0)
 

@@ -1,6 +1,9 @@
 """``python -m benchmarks.gpu``: all rows on tiny sizes, its result file, and what it does when a row fails."""
 
 import dataclasses
+import re
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +11,8 @@ import torch
 
 from benchmarks import readme_tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import bench, compile_check, kernels, models, reading, table
+from benchmarks.gpu import bench, caches, checks, compile_check, kernels, models, reading, table
+from benchmarks.gpu.bench import Bench, Settings, save
 from benchmarks.gpu.builds import Build
 from benchmarks.gpu.recording import recorded
 from benchmarks.gpu.table import read
@@ -72,6 +76,18 @@ def test_the_table_of_results_and_of_goals(rows):
     assert readme_tables.TABLES["gpu"]() == table.markdown(read(readme_tables.RESULTS / "gpu.json"))
 
 
+def test_fifteen_minutes_are_two_calls_of_the_most_valuable_rows():
+    (first, longest), (second, rest) = table.calls(15)
+    assert (longest, rest) == (360, 240)
+    assert table.seconds_of(first) <= longest
+    assert table.seconds_of(second) <= rest
+    assert first[:3] == ["first_look", "paper", "kernels"]
+    assert not {"sparse_linear_tuned", "decoding_tuned"} & {*first, *second}, "without tuning, they show nothing"
+    everything = [name for names, seconds in table.calls(60) for name in names]
+    assert sorted(everything) == sorted(table.ROWS)
+    assert "Not in these 15 minutes: tune," in table.plan(15)
+
+
 def test_a_single_wrong_row_of_thousands_is_an_error():
     expected = torch.randn(14336, 16, generator=torch.Generator().manual_seed(0))
     out = expected.clone()
@@ -102,11 +118,88 @@ def test_rows_are_added_and_replaced_and_a_failing_one_costs_only_itself(tmp_pat
     assert measured(tmp_path, "kernels")["kernels"]["failures"] == []
 
 
+def test_a_row_that_was_cut_off_is_continued(tmp_path):
+    """With what it had measured as it was, and without the case in which it died twice."""
+    whole = measured(tmp_path, "paper")["paper"]
+    first, second = whole["results"][:2]
+    part = {
+        **whole,
+        "results": whole["results"][:1] + whole["results"][2:],
+        "seconds": None,
+        "tried": {f"{second['name']}: {second['case']}": 2},
+    }
+    save(tmp_path / bench.RESULTS, {"paper": part})
+    again = measured(tmp_path, "paper")["paper"]
+    assert again["results"] == part["results"]
+    assert "twice the process died" in again["failures"][0]["why"]
+    save(tmp_path / bench.RESULTS, {"paper": {**part, "tried": {}, "commit": "another"}})
+    assert len(measured(tmp_path, "paper")["paper"]["results"]) == len(whole["results"])
+    assert measured(tmp_path, "paper")["paper"]["results"][0] != first
+    save(tmp_path / bench.RESULTS, {"paper": {**part, "tried": {}, "hardware": {"device": "another"}}})
+    assert measured(tmp_path, "paper")["paper"]["results"][0] != first
+
+
+def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeypatch):
+    started = []
+
+    def process(arguments, seconds, **_):
+        name = arguments[arguments.index("--only") + 1]
+        if "--ahead" not in arguments:
+            started.append(name)
+            command.run(name, Settings(tmp_path, tiny=True))
+            if name == "sinkhorn" and len(started) < 3:
+                monkeypatch.setattr(command, "LEAST", 1e9)  # the time is up
+        return checks.Ran(0, "", 1.0)
+
+    monkeypatch.setattr(checks, "process", process)
+    monkeypatch.setattr(caches, "work", lambda: tmp_path / "caches")
+    arguments = [
+        "--out",
+        str(tmp_path),
+        "--tiny",
+        *(w for n in ("paper", "sinkhorn", "assignment") for w in ("--only", n)),
+    ]
+    assert command.main(arguments) == 1, "one row is missing"
+    assert started == ["paper", "sinkhorn"]
+    monkeypatch.setattr(command, "LEAST", 1)
+    assert command.main(arguments) == 0
+    assert command.main(arguments) == 0
+    assert started == ["paper", "sinkhorn", "assignment"], "what came to its end is not measured again"
+    assert "assignment" in (tmp_path / "table.md").read_text()
+    assert command.main([*arguments, "--again"]) == 0
+    assert len(started) == 6
+
+
 def test_a_packed_model_must_give_the_same_logits(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "PATTERN", dataclasses.replace(models.PATTERN, kept=1))
     row = measured(tmp_path, "inference")["inference"]
     assert row["failures"]
     assert row["results"] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "begins", "why"),
+    [
+        ("import os; os._exit(7)", True, "died, exit code 7"),
+        ("import no_such_module", False, "exit code 1: .*no_such_module"),
+    ],
+)
+def test_a_process_that_hangs_dies_or_cannot_begin_costs_only_its_row(tmp_path, monkeypatch, code, begins, why):
+    settings, started = Settings(tmp_path, tiny=True), []
+
+    def process(arguments, seconds, **environment):
+        started.append(arguments[arguments.index("--only") + 1])
+        if begins:
+            Bench(started[-1], settings)
+        return checks_process([sys.executable, "-c", code], 1, **environment)
+
+    checks_process = checks.process
+    monkeypatch.setattr(checks, "process", process)
+    monkeypatch.setattr(caches, "work", lambda: tmp_path / "caches")
+    command.call(["first_look", "inference"], settings, time.monotonic() + 1000, again=False)
+    assert started == ["first_look", "inference"]
+    rows = read(settings.file)
+    assert all(re.search(why, rows[name]["failures"][0]["why"]) for name in started)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

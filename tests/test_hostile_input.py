@@ -205,6 +205,7 @@ def test_no_command_writes_into_what_it_reads(desk, tmp_path, monkeypatch):
         permtriton.export,
         permtriton.inspect,
         permtriton.compile,
+        permtriton.keep_pattern,
         permtriton.evaluate,
         lambda odd: permtriton.report("x", comparison=odd),
         lambda odd: permtriton.export("x", odd),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import floors, shapes
-from benchmarks.gpu.compile_check import TARGETS
+from benchmarks.gpu import floors, sass, shapes
+from benchmarks.gpu.compile_check import TARGETS, resident
 from benchmarks.gpu.recording import CudaLaunch, recorded
 from permtriton.errors import ConfigError
 from permtriton.kernels.launch import multiprocessors, triton
@@ -19,6 +19,83 @@ from .kernel_builds import copy_floor
 COMMITTED = Path(__file__).parent.parent / "benchmarks" / "results" / "issue-floor.json"
 SM_80, SM_89, SM_90, SM_100, _ = TARGETS
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
+
+
+def code_of(*lines: str) -> sass.Code:
+    """The code of a function; a line that ends in a colon is a label."""
+    text, address = [".text.kernel:"], 0
+    for line in lines:
+        if line.endswith(":"):
+            text.append(line)
+            continue
+        text.append(f"        /*{address:04x}*/                   {line} ;")
+        address += 16
+    ((name, function),) = sass.parse("\n".join(text)).items()
+    assert name == "kernel"
+    return sass.loops_of(function)
+
+
+class TestMachineCode:
+    def test_loops_inside_loops(self):
+        code = code_of(
+            "MOV R1, R2", ".L_x_0:", "LDG.E.128 R4, [R2.64]", ".L_x_1:", "FADD R1, R1, R2", "BAR.SYNC 0x0",
+            "@!P0 BRA `(.L_x_1)", "SHFL.BFLY PT, R1, R1, 0x1, 0x1f", "@P1 BRA `(.L_x_0)", ".L_x_2:", "FMUL R1, R1, R1",
+            "BRA.U !UP0, `(.L_x_2)", "STG.E desc[UR4][R2.64], R1", "EXIT", ".L_x_3:", "BRA `(.L_x_3)", "NOP",
+        )  # fmt: skip
+        assert [(loop.head, loop.instructions, len(loop.inner)) for loop in code.loops()] == [
+            (0x10, 3, 1), (0x20, 3, 0), (0x70, 2, 0),
+        ]  # fmt: skip
+        assert [loop.global_bytes for loop in code.loops()] == [512, 0, 0]
+        assert (code.instructions, code.global_bytes) == (3, 128)  # what follows EXIT is padding
+
+    def test_code_that_was_moved_behind_the_end_counts_in_its_loop(self):
+        code = code_of(
+            ".L_x_0:", "FADD R1, R1, R2", "@P0 BRA `(.L_x_1)", ".L_x_2:", "FADD R1, R1, R3", "@P1 BRA `(.L_x_0)",
+            "EXIT", ".L_x_1:", "FMUL R1, R1, R1", "BRA `(.L_x_2)",
+        )  # fmt: skip
+        assert [(loop.head, loop.instructions) for loop in code.loops()] == [(0, 6)]
+        assert code.instructions == 1
+
+    def test_calls_waits_and_diverged_warps(self):
+        code = code_of(
+            "BRA.DIV ~URZ, `(.L_x_2)", ".L_x_0:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R1", "@!P0 BRA `(.L_x_0)",
+            "CALL.REL.NOINC `(.L_x_1)", "EXIT", ".L_x_1:", "MUFU.RCP R1, R1", "RET.REL.NODEC R2 0x0", ".L_x_2:",
+            "WARPSYNC R1", "BRA `(.L_x_0)",
+        )  # fmt: skip
+        assert list(code.loops()) == []
+        assert code.counts == {"BRA": 2, "SYNCS": 1, "CALL": 1, "EXIT": 1}
+
+    def test_a_computed_jump_is_refused(self):
+        with pytest.raises(ConfigError, match="computed jump"):
+            code_of("BRX R2 -0x20", "EXIT")
+
+    @pytest.mark.parametrize(
+        ("opcode", "asked"),
+        [("LDG.E", 128), ("LDG.E.U8", 32), ("STG.E.U16", 64), ("LDG.E.LTC128B.64", 256), ("LDGSTS.E.BYPASS.128", 512),
+         ("LDS.128", 0)],
+    )  # fmt: skip
+    def test_bytes_of_an_instruction(self, opcode, asked):
+        assert code_of(f"{opcode} R4, [R2]").global_bytes == asked
+
+
+@pytest.mark.parametrize(
+    ("target", "warps", "registers", "shared", "columns", "expected"),
+    [
+        (SM_90, 8, 32, 0, 0, 8),  # warps
+        (SM_90, 1, 16, 0, 0, 32),  # programs
+        (SM_90, 16, 64, 0, 0, 2),
+        (SM_90, 16, 65, 0, 0, 1),
+        (SM_90, 2, 178, 0, 0, 4),  # 11 warps have room, but only 2 on each of the 4 parts
+        (SM_90, 4, 32, 64 << 10, 0, 3),
+        (SM_80, 4, 32, 64 << 10, 0, 2),
+        (SM_89, 8, 32, 0, 0, 6),
+        (SM_89, 1, 16, 0, 0, 24),
+        (SM_89, 4, 32, 64 << 10, 0, 1),
+        (SM_100, 4, 32, 0, 256, 2),
+    ],
+)
+def test_programs_per_multiprocessor(target, warps, registers, shared, columns, expected):
+    assert resident(target, warps, registers, shared, columns) == expected
 
 
 @needs_triton

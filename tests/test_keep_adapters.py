@@ -39,6 +39,9 @@ def test_an_adapter_merges_onto_the_zeros(tmp_path, call):
     assert merged.model is model
     check_kept(model, before, list(kept.patterns))
     torch.testing.assert_close(model.get_parameter(UP), start + delta.masked_fill(before[UP], 0))
+    share = float(delta[before[UP]].square().sum() / delta.square().sum())
+    assert merged.lost_by_weight[UP] == pytest.approx(share, rel=1e-4)
+    assert len(merged.lost_by_weight) == 4
     assert 0.3 < merged.lost < 0.7
     permtriton.export(kept.save_pretrained(tmp_path / "trained"), tmp_path / "packed")
 
@@ -52,12 +55,25 @@ def test_a_merge_that_fails_on_its_way_keeps_the_zeros():
     check_kept(model, before, [UP])
 
 
-def test_what_cannot_be_merged_is_refused():
-    """Adapters of another model, none, and those of linears that gather their input."""
+def test_a_copy_that_peft_trained_whole_is_not_merged():
+    peft = pytest.importorskip("peft")
     kept = permtriton.keep_pattern(model := pruned_llama())
-    for other in (adapted(pruned_llama()), model):
-        with pytest.raises(ModelError, match=r"no adapter that can be merged .*give its PeftModel"):
-            kept.merge_and_unload(other)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
+    with pytest.raises(ModelError, match=r"up_proj\.original_module: .*modules_to_save"):
+        kept.merge_and_unload(wrapped)
+
+
+def test_what_cannot_be_merged_is_refused():
+    """Adapters of another model, none, soft prompts, and those of linears that gather their input."""
+    peft = pytest.importorskip("peft")
+    model, prompted = pruned_llama(), pruned_llama()
+    kept, prompt = permtriton.keep_pattern(model), peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    for other, keep in (
+        (adapted(pruned_llama()), kept), (model, kept),
+        (peft.get_peft_model(prompted, prompt), permtriton.keep_pattern(prompted)),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=r"no adapter that can be merged .*Soft prompts change no weights"):
+            keep.merge_and_unload(other)
     folders.fuse(gathering := pruned_llama(), [], [UP.removesuffix(".weight")])
     with pytest.raises(ModelError, match=r"0\.mlp\.up_proj brings its input into another order, which its adapter"):
         permtriton.keep_pattern(gathering).merge_and_unload(adapted(gathering))

@@ -117,10 +117,12 @@ def test_it_ends_when_asked_and_with_the_model():
     kept.remove()
     kept.remove()
     assert count() == before
-    permtriton.keep_pattern(model)
+    kept = permtriton.keep_pattern(model)
     del model
     gc.collect()
     assert count() == before
+    with pytest.raises(ModelError, match="does not exist any more"):
+        kept.save_pretrained("anywhere")
 
 
 # -- what wraps a model ----------------------------------------------------------------------------------------------
@@ -280,7 +282,7 @@ def of_another_class(folder: Path) -> nn.Module:
     ("make", "words"),
     [
         (changed_since, f"{UP} is not 2:4 any more: a group holds 4 nonzero weights"),
-        (packed, "up_proj: packed weights cannot be trained: write .* with permtriton export --format dense"),
+        (packed, "up_proj: packed weights and .* cannot be trained: write .* with permtriton export --format dense"),
         (of_another_class, r"lists the N:M weight model.layers.1\S+, which this LlamaModel does not have"),
         (lambda folder: AutoModelForCausalLM.from_pretrained(folder).to("meta"), "has no values"),
         (lambda folder: zoo.tiny_llama(), "no weight of this LlamaForCausalLM is N:M"),
@@ -292,6 +294,22 @@ def test_refusals(tmp_path, make, words):
     with pytest.raises(ModelError, match=words) as caught:
         permtriton.keep_pattern(make(folder))
     assert "\n" not in str(caught.value)
+
+
+def test_norms_that_liger_replaced_are_refused():
+    """As Liger's functions do, it sets the forward of the norms that are there; Liger itself runs on GPUs alone."""
+
+    class LigerRMSNorm:
+        def forward(self, hidden_states):
+            return hidden_states
+
+    LigerRMSNorm.forward.__module__ = "liger_kernel.transformers.rms_norm"
+    model = pruned_llama()
+    folders.fuse(model, ["model.norm"], [])
+    norm = model.model.norm
+    norm.__dict__["forward"] = LigerRMSNorm.forward.__get__(norm)
+    with pytest.raises(ModelError, match=r"model\.norm permutes channels, and Liger's norm.*'rms_norm': False"):
+        permtriton.keep_pattern(model)
 
 
 def test_a_parametrized_weight_and_a_model_without_a_record_are_refused(tmp_path):

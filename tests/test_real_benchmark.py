@@ -10,7 +10,7 @@ import pytest
 
 import benchmarks.real.__main__ as benchmark
 from benchmarks import readme_tables
-from benchmarks.real import evaluate, inputs, plot
+from benchmarks.real import evaluate, inputs, plot, table
 from benchmarks.real.rows import OURS, PEERS, THEIRS, Job, command
 from permtriton.cli import compile as compile_command
 from permtriton.cli.main import app
@@ -164,6 +164,45 @@ def pruned_copy(folder: Path) -> Path:
     pruned.save_pretrained(folder / "pruned")
     trained_tokenizer().save_pretrained(folder / "pruned")
     return folder / "pruned"
+
+
+def test_table():
+    def row(name: str, perplexity: float, seed: int = 0, **other: float) -> dict:
+        evaluation = {"perplexity": perplexity, "kl": 0.25, "windows": 8, **other}
+        return {
+            "name": name,
+            "seed": seed,
+            "evaluation": evaluation,
+            "pruning": {"cpu_seconds": 99.6, "peak_bytes": 3 << 29},
+        }
+
+    failed = {"name": "modelopt sparsegpt", "seed": 0, "error": "no GPU"}
+    report = {
+        "rows": [
+            row("dense", 10.0, other_perplexity=5.0),
+            row("sparsegpt", 40.0),
+            row("fast", 19.0, other_perplexity=30.0),
+            row("fast", 21.0, 1, other_perplexity=31.0),
+            failed,
+        ],
+        "inputs": {"calibration": [32, 512], "kl_windows": 8},
+        "versions": {"torch": "2.13"},
+        "peers": {"modelopt": ["nvidia-modelopt==0.47.0"]},
+        "hardware": "a machine",
+        "note": "other work ran",
+        "command": "python -m benchmarks.real --texts TEXTS",
+    }
+    lines = table.markdown(report).splitlines()
+    assert lines[2:7] == [
+        "| dense | | 10.00 | 0 | | 5.0 | | |",
+        "| sparsegpt | 1 | 40.00 | 1.00 | 0.250 |  | 100 | 1.5 GiB |",
+        "| fast | 2 | 20.00 ± 1.41 | 0.50 | 0.250 | 30.5 | 100 | 1.5 GiB |",
+        "| modelopt sparsegpt | | does not run here: no GPU | | | | | |",
+        "",
+    ]
+    assert "8 windows" in lines[7]
+    assert lines[7].endswith("peers: nvidia-modelopt 0.47.0. Note: other work ran.")
+    assert lines[-2] == report["command"]
 
 
 # -- the plot ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """A compilation, called for by a command or a function: what it reads, runs, saves and publishes."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +33,7 @@ from permtriton.methods.compile_config import CompileConfig
 from permtriton.model import load, outline
 from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
-from permtriton.model.rehearsal import rehearse_saving
+from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
@@ -137,17 +137,18 @@ class Job:
         """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet."""
         source = self._source
         device = resolve_device(self.args.device) if source else None
-        model, inputs, text = self._loaded(progress, device)
+        unused = list[str]()
+        model, inputs, text = self._loaded(progress, device, unused=unused)
         source = source and source.at_commit(model.config)
         if self._repository is not None:
             progress.say(f"to be published in {self._repository}")
-        inputs = replace(inputs, progress=progress, say_needs=True, origin=self._origin(inputs.config, text))
+        inputs = replace(inputs, progress=progress, say_needs=True, origin=self._origin(inputs.config, text, unused))
         compiled = compile_loaded(model, inputs)
         # Where the compiled model is, there is room for the dense one.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
-    def _origin(self, config: CompileConfig, text: str) -> Origin:
+    def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
         args, source = self.args, self.model
         if not isinstance(source, Source):
             return Origin(compile_command(asked_name(source.name_or_path or ""), config), text)
@@ -165,7 +166,7 @@ class Job:
         gguf: dict[str, Any] | None = None
         if source.gguf is not None:
             gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-        return Origin(command, text, gguf)
+        return Origin(command, text, gguf, unused)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
         """Writes the output, if there is one; of several ranks, the first one does."""
@@ -236,12 +237,14 @@ class Job:
         progress: Progress,
         device: torch.device | None,
         fetched: bool = True,
+        unused: list[str] | None = None,
         planned_for: Devices | None = None,
     ) -> tuple[PreTrainedModel, CompileInputs, str]:
         """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
 
         Args:
             fetched: whether the weights are on this machine.
+            unused: as `permtriton.model.load.load_model` takes it.
             planned_for: other devices than those at hand, for which no default text is read.
         """
         source = self._source
@@ -251,7 +254,7 @@ class Job:
             progress.say(f"loading {source.described}")
             with progress.stage("load", 0):
                 if fetched:
-                    model, beside = load.load_original(source, saved=True, progress=progress)
+                    model, beside = load.load_original(source, saved=True, progress=progress, unused=unused)
                 else:
                     model, beside = outline.load_outline(source)
             tokenizer = tokenizer or beside
@@ -260,6 +263,7 @@ class Job:
             check_not_compiled(model)
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
+                check_made_by_config(model)
         no_text = planned_for is not None and "calibration" not in self.overrides
         eval_data = "none" if no_text and self.args.eval_data is None else self.args.eval_data
         name, count = source.name if source else "", self.args.eval_windows

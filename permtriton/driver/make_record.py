@@ -1,5 +1,6 @@
 """Makes the record of a compilation, ``permtriton.json``, whose fields are in `permtriton.checkpoint.record`."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ class Origin:
     command: str  # a command with the same result
     text: str  # name of the held-out data, or why there are none
     gguf: dict[str, Any] | None = None  # the GGUF file whose weights were dequantized; None without one
+    left_out: Sequence[str] = ()  # tensors of the checkpoint that the model's class does not use
 
 
 def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin | None) -> Record:
@@ -79,6 +81,8 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
     }
     if origin and origin.gguf:
         record["gguf"] = origin.gguf
+    if origin and origin.left_out:
+        record["left_out"] = list(origin.left_out)
     return record
 
 

@@ -18,7 +18,7 @@ from permtriton.arguments import CompareArgs, Words
 from permtriton.checkpoint.output import locked
 from permtriton.config import ROUNDING_ONLY, CalibrationConfig
 from permtriton.data.held_out import prepared, read_held_out
-from permtriton.data.in_memory import selected
+from permtriton.data.in_memory import is_named, selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
 from permtriton.data.text import calibration_samples, fitted
@@ -122,9 +122,11 @@ class Comparison:
         """
         seeds, args, tasks = self.seeds(), self.args, self.args.task_request
         self.row_configs()  # a wrong name is found before the model is loaded
+        named = [self.source.name, self.options.get("calibration"), tasks.folder, args.eval_data]
         output = None if args.output is None else Path(args.output)
         if output is not None:
-            check_report_file(output, REPORT_KEYS, overwrite=args.overwrite)
+            reads = [name for name in named if is_named(name) and name]
+            check_report_file(output, REPORT_KEYS, overwrite=args.overwrite, reads=reads)
         with self._claimed(progress):
             loaded = tasks.load(progress)
             progress.say(f"loading {self.source.described}")

@@ -38,7 +38,7 @@ def report(
     if not folders:
         raise ConfigError("no folder: give at least one output of permtriton compile")
     output = output or Path(f"{real_path(folders[0]).name}-report.html")
-    check_file(output, overwrite=overwrite)
+    check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
     compared = read_comparison(comparison) if comparison else None
     compiled = read_folders(folders)
     page = html(page_of(compiled, compared, mask_corners(compiled, masks)))

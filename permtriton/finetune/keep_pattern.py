@@ -24,7 +24,7 @@ from permtriton.checkpoint.record import PRUNED_ELSEWHERE, Record, find_record, 
 from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
-from permtriton.errors import ModelError, reading
+from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.beside import fetch_beside
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
@@ -52,7 +52,8 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         What saves the trained model, merges an adapter, or ends it.
 
     Raises:
-        ModelError: no weight is N:M, a listed one is not, or the weights are packed.
+        ModelError: no weight is N:M, a listed one is not, the weights are packed, empty or divided among ranks, or the
+            hub refuses to be asked for what is beside the weights: of a private model, ``HF_TOKEN`` has to be set.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -61,6 +62,8 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         >>> kept.patterns["model.layers.0.mlp.up_proj.weight"]
         NMPattern(kept=2, group=4)
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner: Any = _unwrapped(model)
     source = Source(str(getattr(inner, "name_or_path", ""))).at_commit(getattr(inner, "config", None))
     exists = source.revision or not is_hub_name(source.name)  # else it may be a folder that is gone
@@ -68,11 +71,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     if record is not None:
         fetch_beside(source)  # now, and not when the trained model is saved
     check_loaded(inner)
-    if packed := next((name for name, module in inner.named_modules() if is_packed(module)), None):
-        raise ModelError(
-            f"{packed}: packed weights cannot be trained: write the folder with permtriton export --format dense and "
-            "load that"
-        )
+    _refuse_untrainable(inner)
     _refuse_dense_adapters(model, inner, record)
     weights = _recorded(inner, record) if record else _recognized(inner)
     if not weights:
@@ -124,10 +123,12 @@ class MergedAdapter:
     Attributes:
         model: the model without adapters, whose weights are N:M.
         lost: share of what merging changes in N:M weights, by its squared norm, that fell on zeros and is lost.
+        lost_by_weight: the same of each weight that the adapter changed.
     """
 
     model: nn.Module
     lost: float
+    lost_by_weight: dict[str, float]
 
 
 class KeptPattern:
@@ -169,33 +170,40 @@ class KeptPattern:
         While it merges, a second copy of the N:M weights is in memory. ``options`` are PEFT's.
 
         Raises:
-            ModelError: the model is no ``PeftModel`` of the model that is kept, or has an adapter on a linear that
-                gathers its input.
+            ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, or has an adapter on
+                a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:
             raise ModelError(
                 f"this {type(model).__name__} has no adapter that can be merged into the model that is kept: give its "
-                "PeftModel"
+                "PeftModel. Soft prompts change no weights; load adapters of add_adapter by PeftModel.from_pretrained"
             )
         _refuse_dense_adapters(model, inner, self.record)
+        owners = {id(weight.owner) for weight in self._weights.values()}
         for name, module in model.named_modules():
+            if ".original_module" in name and id(module) in owners:
+                raise ModelError(
+                    f"{name}: merging puts the copy that modules_to_save trained in its place, whose zeros are not "
+                    "kept: train it by target_modules in place of modules_to_save"
+                )
             if name.endswith(BASE_LAYER) and is_permuted(module):
                 raise ModelError(
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
                     "read: keep the adapter beside the model, or train one of the layout portable"
                 )
         before = {name: weight.parameter.detach().clone() for name, weight in self._weights.items()}
-        size = lost = 0.0
+        size, lost = dict[str, float](), dict[str, float]()
         try:
             with reading("the adapters cannot be merged", ModelError):
                 merged = model.merge_and_unload(**options)
             for name, weight in self._weights.items():
                 change = (weight.parameter.detach() - before.pop(name)).float().square()
-                size, lost = size + float(change.sum()), lost + float(change[weight.zeros].sum())
+                size[name], lost[name] = float(change.sum()), float(change[weight.zeros].sum())
         finally:
             self.restore()
-        return MergedAdapter(merged, lost / (size or 1.0))
+        shares = {name: lost[name] / size[name] for name in size if size[name]}
+        return MergedAdapter(merged, sum(lost.values()) / (sum(size.values()) or 1.0), shares)
 
     def save_pretrained(
         self, folder: str | Path, tokenizer: Processor | None = None, *, overwrite: bool = False
@@ -213,8 +221,10 @@ class KeptPattern:
             ModelError: the model was not loaded from a folder that permtriton wrote, or its adapters are not merged.
             OutputError, VerificationError: as there.
         """
-        model, record = self._model(), self.record
-        assert model is not None, "the model does not exist any more"
+        model: Any = self._model()
+        record = self.record
+        if model is None:
+            raise ModelError("the model does not exist any more: keep a reference to it until it is saved")
         if record is None:
             raise ModelError(
                 f"this {type(model).__name__} was loaded without permtriton.json, which would have to be saved, too: "
@@ -278,6 +288,21 @@ def _unwrapped(model: Any) -> nn.Module:
     return _unwrapped(model.get_base_model()) if is_peft else model
 
 
+def _refuse_untrainable(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_packed(module) or hasattr(module, "quantization_scheme"):
+            raise ModelError(
+                f"{name}: packed weights and weights in 8 bits cannot be trained: write the packed folder with "
+                "permtriton export --format dense and load that, or load the folder that was quantized"
+            )
+        forward = getattr(vars(module).get("forward"), "__module__", "")
+        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer put it there before it called us
+            raise ModelError(
+                f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
+                "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"
+            )
+
+
 def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> None:
     """Refuses adapters that were trained on the dense model, whose channels have another order."""
     if record is None or not any(moved(torch.tensor(site["index"])) for site in record["sites"]):
@@ -302,8 +327,8 @@ def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
         plain = resolve_name(names[stored], known, getattr(model, "base_model_prefix", ""))
         if plain is None:
             raise ModelError(
-                f"permtriton.json lists the N:M weight {stored}, which this {type(model).__name__} does not have: load "
-                "it with the class of its config.json"
+                f"permtriton.json of {model.name_or_path} lists the N:M weight {stored}, which this "
+                f"{type(model).__name__} does not have: load it with the class of its config.json"
             )
         weight = weights[plain] = _Weight(model, known[plain], kept.dim, kept.pattern)
         fullest = int(kept_in_groups(weight.parameter, kept.dim, kept.pattern.group).max())

@@ -1,17 +1,24 @@
 """What stands beside a model's weights: which files come along where it is saved, and do others read its states?"""
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from transformers import PreTrainedModel
 
-from permtriton.model.headers import CONFIG_FILE, WEIGHTS_FILE
+from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, checkpoint_files
 from permtriton.model.name import DEMO
 from permtriton.model.source import BESIDE, MODULES, Source
-from permtriton.model.tokenizer import REMADE, TOKENIZERS
 from permtriton.util.output_files import real_path
 
+LARGEST = 64 * 2**20  # bytes of a file that is copied
+WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_config.json", "permtriton*.json")
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
+           "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
+WITH_THE_TOKENIZER = "additional_chat_templates"
+OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of a copy in another format
 OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
 
 
@@ -46,8 +53,41 @@ def fetch_beside(source: Source) -> list[str]:
 
 
 def beside(source: Source) -> list[str]:
-    """Returns the files that come along where a model is saved, if they are there, such as tokenizers and licences."""
+    """Returns the files that come along where a model is saved, if they are there: no weights, and bounded in size.
+
+    Of a folder, these are its own files and the folders that `MODULES` names.
+    """
     if source.gguf is not None or source.name == DEMO:
         return []
-    names = dict.fromkeys((*BESIDE, *REMADE, *TOKENIZERS, "merges.txt", "chat_template.jinja"))
-    return [*names, *(f"{folder}/{name}" for folder in modules_of(source) for name in OF_A_MODULE)]
+    if source.folder is None:
+        return [*BESIDE, *(f"{folder}/{name}" for folder in modules_of(source) for name in OF_A_MODULE)]
+    return sorted(name for name, comes in _files(source.folder, modules_of(source)) if comes)
+
+
+def left_out(source: Source) -> list[str]:
+    """Returns what else is in a folder: copies of the weights, large files, and subfolders."""
+    if source.gguf is not None or source.folder is None or source.name == DEMO:
+        return []
+    modules = modules_of(source)
+    weights = {file.name for file in checkpoint_files(source.folder)}
+    inside = {WITH_THE_TOKENIZER, *(name.split("/")[0] for name in modules)}
+    folders = [f"{path.name}/" for path in source.folder.iterdir() if path.is_dir() and path.name not in inside]
+    files = [name for name, comes in _files(source.folder, modules) if not comes and name not in weights]
+    return [name for name in sorted([*folders, *files]) if not name.startswith((".", "_")) and not _is(name, WRITTEN)]
+
+
+def _files(folder: Path, modules: list[str]) -> Iterator[tuple[str, bool]]:
+    """Yields the files of a folder, and whether they come along."""
+    for path in folder.iterdir():
+        if path.is_file():
+            small = path.stat().st_size <= LARGEST
+            hidden = path.name.startswith(".")
+            yield path.name, small and not hidden and not _is(path.name, (*WRITTEN, *WEIGHTS, *OUTDATED))
+    for module in modules:
+        for path in (folder / module).rglob("*"):
+            if path.is_file():
+                yield str(path.relative_to(folder)), True
+
+
+def _is(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch(name.lower(), pattern.lower()) for pattern in patterns)

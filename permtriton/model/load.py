@@ -1,7 +1,8 @@
 """Loads models from local folders, from the Hugging Face hub, or the demo: safetensors, or GGUF."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
-from permtriton.model.beside import fetch_beside, modules_of
+from permtriton.model.beside import fetch_beside, left_out, modules_of
 from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
@@ -46,6 +47,7 @@ def load_original(
     *,
     saved: bool = False,
     progress: Progress | None = None,
+    unused: list[str] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
@@ -53,7 +55,7 @@ def load_original(
         saved: whether the model will be saved, so that what could not be saved is refused now, and what is copied
             then is fetched.
     """
-    model = load_model(source, allow_compiled=False, progress=progress)
+    model = load_model(source, allow_compiled=False, progress=progress, unused=unused)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
         vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model, progress)
@@ -62,15 +64,23 @@ def load_original(
         unknown = fetch_beside(source.at_commit(model.config))
         if unknown and progress is not None:
             progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out if the model has such")
+        if progress is not None and (others := left_out(source)):
+            progress.say(f"not copied, as only what is no weight comes along: {listed(others)}")
     return model, tokenizer
 
 
-def load_model(source: Source, allow_compiled: bool = True, progress: Progress | None = None) -> PreTrainedModel:
+def load_model(
+    source: Source,
+    allow_compiled: bool = True,
+    progress: Progress | None = None,
+    unused: list[str] | None = None,
+) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
         allow_compiled: whether to accept a model that permtriton compiled; where not, weights that another tool
             quantized are dequantized if transformers can.
+        unused: list to which the names of the tensors are added that the class does not use, such as heads.
     """
     dtype, device = dtype_of(source), resolve_device(source.device)
     _refuse_pickles(source)
@@ -114,8 +124,7 @@ def load_model(source: Source, allow_compiled: bool = True, progress: Progress |
     stored = _fetched(source) if stored is None else stored
     without_place = set(info["unexpected_keys"])
     _check_unused(model, stored, without_place, source.name)
-    if progress is not None and without_place:
-        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(without_place))}")
+    _note_unused(model, without_place | _ignored(model, stored), progress, unused)
     if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
@@ -171,6 +180,25 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
             )
+
+
+def _note_unused(model: PreTrainedModel, names: set[str], progress: Progress | None, unused: list[str] | None) -> None:
+    """Says which tensors the class does not use, and adds them to ``unused``."""
+    if unused is not None:
+        unused += sorted(names)
+    if names and progress is not None:
+        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(names))}")
+
+
+def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
+    """Returns the weights of a checkpoint that transformers leaves out in silence, such as layers that predict further
+    tokens (``mtp``); but no buffers of earlier versions.
+    """
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    inner = f"{model.base_model_prefix}."
+    used = {name.removeprefix(inner) for name in model.state_dict()}
+    weights = (name for name in stored if name.endswith("weight") and name.removeprefix(inner) not in used)
+    return {name for name in weights if any(re.search(pattern, name) for pattern in patterns)}
 
 
 def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> None:

@@ -1,8 +1,10 @@
 """Can a model be saved at the end? All but its weights are saved at the start, into a temporary folder."""
 
+from copy import deepcopy
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from permtriton.errors import ModelError, reading
@@ -23,3 +25,27 @@ def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
             model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+
+
+def check_made_by_config(model: PreTrainedModel) -> None:
+    """Refuses a model in memory whose class makes other parameters of its config: saved, it would load as another one.
+
+    A module that was added is saved though no class reads it; weights that were untied are loaded as they are.
+    """
+    try:
+        with torch.device("meta"):
+            made = type(model)._from_config(deepcopy(model.config))  # it writes to the config
+    except Exception:  # a class with code of its own, which reads values; the saved folder is loaded at the end
+        return
+    expected: dict[str, list[int] | None] = {name: list(weight.shape) for name, weight in made.named_parameters()}
+    for prefix, module in made.named_modules():
+        expected |= {f"{prefix}.{name}": None for name, weight in module._parameters.items() if weight is None}
+    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    for name, shape in expected.items():
+        if shapes.get(name) != shape:
+            raise ModelError(
+                f"this {type(model).__name__} differs from what its class makes of its config, so that it could not be "
+                f"loaded again: {name} is {shapes.get(name, 'missing or tied')}, expected {shape or 'none'}: "
+                "change the config, give a model of the class that is made so, or undo what changed this one (merge "
+                "adapters, remove parametrizations, compile no module inside)"
+            )

@@ -4,7 +4,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,14 @@ def check_file(
     *,
     overwrite: bool,
     ours: Callable[[Path], bool] = lambda path: False,
+    reads: Iterable[Path | str] = (),
 ) -> None:
     """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
 
     Args:
         ours: returns whether an earlier file is a result that may be replaced in any case.
+        reads: files and folders that the command reads: no earlier file among them is replaced, but for a result or an
+            HTML page in such a folder. What is no path, such as a name on the hub, is passed over.
     """
     check_name(output)
     if output.is_dir():
@@ -58,6 +61,13 @@ def check_file(
     if output.exists():
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
+        for read in map(Path, filter(os.path.exists, reads)):  # which takes names that are too long
+            in_folder = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
+            inside = in_folder and output.suffix != ".html" and not ours(output)
+            if inside or real_path(output) == real_path(read):
+                raise OutputError(
+                    f"output {output} is {'a file of ' * inside}{read}, which this command reads: choose another name"
+                )
         if not overwrite and not ours(output):
             raise OutputError(f"output {output} exists: choose another file, or replace it with `overwrite=True`")
     check_parent(output)
@@ -108,7 +118,7 @@ def write_file(output: Path, content: bytes) -> None:
         raise OutputError(f"output {output} cannot be written: {error.strerror or error}") from error
 
 
-def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool) -> None:
+def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, reads: Iterable[Path | str] = ()) -> None:
     """Refuses a JSON file that could not be written or must not be replaced; call it before the work starts.
 
     Args:
@@ -124,7 +134,7 @@ def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool) -> 
             return False
         return isinstance(report, dict) and report.keys() >= set(keys)
 
-    check_file(path, overwrite=overwrite, ours=ours)
+    check_file(path, overwrite=overwrite, ours=ours, reads=reads)
 
 
 def write_report_file(path: Path, report: Any) -> None:
