@@ -250,7 +250,7 @@ def test_an_interruption_leaves_the_earlier_output(sources, tmp_path, monkeypatc
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(f"permtriton.checkpoint.{where}" if "storing" in where else where, fail)
+    monkeypatch.setattr(f"permtriton.checkpoint.{where}" if "format_writers" in where else where, fail)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else OutputError):
         export(sources["portable"], tmp_path / "out", overwrite=True)
     assert folders.files(tmp_path) == before

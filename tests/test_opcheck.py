@@ -63,6 +63,7 @@ def of_other_inputs() -> list:
             factors = factors_of(form, 3, 12, torch.float32)
             nm_mask(torch.rand(3, 12), factors, block_index([8, 4]), torch.zeros(80), [8, 4], NMPattern(2, 4), True)
         torch.ops.permtriton.assignment(torch.rand(0, 4, 4))
+        torch.ops.permtriton.distances(torch.rand(2, 4, 5), torch.rand(2, 4, 5))
         torch.ops.permtriton.sinkhorn(torch.rand(0, 4, 4), 0.5, 0)
     return calls.made
 
