@@ -20,7 +20,7 @@ if __name__ == "__main__":
     with engine(sys.argv[1]) as llm:
         model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.model
         method = type(model.model.layers[0].mlp.down_proj.scheme).__name__
-        print("found", json.dumps([method, greedy(llm, prompts(sys.argv[1]))]))
+        print("found", json.dumps([method, greedy(llm, prompts(sys.argv[1])[:8])]))
     assert "permtriton.serving.plugin" not in sys.modules
 """
 
@@ -36,15 +36,16 @@ def test_vllm_serves_it_without_our_plugin(demo_folders, tmp_path):
     found = next(line for line in result.stdout.splitlines() if line.startswith("found"))
     method, tokens = json.loads(found.removeprefix("found"))
     assert method == "CompressedTensorsW8A8Fp8"
-    expected = expected_greedy(folder, prompts(folder))
+    expected = expected_greedy(folder, prompts(folder)[:8])
     same = sum(a == b for x, y in zip(tokens, expected, strict=True) for a, b in zip(x, y, strict=True))
     assert same > 0.85 * len(expected) * TOKENS  # two roundings of activations to 8 bits: a near tie may turn
 
 
+@pytest.mark.slow(but=["portable-True"])
 @pytest.mark.parametrize(("name", "eager"), [("portable", True), ("fused", True), ("portable", False)])
 def test_a_packed_folder_in_fp8_generates_the_same_tokens(demo_folders, tmp_path, name, eager):
     export(demo_folders[name], tmp_path / "packed", "packed-fp8")
-    inputs = prompts(tmp_path / "packed")
+    inputs = prompts(tmp_path / "packed")[:8]  # on a CPU, each product in transformers unpacks its weight
     with engine(tmp_path / "packed", enforce_eager=eager) as llm:
         tokens = greedy(llm, inputs)
     expected = expected_greedy(tmp_path / "packed", inputs)
