@@ -38,6 +38,7 @@ OURS = {
     "best on less text": "--recipe best --distill-optimizer adam --distill-further 3 --distill-epochs 2",
     "best": "--recipe best",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
+    "ria + heuristic (fused)": "--recipe heuristic,mask --importance ria --layout fused",
     "wanda + learned (fused)": "--recipe heuristic,learned,mask --importance wanda --layout fused --learn-epochs 4 "
     "--learn-batch-size 4 --learn-learning-rate 0.02",  # 32 steps; of more, a smaller rate is better
     "heuristic + sparsegpt (fused)": "--recipe heuristic,sparsegpt --layout fused",
