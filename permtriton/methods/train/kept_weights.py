@@ -84,7 +84,7 @@ class KeptWeights(Trainable):
         if name in self._changed:  # by an attempt whose memory ran out later on
             return
         mask = _mask(self._parameters[name]).to(gradient.dtype)  # products with booleans are slower
-        gradient = gradient.mul_(mask).to(_wide(gradient.dtype))
+        gradient = (gradient * mask).to(_wide(gradient.dtype))
         if self._at_once:
             self._change(name, gradient)
         elif name in self._gradients:
@@ -181,9 +181,9 @@ class _Optimizer:
             gradient: 0 where the weight is 0, float32 (float64 for such a weight).
             rate: learning rate, relative to the root mean square of the weight.
         """
-        values, remainder, mask = self._values, self.state.get("remainder"), _mask(weight)
-        # Fused Adam takes values, gradient and moments for laid out alike. They are the weight itself if it is, too.
-        values.data = weight.detach().to(gradient.dtype).contiguous()
+        values, remainder = self._values, self.state.get("remainder")
+        # Fused Adam takes values, gradient and moments for laid out alike.
+        values.data = weight.detach().to(gradient.dtype, memory_format=torch.contiguous_format, copy=True)
         if remainder is not None:
             values.data += remainder.to(weight.device)
         values.grad = gradient.contiguous()
@@ -195,8 +195,8 @@ class _Optimizer:
         self.steps += 1
         for key, moment in moments.items():
             self.state[key].copy_(moment)  # itself, where it has not been copied
-        if values.data_ptr() != weight.data_ptr():
-            weight.copy_(values)
+        mask = _mask(weight)
+        weight.copy_(values)
         if _count(weight) < self._kept:  # rounded to 0.0 or -0.0
             smallest = 2.0**-24 if weight.dtype == torch.float16 else torch.finfo(weight.dtype).tiny
             weight.copy_(torch.where(mask & (weight == 0), values.new_tensor(smallest).copysign(values), weight))
