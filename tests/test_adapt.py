@@ -125,11 +125,13 @@ def test_a_score_head_reads_the_stream_of_the_folder(llama, tmp_path):
 def test_what_cannot_be_adapted_is_refused(llama, tmp_path):
     folder, adapter = llama[2], tmp_path / "adapter"
     trained(zoo.tiny_llama(), peft.LoraConfig(target_modules=["v_proj"]), adapter)
+    copy = shutil.copytree(folder, tmp_path / "copy")
     for problem, settings in {
         r"of the kind 'LOHA', which cannot be reordered": {"peft_type": "LOHA"},
         r"of experts or some tokens, which cannot be reordered": {"target_parameters": ["mlp.experts.gate_up_proj"]},
         r"began by pissa, which changes the dense weights": {"init_lora_weights": "pissa"},
-        r"it has that order already": {"base_model_name_or_path": str(folder)},
+        r"the adapter has that order already": {"base_model_name_or_path": str(folder)},
+        r"trained on \S*copy, .* which permtriton compiled": {"base_model_name_or_path": str(copy)},
     }.items():
         changed = shutil.copytree(adapter, tmp_path / "changed", dirs_exist_ok=True)
         folders.edit_json(changed / "adapter_config.json", lambda found, new=settings: found.update(new))

@@ -329,7 +329,8 @@ def _documents(
                 file.schema_arrow.names, lambda name: file.read([name])[name].to_pylist(), source, column
             )
         raise CalibrationError(
-            f"{source}: its suffix is {path.suffix or 'missing'}; expected a .txt, .jsonl or .parquet file"
+            f"{source}: its suffix is {path.suffix or 'missing'}; expected a .txt, .json, .jsonl or .parquet file: "
+            "write other tables as .jsonl, and unpack archives"
         )
 
 

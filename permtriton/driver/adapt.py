@@ -17,7 +17,7 @@ from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import copy_file
 from permtriton.errors import ModelError, OutputError, reading, shown
 from permtriton.methods.planning import plan_model
-from permtriton.model.headers import read_json
+from permtriton.model.headers import REPORT_FILE, read_json
 from permtriton.model.load import ADAPTER, load_empty_model
 from permtriton.model.source import Source
 from permtriton.passes.edits import Fold, edits_of, moves_of
@@ -75,8 +75,12 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
             f"{adapter} began by {begin}, which changes the dense weights, too: let PEFT save it as a plain LoRA "
             "(path_initial_model_for_weight_conversion), and adapt that"
         )
-    if (base := settings.get("base_model_name_or_path")) and real_path(Path(base)) == real_path(to):
-        raise ModelError(f"{adapter} was trained on {to}, by its {ADAPTER}: it has that order already, use it as it is")
+    base = settings.get("base_model_name_or_path")
+    if base and (Path(base) / REPORT_FILE).is_file():
+        raise ModelError(
+            f"{adapter} was trained on {base}, by its {ADAPTER}, which permtriton compiled: only adapters of a dense "
+            f"model are reordered. If {to} is the same model, the adapter has that order already: use it as it is"
+        )
     return settings
 
 
