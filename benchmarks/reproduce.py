@@ -15,7 +15,7 @@ PAPER = {  # name in the paper -> methods of the page's command, of the demo's c
     "PermLLM, Wanda": ("wanda + permllm", "wanda + permllm", "published (2 of 50 epochs)"),
     "with our gradient, Wanda": ("wanda + learned (fused)", "wanda + learned (fused)", "wanda + learned (fused)"),
     "RIA": ("ria", "ria", "ria"),
-    "RIA + CP": ("ria + heuristic (fused)", "ria + heuristic (fused)", "ria + heuristic"),
+    "RIA + CP": ("ria + heuristic (fused)", "ria + heuristic (fused)", "ria + heuristic (fused)"),
     "PermLLM, RIA": ("ria + permllm", "ria + permllm", "ria + published (2 of 50 epochs)"),
     "SparseGPT": ("sparsegpt", "sparsegpt", "sparsegpt"),
 }
@@ -46,7 +46,7 @@ def main_table(results: Path) -> str:
         "[PermLLM](../benchmarks/results/compare-demo-permllm-wanda.json), "
         "[on RIA](../benchmarks/results/compare-demo-permllm-ria.json), "
         "[learned](../benchmarks/results/compare-demo-learned.json)). "
-        "[SmolLM2](benchmarks.md#a-real-language-model): 32 x 512 tokens; RIA + CP in the layout portable; "
+        "[SmolLM2](benchmarks.md#a-real-language-model): 32 x 512 tokens; "
         "PermLLM for 2 epochs in place of 50, with our gradient for 4; three seeds of SparseGPT and of the [fused rows "
         "of Wanda](../benchmarks/results/real-smollm2-fused-cpu.json), one of the others."
     )
