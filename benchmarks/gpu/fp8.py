@@ -11,7 +11,7 @@ from torch.nn.functional import linear, pad, silu
 from benchmarks.gpu.bench import Bench, Prepare
 from benchmarks.gpu.kernels import eager_and_compiled, rms_norm_alone
 from benchmarks.gpu.models import TINY_LAYER, weighted
-from benchmarks.gpu.table import BARE, DENSE, DENSE_FP8, FEW, LAYER, LAYER_8B, MANY, MORE
+from benchmarks.gpu.table import BARE, DENSE, DENSE_FP8, FEW, LAYER, LAYER_8B, MANY, MORE, fp8_product_name
 from benchmarks.shared import PATTERN
 from permtriton.kernels.norm_permute import norm_permute
 from permtriton.kernels.packing import pack, unpack
@@ -28,7 +28,7 @@ def products(bench: Bench) -> None:
     """The packed FP8 product, which quantizes its input, against dense FP8, cuSPARSELt's FP8, and 16 bits."""
     layer = bench.pick(LAYER_8B, TINY_LAYER)
     for tokens in bench.pick((*FEW, *MORE, MANY[0]), (1, 16)):
-        name = f"sparse_linear_fp8, {tokens} token{'s' * (tokens > 1)}"
+        name = fp8_product_name(tokens)
         for rows, channels in layer:
             case, peers = sparse_linear_fp8_case(tokens, rows, channels, bench.dtype, bench.device), _peers(channels)
             how: dict[str, Any] = {"seconds": 1.0, "reads": tokens in FEW, "label": f"{rows}x{channels}"}

@@ -289,7 +289,7 @@ def summary(rows: Mapping[str, Any]) -> str:
         dense, ours, theirs = (
             sum(count * times[of]["p50_us"] for times, count in parts) for of in (DENSE, OURS, f"{BARE}, tuned")
         )
-        fp8 = found.get((f"sparse_linear_fp8, {tokens} token{'s' * (tokens > 1)}", LAYER), {})
+        fp8 = found.get((fp8_product_name(tokens), LAYER), {})
         columns = [_in_fp8(fp8, of, tokens) for of in (DENSE_FP8, OURS)]
         lines.append(f"| {tokens} | {dense:,.0f} | {ours:,.0f} | {dense / ours:.2f} | {theirs:,.0f} "
                      f"| {' | '.join(columns)} |")  # fmt: skip
@@ -330,6 +330,11 @@ def product_name(tokens: int) -> str:
     if tokens in MANY:
         return f"{PREFILL}, {tokens} tokens"
     return f"sparse_linear, {tokens} token{'s' * (tokens > 1)}"
+
+
+def fp8_product_name(tokens: int) -> str:
+    """Returns the name of the result of a product of some tokens in FP8."""
+    return f"sparse_linear_fp8, {tokens} token{'s' * (tokens > 1)}"
 
 
 def _words(least: float | None, most: float | None) -> str:
