@@ -27,15 +27,14 @@ from torch import Tensor
 
 from benchmarks.known_run import Known
 from permtriton import find_plan
-from permtriton.config import ObjectiveKind
 from permtriton.data.samples import Samples
-from permtriton.data.text import all_windows
+from permtriton.data.text_samples import all_windows
 from permtriton.demo import FOLDER
 from permtriton.kernels.nm_mask import nm_mask_backward
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.objective import dense_objective
+from permtriton.methods.measure.objective import ObjectiveKind, dense_objective
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.order.searched import Searched, Searcher, Swaps

@@ -25,7 +25,7 @@ class ImportanceFactors:
         return scores.mul_(self.scale.unsqueeze(1))
 
     def of_channels(self, channels: slice | Tensor) -> "ImportanceFactors":
-        """Returns the factors of some of the input channels: a slice, or their numbers."""
+        """Returns the factors of the input channels in a slice or with the given indices."""
         column = None if self.column is None else self.column[channels]
         return ImportanceFactors(self.power, self.scale[channels], self.row, column)
 

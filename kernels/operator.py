@@ -159,12 +159,12 @@ class _Parameters:
         return of_flat
 
     def flat(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """Returns the operator's arguments for a call of the function."""
+        """Returns the operator's arguments for a call of the function, with dataclasses split into their fields."""
         values = {**self.defaults, **named, **dict(zip(self.types, arguments, strict=False))}
         return [part for name in self.types for part in self.split(name, values[name])]
 
     def structured(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Returns the function's arguments; torch leaves out defaults at the end of the operator's."""
+        """Returns the function's arguments, by name, from the operator's, of which torch omits trailing defaults."""
         left_out = len(self.flat_types) - len(flat)
         values = iter([*flat, *list(self.defaults.values())[len(self.defaults) - left_out :]])
         return {name: self.joined(name, values) for name in self.types}

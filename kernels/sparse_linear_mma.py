@@ -328,9 +328,9 @@ _SPLITS: dict[tuple[Variant, tuple[int, int, int], torch.device], int] = {}
 
 
 def _in_clusters_that_fit(variant: Variant, tokens: int, out_features: int, device: torch.device) -> Variant:
-    """Returns a variant with as many blocks per cluster as all run at once; a GPU may schedule none of some size.
+    """Returns the variant with the largest cluster size at which all clusters run at once; a GPU may not support some.
 
-    While a CUDA graph is captured the driver cannot be asked: what it said before counts, else the variant stays.
+    During capture of a CUDA graph the driver cannot be asked: an earlier answer is used, else the variant stays.
     """
     key = variant, variant.grid(tokens, out_features), device
     if key not in _SPLITS:

@@ -47,7 +47,7 @@ class Joint:
     # whether one of each pair belongs to a parameter that acts on the other (a bias, a norm vector, a column), so that
     # both have the same role
     attached: bool
-    # uint64 of the same shape, or one for all: at which of its places in the tensors each pair is joined
+    # uint64 of the same shape, or one for all: hash of the positions in the tensors at which each pair is joined
     places: np.ndarray
 
 
@@ -55,11 +55,11 @@ class Channels:
     """All channels of a graph: their ids, their contexts so far, and which of them move together.
 
     Args:
-        contexts: Whether to record contexts; without them only joints are, which is faster.
+        contexts: Whether to record contexts; False records only joints, which is faster.
 
     Attributes:
         node: The graph node that is running.
-        linears: Products with a weight so far.
+        linears: Products with a weight that have run so far.
         tables: The axes that are columns of an embedding.
         total: One more than the largest id.
         sizes: Axis -> its size, for all parameters of the graph.
@@ -98,10 +98,11 @@ class Channels:
         """Returns an argument of an operator as one tensor of ids, if it is a parameter, an index or `Crossed`.
 
         A parameter that is used as data carries the channels of one dimension; its other dimensions must then keep
-        their order. Of `Crossed` ids, those that differ along the last dimension stay; the others keep their order.
+        their order. Of `Crossed` parts, the one that differs along the last dimension is returned; the
+        channels of the others must keep their order.
 
         Args:
-            value: Any argument; others are returned as they are.
+            value: Any argument; one of another kind is returned unchanged.
             dim: The parameter's dimension; None for its last one.
         """
         if isinstance(value, IndexValue):
@@ -137,17 +138,17 @@ class Channels:
         return [self.axis(value, dim) for dim, stored in enumerate(value.dims) if stored is not None]
 
     def opaque(self, shape: tuple[int, ...]) -> Tensor:
-        """Returns new ids of something that is no channel, each of them different."""
+        """Returns new, distinct ids for values that are not channels."""
         start = self._next_opaque
         self._next_opaque -= int(np.prod(shape))
         return torch.arange(start, self._next_opaque, -1).view(shape)
 
     def opaque_like(self, value: Tensor) -> Tensor:
-        """Returns new ids of something that is no channel, in the shape of ``value``."""
+        """Returns new, distinct ids for values that are not channels, in the shape of ``value``."""
         return self.opaque(tuple(value.shape))
 
     def renewed(self, ids: Tensor) -> Tensor:
-        """Returns the ids of a result that depends on the position: new ones for all that is no channel."""
+        """Returns the ids of a result that depends on position: channels keep theirs, all else gets new ones."""
         return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.opaque_like(ids))
 
     def any_channel(self, ids: Tensor) -> bool:
@@ -157,7 +158,7 @@ class Channels:
         return self._in_range(ids) or bool((unexpanded(ids) > 0).all())
 
     def channels_of(self, x: Tensor) -> tuple[Tensor, str]:
-        """Returns the channels of the last dimension, and the reason if they are not known; else an empty reason."""
+        """Returns the channels of the last dimension, and why they are not known (empty if they are)."""
         flat = unexpanded(x, keep=x.ndim - 1).reshape(-1, x.shape[-1])
         if not self.all_channels(flat):
             return flat[0], "its input comes from an operator without a channel rule, or from outside the model"
@@ -179,10 +180,10 @@ class Channels:
         return compact.expand(ids.shape)
 
     def occurrences(self, ids: Tensor, dim: int) -> Tensor | None:
-        """Returns, for each element, how often its id occurs before it along ``dim``; as opaque ids of the same shape.
+        """Returns opaque ids, in the shape of ``ids``, that number the occurrences of each id along ``dim``.
 
-        Returns None where an operator that takes some positions along ``dim`` takes the same from every channel: where
-        no channel occurs more than once, or each fills the dimension.
+        Returns None where no channel occurs more than once, or each fills the dimension: an operator that takes some
+        positions along ``dim`` then takes the same ones of every channel.
         """
         compact = unexpanded(ids)
         if compact.shape[dim] == 1 or self._distinct(compact) or not self.any_channel(compact):
@@ -217,9 +218,9 @@ class Channels:
     def join(self, a: Tensor, b: Tensor, attached: bool = False) -> Tensor:
         """Joins two tensors of ids element by element and returns the ids of the result.
 
-        Two channels that meet are joined; what is no channel is added to the context of the channel that it meets. Of
-        joined ids, the result has those that stand for more tokens: a class token and the patches behind it, which come
-        from two parameters, are the same channels once one position embedding is added to both.
+        Two channels at one position are joined; an id that is no channel is added to the context of a channel at its
+        position. The result has, of two joined ids, the one that stands for more tokens: a class token and the patches
+        after it come from two parameters, but are the same channels once one position embedding is added to both.
         """
         a, b = torch.broadcast_tensors(a, b)
         a_all, b_all = self.all_channels(a), self.all_channels(b)
@@ -229,7 +230,7 @@ class Channels:
         a_none, b_none = not self.any_channel(a), not self.any_channel(b)
         if a_none and b_none:
             return a
-        reason = f"{self.node.target} combines each with a value of its own (a rotary angle, a mask)"
+        reason = f"{self.node.target} combines each channel with a value of its own (a rotary angle, a mask)"
         self.meet(a, b, reason)
         self.meet(b, a, reason)
         if (a_all and b_none) or (b_all and a_none):
@@ -241,8 +242,8 @@ class Channels:
         return self.compacted(torch.where((a > 0) | (b < 0), a, b)).expand(shape)
 
     def cross(self, a: Tensor, b: Tensor) -> None:
-        """Adds to the context of each channel of two tensors the channels that it meets in the other one, as values."""
-        reason = f"{self.node.target} combines each with other channels"
+        """Adds to the context of each channel in two tensors the value at the same position in the other tensor."""
+        reason = f"{self.node.target} combines each channel with other channels"
         for ids, other in ((a, values_of(b)), (b, values_of(a))):
             if self.all_channels(ids):
                 self._add_context(ids, other, reason)
@@ -250,7 +251,7 @@ class Channels:
                 self._add_context(ids[ids > 0], other[ids > 0], reason)
 
     def _stands_for_more(self, ids: Tensor, others: Tensor) -> bool:
-        """Whether ids repeat, but for the last dimension, where others of the same shape are of several parameters."""
+        """Whether ``ids`` repeat along dimensions but the last where ``others`` hold channels of several parameters."""
         dims = [dim for dim, (a, b) in enumerate(zip(differs(ids), differs(others), strict=True)) if a != b]
         tokens = all(dim < ids.ndim - 1 and differs(others)[dim] for dim in dims)
         return bool(dims) and tokens and all(of_several_axes(others, dim, self.starts.values()) for dim in dims)
@@ -258,8 +259,8 @@ class Channels:
     def reduce(self, ids: Tensor, dims: Sequence[int], *, keep: bool) -> Tensor:
         """Returns the ids of a reduction over ``dims``, in which the order does not matter.
 
-        Different channels that are reduced together become something that is no channel, which is added to the context
-        of each. A channel that is reduced alone, or only with itself, stays.
+        Different channels that are reduced together give a new id that is no channel, which is added to the context of
+        each. A channel that is reduced alone, or only with itself, stays.
         """
         dims = sorted(d % ids.ndim for d in dims)
         kept = [d for d in range(ids.ndim) if d not in dims]
@@ -269,7 +270,7 @@ class Channels:
             if rows.stride(d) == 0:
                 rows = rows.narrow(d, 0, 1)
         fresh = self.opaque(tuple(shape))
-        reason = f"{self.node.target} reduces them in separate groups"
+        reason = f"{self.node.target} reduces the channels in separate groups"
         if self._in_range(ids) and self._distinct(unexpanded(ids)):
             first = rows
             for _ in dims:
@@ -290,11 +291,11 @@ class Channels:
         return out
 
     def touch(self, ids: Tensor) -> None:
-        """Adds the current operator to the contexts of channels, which tells them from channels it does not act on."""
-        self.meet(ids, self.opaque(()), f"{self.node.target} acts on some of them only")
+        """Adds the current operator to the contexts of channels, to distinguish them from those it does not act on."""
+        self.meet(ids, self.opaque(()), f"{self.node.target} acts on some of the channels only")
 
     def meet(self, ids: Tensor, other: Tensor, reason: str) -> None:
-        """Adds what is no channel in ``other`` to the contexts of the channels in ``ids`` at the same positions."""
+        """Adds the ids in ``other`` that are no channels to the contexts of the channels at their positions."""
         if not self._contexts or not self.any_channel(ids):
             return
         ids, other = torch.broadcast_tensors(ids, other)

@@ -94,7 +94,7 @@ def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:
 
 
 def runs_of(site: Site) -> tuple[int, ...]:
-    """Returns the sizes of the runs of a site's input channels: its permutation moves no channel to another run."""
+    """Returns the sizes of a site's runs: consecutive input channels that are permuted only among themselves."""
     another_head = site.space.segment_of[site.units].diff() != 0
     starts = another_head | (site.units.diff() < 0)  # or another copy of the same head
     edges = [0, *(starts.nonzero().flatten() + 1).tolist(), site.channels]

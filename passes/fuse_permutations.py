@@ -28,7 +28,7 @@ from permtriton.passes.plan import Destination
 
 
 def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:
-    """Replaces the gathers that `insert_permutations` has inserted by the upstream edits of their moves."""
+    """Replaces the gathers of `insert_permutations` by edits upstream, where a move's placement allows it."""
     constants, parameters = Constants(graph_module), parameter_nodes(graph_module)
     for move in moves:
         sites = {gather.site for gather in move.gathers}

@@ -13,15 +13,15 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.model.checks import check_weight
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.model.name import layer_number
+from permtriton.model.nm_checks import check_weight
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
 
 
 class Destination(StrEnum):
-    """Where a permutation ends, which decides what it costs at run time."""
+    """Where a permutation is applied in the compiled model, which decides its cost at run time."""
 
     FOLDED = "folded"  # in the parameters that write the channels, at no cost
     IN_NORM = "in_norm"  # in the norm before the site, which writes its output in the site's order
@@ -92,10 +92,10 @@ class ChannelSpace:
     # sizes of the segments: consecutive units that may change places with each other, such as one head
     segments: tuple[int, ...]
     axes: tuple[Axis, ...]  # every parameter dimension that carries these channels; folding permutes each of them once
-    placement: Destination = Destination.FOLDED  # where the permutation ends
+    placement: Destination = Destination.FOLDED  # where the permutation is applied
     reason: str = ""  # why the channels keep their order, if ``placement`` is ``NONE``; else empty
     norm: "Norm | None" = None  # norm that writes the permuted order, if ``placement`` is ``IN_NORM``
-    # number of consecutive units that are whole groups of every linear that reads them; the plan sets it
+    # least number of consecutive units that are whole N:M groups in every linear that reads them; set by the plan
     group: int = 1
 
     @classmethod
@@ -121,7 +121,7 @@ class ChannelSpace:
 
     @property
     def segment_of(self) -> Tensor:
-        """Number of the segment of each unit, int64 ``[units]``."""
+        """Index of each unit's segment, int64 ``[units]``."""
         return torch.repeat_interleave(torch.arange(len(self.segments)), torch.tensor(self.segments))
 
     def check(self, index: Tensor) -> None:
@@ -129,10 +129,10 @@ class ChannelSpace:
         segment, index = self.segment_of, index.cpu()
         permutes = index.shape == segment.shape and is_permutation(index)
         if not permutes or not torch.equal(segment[index], segment):
-            problem = "moves units from one segment (a head) to another" if permutes else "is no permutation"
+            problem = "moves units from one segment (a head) to another" if permutes else "is not a permutation"
             raise VerificationError(
                 f"{self.name}: the order found for its {self.units} units {problem}. Nothing was saved; this is a bug "
-                "of permtriton, please report it"
+                "in permtriton, please report it"
             )
 
     def blocks(self, block_size: int) -> list[tuple[int, int]]:
@@ -159,7 +159,7 @@ class Norm:
 
 @dataclass
 class Site:
-    """One activation read by one or more pruned linears; several, if each of the linears runs on all of them."""
+    """One activation that one or more pruned linears read; or several activations that each of the linears reads."""
 
     name: str  # path that the linears share and their own names: ``layers.0.mlp.gate_proj+up_proj``
     linears: tuple[str, ...]  # names of the linear modules, in execution order
@@ -168,16 +168,16 @@ class Site:
     space: ChannelSpace  # channel space of the input channels; its permutation orders them
     # names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers
     layer_paths: frozenset[str] = frozenset()
-    # the most pruned linears that an input passes on its way to the output of these, themselves included
+    # largest number of pruned linears on a path from the model's input to the output of these, including these
     depth: int = 0
     calls: int = 1  # number of times that the linears run in one forward pass; above 1 if layers share their weights
-    routed: bool = False  # whether the model decides by its weights which rows they read, as for experts in a list
-    # name of the module whose input the linear's output is added to, the residual stream; empty if the graph shows
-    # none
+    routed: bool = False  # whether a router chooses the tokens that they read, as for experts in a list
+    # name of the module whose input is the residual stream that the linear's output is added to; empty if the graph
+    # shows none
     residual_reader: str = ""
     residual_norm: str = ""  # name of the norm that the output passes before it is added; empty for none
     residual_variant: NormVariant | None = None  # what that norm computes
-    residual_factor: float = 1.0  # number that it is then multiplied by
+    residual_factor: float = 1.0  # factor that the output is then multiplied by
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
@@ -190,7 +190,7 @@ class Site:
 
     @property
     def layer(self) -> int:
-        """Number of the layer in the outermost module list, the lowest of several, or -1."""
+        """Index of the layer in the outermost module list: the lowest if there are several, -1 if there is none."""
         return min((layer_number(path) or 0 for path in self.layer_paths), default=-1)
 
     @property
@@ -224,7 +224,7 @@ class Plan:
                 yield site, name
 
     def sparsity(self, default: NMPattern) -> str:
-        """Returns the patterns of its linears in words, beside the one of those that have none of their own."""
+        """Returns the patterns of all pruned linears in words: ``default``, and every other one."""
         others = [str(pattern) for pattern in self.patterns.values() if pattern != default]
         return in_words(str(default), others, len(self.patterns))
 
@@ -285,9 +285,9 @@ def check_pruned(model: nn.Module, plan: Plan) -> None:
 
 
 def sequential_groups(sites: list[Site]) -> list[list[Site]]:
-    """Returns a layer's sites in turns, each of which reads what the ones before made once pruned.
+    """Returns a layer's sites in turns by depth: a turn reads what the linears of the turns before it put out.
 
-    Sites of the same depth share one, such as experts, or attention and MLP that run side by side.
+    Sites of the same depth share a turn, such as experts, or attention and MLP that run side by side.
 
     Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,
     that trebles the perplexity.
@@ -311,7 +311,7 @@ def layer_of(model: nn.Module, name: str) -> str:
 
 
 def named_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """Returns name -> layer, of the layers that hold sites, in execution order."""
+    """Returns the layers that hold sites, by name, in execution order."""
     names = dict.fromkeys(layer_of(model, name) for _, name in plan.linears())
     return {name: model.get_submodule(name) for name in names if name}
 
@@ -321,5 +321,5 @@ def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 
 def layer_names(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
-    """Returns each module inside one of `layer_modules` -> the name of that layer; of the last one that shares it."""
+    """Returns module -> name of the layer of `layer_modules` that holds it; of several layers, the last."""
     return {part: name for name, layer in named_layers(model, plan).items() for part in layer.modules()}

@@ -11,7 +11,7 @@ from torch import fx
 from permtriton.errors import VerificationError
 from permtriton.passes.provenance import Unions
 
-BUG = ". Nothing was saved; this is a bug of permtriton, please report it with the output of permtriton inspect"
+BUG = ". Nothing was saved; this is a bug in permtriton, please report it with the output of permtriton inspect"
 
 
 def check_channels(name: str, before: Unions, after: Unions) -> None:

@@ -1,6 +1,5 @@
 """The options of a compilation that are no step's; those of steps stand with each step in ``permtriton/methods``."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -9,11 +8,8 @@ from permtriton.util.option import check_options, documented, option
 from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 ImportanceMethod = Literal["auto", "magnitude", "wanda", "ria", "obs"]
-ObjectiveKind = Literal["kl", "cosine"]
-LossKind = Literal[ObjectiveKind, "before_norm"]
 SpecialTokens = Literal["auto", "none"]
 OptimizerKind = Literal["adam", "adafactor"]
-LOSS_WORDS: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 Layout = Literal["portable", "fused"]
 OProj = Literal["tied", "free"]
 
@@ -29,13 +25,6 @@ SURPLUS = 4  # tokens of a text that are mixed per token drawn, so that the wind
 # Options that are lowered where memory ran out, after which the same run continues: they change how sums are rounded.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
-
-
-def minimises(**first: str) -> str:
-    """Returns the help of an option that chooses a loss; ``first`` are those that it names first, in other words."""
-    losses: dict[str, str] = {**first, **LOSS_WORDS, **first}
-    words = ", ".join(f"{name} ({of})" for name, of in losses.items())
-    return f"What it minimises: {words}, or auto: kl where there is a language-model head."
 
 
 @documented

@@ -366,7 +366,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "order is no permutation": Fault(
         replaced(Heuristic, "indices", lambda f, *args: {k: v + 1 for k, v in f(*args).items()}),
-        "stream: the order found for its 64 units is no permutation",
+        "stream: the order found for its 64 units is not a permutation",
     ),
     "order leaves its head": Fault(
         replaced(Heuristic, "indices", lambda f, *args: {k: v.roll(1) for k, v in f(*args).items()}),

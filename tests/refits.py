@@ -6,7 +6,7 @@ from torch import Tensor
 from benchmarks.known_run import Known
 from permtriton import CompileConfig, find_plan
 from permtriton.data.samples import Inputs
-from permtriton.data.text import check_samples
+from permtriton.data.text_samples import check_samples
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.methods.train.round import Round

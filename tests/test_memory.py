@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver import memory, placing
+from permtriton.driver import choose_placement, memory
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.order.learned import Learned
@@ -172,8 +172,10 @@ def test_compile_keeps_masked_weights_as_estimated_and_says_so(model, monkeypatc
         assert run.low_memory == low_memory
         raise Stopped
 
-    estimate, saving = placing.estimate, ("learned",) * low_memory
-    monkeypatch.setattr(placing, "estimate", lambda *given, **more: replace(estimate(*given, **more), saving=saving))
+    estimate, saving = choose_placement.estimate, ("learned",) * low_memory
+    monkeypatch.setattr(
+        choose_placement, "estimate", lambda *given, **more: replace(estimate(*given, **more), saving=saving)
+    )
     monkeypatch.setattr(Learned, "learn", learn)
     config, ids, progress = config_from(recipe="learned,mask"), zoo.tiny_ids(2, 8), Recording()
     with pytest.raises(Stopped):

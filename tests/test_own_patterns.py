@@ -118,13 +118,13 @@ def test_a_group_that_does_not_fit_its_linear():
 
 
 def test_blocks_of_learning_hold_whole_groups_of_all():
-    with pytest.raises(ConfigError, match="learn_block_size 12 is not a multiple of the group of 4:8"):
+    with pytest.raises(ConfigError, match="learn_block_size 12 is not a multiple of the group size of 4:8"):
         config_from({"recipe": "published", "learn_block_size": 12, "pattern": OWN})
 
 
 @pytest.mark.slow
 def test_experts_of_one_parameter_have_one_pattern():
-    with pytest.raises(ConfigError, match=r"`pattern=` prunes .*experts\.1\..*: give all of them one pattern"):
+    with pytest.raises(ConfigError, match=r"`pattern=` prunes .*experts\.1\..*: give all of its experts one pattern"):
         find_plan(zoo.build("mixtral"), TWO_FOUR, pattern=["re:.*experts\\.0\\.=1:4"])
     plan = find_plan(zoo.build("mixtral"), TWO_FOUR, pattern=["re:.*experts=1:4"])
     assert {str(pattern) for name, pattern in plan.patterns.items() if "experts" in name} == {"1:4"}

@@ -18,7 +18,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from permtriton import config_from
 from permtriton.data.samples import Samples
 from permtriton.driver import identity
-from permtriton.driver.placing import check_spread
+from permtriton.driver.choose_placement import check_spread
 from permtriton.errors import ConfigError, ModelError
 from permtriton.running.sharding import _around, _check
 from permtriton.running.state import StateFile

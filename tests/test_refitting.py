@@ -57,7 +57,7 @@ def test_targets_of_the_dense_model_bring_the_pruned_one_closer(option, name):
 def test_residual_targets_without_effect_are_said(name, options, said):
     progress = Recording()
     Problem(*zoo.planned(name), ids=zoo.token_ids(2, 8)).refit(progress, **options)
-    assert sum("adds its output to the residual stream" in line for line in progress.lines) == said
+    assert sum("output is added to the residual stream" in line for line in progress.lines) == said
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bert"))])

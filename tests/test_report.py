@@ -10,7 +10,7 @@ import torch
 
 import permtriton
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.record import read_record
+from permtriton.checkpoint.read_record import read_record
 from permtriton.cli.main import app
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError

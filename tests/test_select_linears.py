@@ -117,7 +117,7 @@ def test_a_dense_linear_beside_pruned_ones_reads_the_new_order(layout):
         ),
         (
             {"targets": [r"re:.*experts\.[1-9]\."]},
-            r"^`targets=` leaves .*experts\.0\..* or none, such as by `ignore=.*ex",
+            r"^`targets=` leaves .*experts\.0\..* or none, for example with `ignore=.*ex",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from permtriton import NMPattern, config_from, find_plan
-from permtriton.data.text import check_samples
+from permtriton.data.text_samples import check_samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.evaluate import measure_model

@@ -15,7 +15,7 @@ from permtriton import config_from
 from permtriton.data.generated import beginnings
 from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import special_tokens_of
-from permtriton.data.text import calibration_samples, held_out_windows, line_of_ids_without
+from permtriton.data.text_samples import calibration_samples, held_out_windows, line_of_ids_without
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.measure.objective import LOSSES, dense_objective

@@ -14,7 +14,7 @@ from permtriton import config_from, find_plan
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import read_held_out
 from permtriton.data.samples import Samples
-from permtriton.data.text import (
+from permtriton.data.text_samples import (
     HUB_DATASETS,
     all_windows,
     calibration_samples,

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from permtriton import config_from, find_plan
-from permtriton.data.text import calibration_samples
+from permtriton.data.text_samples import calibration_samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
 from permtriton.methods.train.trainer import rate_at

@@ -48,7 +48,7 @@ def broken_run(name: str, layout: str, function: Callable, damage: Callable) -> 
     passes[place] = partial(damaged(function, damage), **getattr(passes[place], "keywords", {}))
     with pytest.raises(VerificationError, match=f"^pass {function.__name__}: ") as caught:
         run_passes(graph_module, passes)
-    assert "this is a bug of permtriton" in str(caught.value)
+    assert "this is a bug in permtriton" in str(caught.value)
     return str(caught.value)
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers.models.auto import modeling_auto as auto
 
 from permtriton.checkpoint.format import IN_8_BITS, PACKED
-from permtriton.checkpoint.record import described_sparsity
+from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.model.gguf_file import in_words
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, read_json
 from permtriton.model.name import is_hub_name, shown_name

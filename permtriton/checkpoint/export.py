@@ -16,7 +16,7 @@ from permtriton.checkpoint.format_writers import FormatWriter, PackedWriter
 from permtriton.checkpoint.fp8 import Fp8Writer
 from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.packed_fp8 import PackedFp8Writer
-from permtriton.checkpoint.record import described_sparsity
+from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.checkpoint.save import copy_file, share_mode
 from permtriton.checkpoint.shards import describe_files
 from permtriton.errors import ConfigError, ModelError, shown

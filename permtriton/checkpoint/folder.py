@@ -10,7 +10,7 @@ from torch import Tensor
 
 from permtriton.checkpoint.packed import unpacked
 from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig, parts_of
-from permtriton.checkpoint.record import Record, read_record, recorded_weights
+from permtriton.checkpoint.read_record import Record, read_record, recorded_weights
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.errors import ModelError, reading
 from permtriton.kernels.sparse_linear_fp8 import unpack_fp8

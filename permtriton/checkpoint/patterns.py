@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.record import Record, recorded_weights
+from permtriton.checkpoint.read_record import Record, recorded_weights
 from permtriton.errors import listed
 from permtriton.model.expert_linears import stacks
 from permtriton.model.modules import LINEAR_MODULES

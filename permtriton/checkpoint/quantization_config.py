@@ -31,7 +31,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.format import Format
-from permtriton.checkpoint.record import Pattern, Sha256
+from permtriton.checkpoint.read_record import Pattern, Sha256
 from permtriton.checkpoint.registration import METHOD
 from permtriton.errors import ModelError, shown
 from permtriton.kernels.norm_permute import KINDS

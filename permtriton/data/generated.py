@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.data.text import vocabulary_of
+from permtriton.data.text_samples import vocabulary_of
 from permtriton.errors import CalibrationError, first_line
 from permtriton.model.core import takes_decoder_ids
 from permtriton.util import ranks

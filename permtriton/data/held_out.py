@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
 from permtriton.data.media import is_media, stored_samples
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.text import check_inputs, held_out_windows, line_of_ids_without, vocabulary_of
+from permtriton.data.text_samples import check_inputs, held_out_windows, line_of_ids_without, vocabulary_of
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
 from permtriton.model.core import check_towers, takes_decoder_ids
 from permtriton.model.forward import max_tokens, with_tokens

@@ -15,7 +15,7 @@ from permtriton.config import CommonConfig
 from permtriton.data.columns import documents_in
 from permtriton.data.media import Processor, inputs_for
 from permtriton.data.samples import Samples
-from permtriton.data.text import Documents, calibration_samples
+from permtriton.data.text_samples import Documents, calibration_samples
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ class Samples:
 
     @property
     def counted(self) -> slice:
-        """The positions of the last hidden state that count: those of special tokens, which all texts have, do not."""
+        """The positions of the last hidden state that are measured: all but the special tokens around a text."""
         inner = (self.special or NONE).of_labels
         return slice(len(inner.before), -len(inner.after) or None)
 

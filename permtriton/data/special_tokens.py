@@ -73,7 +73,7 @@ def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = Fa
     """Returns what a tokenizer puts around a single text.
 
     Args:
-        halves: whether the model is an encoder-decoder, which reads two sequences in a row.
+        halves: whether the model is an encoder-decoder, whose rows hold an input sequence and then its labels.
     """
     tokenizer = tokenizer_of(tokenizer)
     if choice == "none" or tokenizer is None:

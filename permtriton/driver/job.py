@@ -20,7 +20,7 @@ from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
 from permtriton.data.held_out import read_held_out
 from permtriton.data.in_memory import calibration_of, name_of
-from permtriton.data.text import fitted
+from permtriton.data.text_samples import fitted
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin

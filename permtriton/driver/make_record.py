@@ -1,4 +1,4 @@
-"""Makes the record of a compilation, ``permtriton.json``, whose fields are in `permtriton.checkpoint.record`."""
+"""Makes the record of a compilation, ``permtriton.json``, whose fields are in `permtriton.checkpoint.read_record`."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,7 +10,7 @@ from permtriton.checkpoint.plan_entries import (
     permutation_report,
     rows_report,
 )
-from permtriton.checkpoint.record import Record
+from permtriton.checkpoint.read_record import Record
 from permtriton.data.samples import Samples
 from permtriton.methods.run import Run
 from permtriton.model.name import asked_name, is_hub_name

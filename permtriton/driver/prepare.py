@@ -14,12 +14,12 @@ from permtriton.data.held_out import prepared
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE
-from permtriton.data.text import calibration_samples, check_samples, line_of_ids_without
+from permtriton.data.text_samples import calibration_samples, check_samples, line_of_ids_without
+from permtriton.driver.choose_placement import check_placement, estimated, place, without_text
 from permtriton.driver.forecast import Forecast, check_disk, disk_needs, make_forecast
 from permtriton.driver.identity import WRITING, identify
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory import Devices
-from permtriton.driver.placing import check_placement, estimated, place, without_text
 from permtriton.driver.traced import comparison_refusal, graph_outputs, traced_sample
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure

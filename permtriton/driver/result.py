@@ -17,7 +17,7 @@ from permtriton.checkpoint.output import claimed, working_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.publishing import make_repository, upload
 from permtriton.checkpoint.quantizer import checkpoint_config
-from permtriton.checkpoint.record import read_record
+from permtriton.checkpoint.read_record import read_record
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with

@@ -21,7 +21,7 @@ from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import is_named, selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
-from permtriton.data.text import calibration_samples, fitted
+from permtriton.data.text_samples import calibration_samples, fitted
 from permtriton.driver.identity import run_identity, text_hash
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, OutputError

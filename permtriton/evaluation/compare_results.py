@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from permtriton.checkpoint.record import OPEN, Integer
+from permtriton.checkpoint.read_record import OPEN, Integer
 from permtriton.errors import ModelError, OutputError
 from permtriton.evaluation.compare_methods import DENSE, RowConfig
 from permtriton.evaluation.measures import DISTANCES, Distances

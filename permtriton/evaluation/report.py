@@ -6,7 +6,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from permtriton.checkpoint.record import described_sparsity
+from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.errors import ConfigError
 from permtriton.evaluation import report_sections as sections
 from permtriton.evaluation.compare_results import read_comparison

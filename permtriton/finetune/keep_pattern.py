@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.patterns import kept_in_groups, linear_weights, pattern_of
-from permtriton.checkpoint.record import PRUNED_ELSEWHERE, Record, find_record, recorded_weights
+from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_record, recorded_weights
 from permtriton.checkpoint.replace_modules import resolve_name
 from permtriton.checkpoint.save import save_trained
 from permtriton.data.media import Processor
@@ -94,7 +94,7 @@ class _Weight:
 
     @property
     def parameter(self) -> Tensor:
-        """The present parameter: moving a model to a GPU may replace it."""
+        """The parameter, looked up at each use: moving a model to a GPU may replace it."""
         parameter = self.owner._parameters.get(self.key)
         if parameter is None or isinstance(parameter, DTensor) or parameter.ndim < 2:  # FSDP1 leaves flat parts
             raise ModelError(
@@ -265,7 +265,7 @@ class KeepPattern(TrainerCallback):
         self.kept = keep_pattern(named["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Ends it; the weights are N:M."""
+        """Stops keeping the pattern; the weights are N:M at this point."""
         assert self.kept is not None
         self.kept.remove()
 

@@ -28,15 +28,15 @@ from permtriton.util.sparsity import NMPattern
 
 @dataclass(frozen=True)
 class Planned:
-    """A dense model with its calibration samples and its plan: what a forecast is made of, and a run starts from."""
+    """A dense model with its calibration samples and its plan, from which a forecast and a run are made."""
 
     model: PreTrainedModel
     config: CompileConfig
     samples: Samples
     plan: Plan
     graph: fx.GraphModule  # graph of the model, from which the plan was made
-    held_out: Samples | None = None  # held-out samples; None without any
-    workspace: Workspace = field(default_factory=Workspace)  # clock and states
+    held_out: Samples | None = None  # held-out samples; None if there are none
+    workspace: Workspace = field(default_factory=Workspace)  # times of stages, and saved states
 
     @cached_property
     def layers(self) -> list[int]:
@@ -46,7 +46,7 @@ class Planned:
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        """The sizes that the needs of all steps follow from."""
+        """The sizes from which memory and time of all steps are estimated."""
         model, plan, config, samples = self.model, self.plan, self.config, self.samples
         text = model.config.get_text_config()
         weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
@@ -101,7 +101,7 @@ def plan_model(
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
-        samples: inputs that the graph will be run on; it has the shapes of one. Text is traced on a few tokens.
+        samples: inputs of the graph, which is traced with the shapes of one sample; text, on a few tokens.
     """
     with unstacked_experts(model) as experts:
         traced = trace(model, None if samples is None or samples.is_text else samples[:1])
@@ -124,7 +124,7 @@ def plan_model(
 
 
 def sizes(model: PreTrainedModel, plan: Plan) -> dict[str, int]:
-    """Returns how many parameters there are and would be pruned, and the bytes of all weights, dense and packed."""
+    """Returns the number of all parameters and of those in pruned linears, and the model's bytes, dense and packed."""
     with unstacked_experts(model):
         weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
         total = sum(parameter.numel() for parameter in model.parameters())
@@ -143,7 +143,7 @@ def sizes(model: PreTrainedModel, plan: Plan) -> dict[str, int]:
 
 
 def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> None:
-    """Refuses a choice of linears that treats some experts of a parameter that holds several unlike the others."""
+    """Refuses options by which experts that are stored in one parameter would not all be pruned alike."""
     if not config.targets and not config.ignore and not config.pattern:
         return
     patterns: dict[str, NMPattern] = {}
@@ -152,7 +152,7 @@ def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> N
         if stack and patterns.setdefault(stack[0], plan.patterns[name]) != plan.patterns[name]:
             raise ConfigError(
                 f"`pattern=` prunes {name} to {plan.patterns[name]}, and other experts that {stack[0]} holds to "
-                f"{patterns[stack[0]]}: give all of them one pattern"
+                f"{patterns[stack[0]]}: give all of its experts one pattern"
             )
     for name in plan.skipped:
         stack = stacked_name(model, name)
@@ -160,5 +160,5 @@ def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> N
             option = "targets" if plan.skipped[name] == NOT_NAMED else "ignore"
             raise ConfigError(
                 f"`{option}=` leaves {name} dense, but not all the other experts that {stack[0]} holds: prune all of "
-                f"them, or none, such as by `ignore={stack[0].rpartition('.')[0]}`"
+                f"them, or none, for example with `ignore={stack[0].rpartition('.')[0]}`"
             )

@@ -1,4 +1,4 @@
-"""One compilation while it runs: the model as it is now, what is known of it, and what every step may ask for."""
+"""State of a running compilation: the model as changed so far, what was measured, and helpers for all steps."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -36,12 +36,12 @@ from permtriton.util.store import Store
 
 @dataclass
 class Run:
-    """What a step may ask for and change; `permtriton.driver.prepare.prepare` makes one of the dense model.
+    """What steps read and change in a compilation; `permtriton.driver.prepare.prepare` makes it from the dense model.
 
     Attributes:
         model: model that the steps change in place.
         config: every option.
-        workspace: clock and states.
+        workspace: times of the stages, and saved states of interrupted steps.
         samples: calibration samples on the CPU.
         generated: further samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
         batch: samples per forward pass without gradients.
@@ -52,8 +52,8 @@ class Run:
         memory: estimated memory.
         statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
             where no step uses the importance.
-        expert_tokens: experts -> calibration tokens that are sent to each; empty where nothing was measured.
-        rows: linear -> how much the loss feels each of its rows in the present order; None where it is not known.
+        expert_tokens: experts module -> number of calibration tokens routed to each expert; empty if not measured.
+        rows: linear -> row weights (sensitivity of the loss to each row) in the present order; None if not known.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
         retained: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
@@ -84,7 +84,7 @@ class Run:
         self.outcomes: dict[str, Outcome] = {}
         self._dense_order: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, int, bool], Objective] = {}
-        self._promise: tuple[Objective, float] | None = None  # what masks alone must reach in the present order
+        self._promise: tuple[Objective, float] | None = None  # loss to reach by masking alone in the present order
 
     # -- what it works with --------------------------------------------------------------------------------------------
 
@@ -98,12 +98,12 @@ class Run:
 
     @property
     def low_memory(self) -> bool:
-        """Whether steps shall save memory, because what they could keep does not fit."""
+        """Whether steps must save memory, because not all that they could keep fits."""
         return bool(self.memory.saving)
 
     @property
     def working_config(self) -> CompileConfig:
-        """The options of work with gradients: activations are recomputed also where memory is short."""
+        """The config for backward passes: activations are checkpointed also where memory is short."""
         recomputed = self.config.activation_checkpointing or self.memory.recomputes
         return replace(self.config, activation_checkpointing=recomputed)
 
@@ -115,8 +115,8 @@ class Run:
         """Returns the samples that a step reads.
 
         They are the calibration samples and, for a step that asks for them, surplus ones of the same text
-        (``extra_per_sample``) and what the dense model wrote. A step with ``fresh_samples`` gets surplus ones and what
-        the dense model wrote, in random order; the calibration samples, too, where these are too few.
+        (``extra_per_sample``) and what the dense model wrote. A step with ``fresh_samples`` gets the surplus samples
+        and what the dense model wrote, in random order; if they are too few, calibration samples are added.
         """
         written = [] if self.generated is None or not step.reads_generated else [self.samples.of_text(self.generated)]
         surplus = [] if self.samples.surplus is None else [self.samples.surplus]
@@ -134,17 +134,17 @@ class Run:
     # -- the model -----------------------------------------------------------------------------------------------------
 
     def running(self) -> AbstractContextManager[PreTrainedModel]:
-        """Returns a context that yields the model, or its twin, on the device that it runs on."""
+        """Returns a context that yields the model, or a copy with the same weights, on the device where steps run."""
         return self.placement.running(self.model, self.plan)
 
     @contextmanager
     def fitting(self) -> Iterator[PreTrainedModel]:
-        """Yields what `running` does, in a context in which float32 products may round their factors."""
+        """As `running`, but float32 matrix products may round their factors (TF32, bfloat16)."""
         with self.running() as model, rounded_products(model, self.config):
             yield model
 
     def spread_twin(self) -> PreTrainedModel:
-        """Returns a twin of the model that a step may spread over the ranks, or the model where it runs as it is."""
+        """Returns a copy of the model that a step may shard over the ranks, or the model if it is not sharded."""
         return self.model if self.placement.spread_on is None else twin_of(self.model)
 
     def importances(self) -> dict[str, ImportanceFactors]:
@@ -161,7 +161,7 @@ class Run:
             self.progress.say(few)
 
     def replan(self, plan: Plan, graph: fx.GraphModule, rows: dict[str, Tensor] | None) -> None:
-        """Takes up a plan with fewer linears, before anything has moved; ``rows`` as the attribute."""
+        """Switches to a plan with fewer linears, before channels are permuted; ``rows`` is as the attribute."""
         sites = {name: site.name for site, name in self.plan.linears()}
         self.statistics = {site.name: self.statistics[sites[site.linears[0]]] for site in plan.sites}
         self.plan, self.graph, self.rows = plan, graph, rows
@@ -216,7 +216,7 @@ class Run:
         }
 
     def keep_dense(self, steps: Sequence[Step]) -> None:
-        """Keeps what the steps that are left and the record need of the dense model, before the first prunes it."""
+        """Stores what the remaining steps and the record need of the dense model, before the first one prunes it."""
         if not self._dense_order and self.statistics:  # nothing was permuted
             self._dense_order = self._retained({})
             self.retained = {name: share.chosen for name, share in self._dense_order.items()}
@@ -232,13 +232,13 @@ class Run:
     # -- the distance from the dense model -----------------------------------------------------------------------------
 
     def objective(self, step: Step) -> Objective:
-        """Returns what a step minimises, with the dense outputs in the present order as its target.
+        """Returns what a step minimises; its targets are the dense outputs in the present channel order.
 
-        They are computed where they are not known yet, which is possible only before the model is pruned.
+        The first call computes the targets, so it must come before the model is pruned.
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            rounds = self.config.mixed_precision and step.stage is Stage.TRAIN  # as its steps do
+            rounds = self.config.mixed_precision and step.stage is Stage.TRAIN  # as the training steps do
             with self.running() as model, mixed_precision(model, rounds):
                 objective = dense_objective(
                     model, objective_kind(step.objective, self.model), self.samples_for(step), self.batch, self.store
@@ -251,11 +251,11 @@ class Run:
         return objective_kind(step.objective, self.model), step.fresh_samples, step.extra_per_sample, written
 
     def promise(self, step: Step, loss: float) -> None:
-        """Notes the loss that masks alone must have in the present order, by what a step minimised."""
+        """Records the loss, by a step's objective, that the masked model must have in the present order."""
         self._promise = self.objective(step), loss
 
     def check_promise(self) -> None:
-        """Compares the loss of the model, pruned by masks, with the one that was promised, if one was."""
+        """Checks the loss of the masked model against the loss that `promise` recorded, if any."""
         if self._promise is None:
             return
         objective, promised = self._promise

@@ -133,7 +133,7 @@ class Step(Protocol):
         return 0.0
 
     def state_bytes(self, sizes: ModelSizes) -> int:
-        """Returns the bytes of the states from which it continues after an interruption; 0 if it has none.
+        """Returns the bytes of the states from which the step resumes after an interruption; 0 if it keeps none.
 
         A state that a new one replaces counts twice, because both are on the disk for a moment.
         """

@@ -1,7 +1,7 @@
-"""A walk through a model's layers, which gives the sites of each their inputs in a time that is linear in the depth.
+"""Walks through a model's layers and gives each layer's sites their inputs, in time linear in the depth.
 
 Layers that form a chain run one by one on the outputs of the layer before, which stay on the model's device, unless its
-memory is short. What is in no chain gets its inputs from the model, which then runs from its start.
+memory is short. Layers outside every chain get their inputs from runs of the whole model.
 """
 
 from collections import Counter
@@ -23,34 +23,34 @@ from permtriton.running.sharding import is_spread
 from permtriton.util import ranks
 from permtriton.util.store import MEMORY, Store
 
-LayerContext = Callable[[str], AbstractContextManager[None]]  # what the layer of a name runs in; "" is the model
+LayerContext = Callable[[str], AbstractContextManager[None]]  # context in which a layer runs, by name; "" is the model
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """The sites of a layer, and how to run what they read, on this rank's share of the sequences."""
+    """The sites of a layer, and how to compute their inputs, for this rank's share of the sequences."""
 
     sites: list[Site]
-    parts: Sequence[Tensor]  # numbers of the sequences that run together, int64 ``[at most batch]`` each
-    # runs as much of the model, on the sequences with such numbers, as gives each site its inputs
+    parts: Sequence[Tensor]  # indices of the sequences of each batch, int64 ``[at most batch]``
+    # runs as much of the model as gives each site its inputs, on the sequences with these indices
     run: Callable[[Tensor], object]
-    may_end: bool = True  # whether a run may be ended when every site's input has been seen
-    # says that the weights of some sites' linears are final, so that what they return may be kept
+    may_end: bool = True  # whether a run may stop once every site's input has been seen
+    # marks the weights of some sites' linears as final, so that their outputs may be kept
     finish: Callable[[Iterable[Site]], None] = lambda _sites: None
 
 
 def from_model(
     model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, layer_context: LayerContext = as_it_is
 ) -> LayerInputs:
-    """Returns the inputs of sites as the model gives them, run from its start in the context ``layer_context("")``."""
+    """Returns the inputs of sites from runs of the whole model in the context ``layer_context("")``."""
 
     def run(rows: Tensor) -> None:
         with layer_context(""):
             last_hidden_state(model, samples[rows])
 
     parts = ranks.parts(torch.arange(len(samples)), batch)
-    # FSDP2 cannot end a pass early. Of linears that run several times, the model may run some for nothing, which the
-    # plan does not count.
+    # FSDP2 cannot end a pass early. A linear with several calls may have further ones whose results are not used and
+    # which the plan does not count.
     may_end = not any(map(is_spread, model.parameters())) and all(site.calls == 1 for site in sites)
     return LayerInputs(sites, parts, run, may_end)
 
@@ -78,7 +78,7 @@ class _Layer:
 
 
 class LayerWalk:
-    """The layers of a model and the chains that they form, which are looked for once."""
+    """Walks over the layers of a model; the chains that the layers form are found once, at construction."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, store: Store = MEMORY) -> None:
         self._model, self._plan, self._samples, self._batch = model, plan, samples, batch
@@ -91,21 +91,21 @@ class LayerWalk:
         self._chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
 
     def dense(self, values: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
-        """Yields the inputs of each layer's sites, in order. All parts must be run before the next one is asked for.
+        """Yields the inputs of each layer's sites, in order. Run all parts of a layer before asking for the next layer.
 
         Args:
-            values: linear -> another weight that the model has here.
+            values: linear -> weight that replaces the model's own during the walk.
         """
         return self._walk(_with_values(self._model, self._plan, values) if values else as_it_is, None, changing=False)
 
     def changing(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
-        """Yields the same where the weights of a layer change before the next one is asked for.
+        """Yields what `dense` does, for a caller that changes a layer's weights before it asks for the next layer.
 
-        Its inputs then follow from the new weights, which takes a second run of each layer.
+        The next layer's inputs then come from the new weights, which takes a second run of each layer.
 
         Args:
-            keep: keeps what linears return once their weights are final, so that each of their products is computed
-                once however often the layer runs; None to keep nothing. What the model gives is never kept.
+            keep: stores an output of a linear whose weights are final, so that it is computed once however often the
+                layer runs; None stores nothing. Outputs in runs of the whole model are never stored.
         """
         return self._walk(as_it_is, keep, changing=True)
 
@@ -134,7 +134,7 @@ class LayerWalk:
                 yield LayerInputs(
                     sites, parts, replace(layer, call_context=kept.running, store=None).run, finish=kept.finish
                 )
-                if name != chain[-1]:  # what follows runs in the model
+                if name != chain[-1]:  # layers after the chain get their inputs from the model
                     layer.call_context = partial(kept.running, last=True)
                     for rows in parts:
                         layer.run(rows)
@@ -144,7 +144,7 @@ class LayerWalk:
             hidden = layer.outputs[0] if layer.outputs else hidden
 
     def dense_once(self) -> Iterator[LayerInputs]:
-        """Yields what `dense` does, and all that the model must give at once, last."""
+        """Yields what `dense` does, except that sites outside chains come last, from one run of the model."""
         rest: list[Site] = []
         for layer in self.dense():
             if layer.may_end:
@@ -156,12 +156,12 @@ class LayerWalk:
 
 
 def _with_values(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> LayerContext:
-    """Returns a context in which a layer's weights (the model's, for "") have other values.
+    """Returns a context in which ``values`` replace a layer's weights (for "", the model's).
 
-    A layer runs in the context many times: its values are brought to its device once, until another layer runs.
+    A layer runs in the context many times, so its values are moved to its device once and stay until another runs.
     """
     of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
-    here: dict[int, Tensor] = {}  # those of the layer that ran last, on its device
+    here: dict[int, Tensor] = {}  # values of the layer that ran last, on its device
 
     @contextmanager
     def layer_context(layer: str) -> Iterator[None]:
@@ -182,9 +182,9 @@ def _with_values(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> 
 
 
 def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
-    """Returns, for each group of sites, the name of the layer that holds it all and no other group; else "".
+    """Returns for each group of sites the name of the layer that holds all of it and no other group, or "".
 
-    Also "" where other layers run the same linears: their inputs count, too.
+    It is "" also where other layers run the same linears, because the inputs there count, too.
     """
     layer_of = layer_names(model, plan)
     layers = []

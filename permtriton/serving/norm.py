@@ -12,6 +12,7 @@ from permtriton.checkpoint.quantization_config import METHOD
 from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import add_norm_permute, norm_permute
 from permtriton.model.modules import check_index
+from permtriton.serving.order import USE_PORTABLE
 from permtriton.util.permutation import index_dtype
 
 
@@ -60,6 +61,6 @@ def use_permuted_norms() -> None:
         CustomOp.register_oot(VllmPermutedRMSNorm, name=RMSNorm.__name__)
     elif present is not VllmPermutedRMSNorm:
         raise ModelError(
-            f"another plugin of vLLM replaced its RMS norm by {present.__name__}, so that no norm can permute: compile "
-            "the model with --layout portable"
+            f"another plugin of vLLM replaced its RMS norm by {present.__name__}, so that no norm can permute: "
+            f"{USE_PORTABLE}"
         )

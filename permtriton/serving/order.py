@@ -7,6 +7,8 @@ from permtriton.errors import ModelError
 from permtriton.model.modules import check_index
 from permtriton.util.permutation import index_dtype
 
+USE_PORTABLE = "compile the model with --layout portable"
+
 
 class Order(nn.Module):
     """Holds an index: a parameter without elements until it is loaded.
@@ -36,8 +38,8 @@ class Order(nn.Module):
             parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
         elif not torch.equal(parameter.data.long(), tensor.to(parameter.device).long()):
             raise ModelError(
-                f"{self.name}: vLLM joins linears to this one that gather their input in different orders: compile the "
-                "model with --layout portable"
+                f"{self.name}: vLLM joins linears to this one that gather their input in different orders: "
+                f"{USE_PORTABLE}"
             )
 
     def finish(self, start: int, channels: int) -> None:
@@ -50,6 +52,6 @@ class Order(nn.Module):
         if bool((here < 0).any()) or bool((here >= channels).any()):
             raise ModelError(
                 f"{self.name}: its gather takes channels of other ranks of tensor parallelism: use one rank, or "
-                "compile the model with --layout portable"
+                f"{USE_PORTABLE}"
             )
         self.index.data = here.to(self.index.dtype)

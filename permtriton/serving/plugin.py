@@ -21,6 +21,7 @@ from permtriton.kernels.quantize import FLOAT8
 from permtriton.model.headers import DTYPES
 from permtriton.serving.linear import PermTritonLinearMethod, Stored
 from permtriton.serving.norm import use_permuted_norms
+from permtriton.serving.order import USE_PORTABLE
 from permtriton.serving.servable import check_folder, refuse_unknown_class, refuse_unservable
 
 LOAD_FORMATS = ("auto", "hf", "safetensors")  # those that read the files that were checked
@@ -110,7 +111,7 @@ class PermTritonConfig(QuantizationConfig):
         if not all(gathers) and any(gathers):
             raise ModelError(
                 f"{prefix}: vLLM joins {', '.join(parts)} to one linear, but only some of them gather their input: "
-                "compile the model with --layout portable"
+                f"{USE_PORTABLE}"
             )
         if len(set(stored)) > 1:
             raise ModelError(

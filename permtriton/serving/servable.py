@@ -9,6 +9,7 @@ from permtriton.errors import ModelError
 from permtriton.model.load import load_empty_model
 from permtriton.model.name import location_of
 from permtriton.model.source import Source
+from permtriton.serving.order import USE_PORTABLE
 
 # Model classes of vLLM whose outputs are tested against transformers' (tests/vllm), and whether their norms and linears
 # may permute, too: those call each of them as a module, and take the weight of none for anything else.
@@ -59,7 +60,7 @@ def refuse_unservable(folder: Folder) -> None:
         if norm["kind"] not in ("rms", "rms_float") or norm["offset"]:
             raise ModelError(
                 f"{name} permutes its output and is a norm of kind {norm['kind']} with offset {norm['offset']}: in "
-                "vLLM, permtriton permutes RMS norms without offset only; compile the model with --layout portable"
+                f"vLLM, permtriton permutes RMS norms without offset only; {USE_PORTABLE}"
             )
     classes = folder.config.get("architectures") or [None]
     refuse_unknown_class(str(classes[0]), permuted=bool(folder.permuted))
@@ -70,8 +71,8 @@ def refuse_unknown_class(name: str, *, permuted: bool) -> None:
     if permuted and not SERVED.get(name, False):
         raise ModelError(
             f"{name} with permuted norms or gathers is not served by vLLM, whose code for it might use their weights "
-            f"in another way ({', '.join(known for known, fused in SERVED.items() if fused)} are): compile the model "
-            "with --layout portable"
+            f"in another way ({', '.join(known for known, fused in SERVED.items() if fused)} are): "
+            f"{USE_PORTABLE}"
         )
     if name not in SERVED:
         raise ModelError(

@@ -139,7 +139,7 @@ def resident_memory() -> tuple[int, int]:
 
 
 def release_memory() -> None:
-    """Returns freed memory to the system: glibc keeps it in fragments that later stages may not fit in."""
+    """Gives freed memory back to the system: glibc would keep fragments that later stages cannot reuse."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)

@@ -53,7 +53,7 @@ def own_rows(rows: int) -> Tensor:
 
 
 def check_shares(rows: int, ranks: int) -> None:
-    """Refuses to share fewer sequences than there are ranks."""
+    """Raises a `ConfigError` if there are fewer sequences than ranks."""
     if rows < ranks:
         raise ConfigError(
             f"{ranks} processes cannot share {rows} calibration sequences: start at most {rows} (torchrun "

@@ -40,7 +40,7 @@ class DeviceMemory(Store):
 
 
 class HostMemory(Store):
-    """The CPU's memory, which takes large tensors in place of a GPU's."""
+    """Host memory, which holds large tensors when a GPU's memory is short."""
 
     onloads = True
 

@@ -50,7 +50,7 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
 
 
 def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """RMSNorm of a sum, which is written too: 4 of the input's bytes."""
+    """RMSNorm of a sum, which also writes the sum: moves 4 times the bytes of the input."""
 
     def make(seed: int) -> Arguments:
         random = Random(seed, device)

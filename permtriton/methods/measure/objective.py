@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, normalize
 from transformers import PreTrainedModel
 
-from permtriton.config import LossKind, ObjectiveKind
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, reading
 from permtriton.model.checks import TOLERANCE, relative_difference
@@ -36,10 +35,20 @@ from permtriton.util import ranks
 from permtriton.util.hooks import hooked
 from permtriton.util.store import MEMORY, Store
 
+ObjectiveKind = Literal["kl", "cosine"]
+LossKind = Literal[ObjectiveKind, "before_norm"]
+LOSS_WORDS: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
 SPARSEST = 4  # a loss of logits takes one position in so many, at least
 CHOOSE = "choose the loss cosine (by the option of the step, such as `distill_loss=cosine`)"
+
+
+def minimises(**first: str) -> str:
+    """Returns the help of an option that chooses a loss; ``first`` are those that it names first, in other words."""
+    losses: dict[str, str] = {**first, **LOSS_WORDS, **first}
+    words = ", ".join(f"{name} ({of})" for name, of in losses.items())
+    return f"What it minimises: {words}, or auto: kl where there is a language-model head."
 
 
 class Head:

@@ -70,7 +70,7 @@ def check_retained(promised: Mapping[str, float], kept: Mapping[str, float]) -> 
             raise VerificationError(
                 f"{name}: the mask should retain an importance of {expected:.6g} in the chosen channel order and "
                 f"retains {kept[name]:.6g}: the order or the mask was not applied as it was found. Nothing was saved; "
-                "this is a bug of permtriton, please report it"
+                "this is a bug in permtriton, please report it"
             )
 
 
@@ -79,7 +79,7 @@ def check_no_worse(start: float, end: float, what: str) -> None:
     if not end <= start:
         raise VerificationError(
             f"{what} began with a loss of {start:.6g} and kept one of {end:.6g}, although it must never end worse. "
-            "Nothing was saved; this is a bug of permtriton, please report it"
+            "Nothing was saved; this is a bug in permtriton, please report it"
         )
 
 
@@ -91,5 +91,5 @@ def check_loss(
     if not abs(loss - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
         raise VerificationError(
             f"the loss ({when}) was {measured:.6g} and is {loss:.6g} in the pruned model: what was found was not "
-            "applied as it was measured. Nothing was saved; this is a bug of permtriton, please report it"
+            "applied as it was measured. Nothing was saved; this is a bug in permtriton, please report it"
         )

@@ -28,8 +28,8 @@ from permtriton.util.progress import Advance, Progress
 from permtriton.util.store import MEMORY, Store
 
 Measured = TypeVar("Measured")
-SMALL_GAIN = 0.1  # of a norm, squared, relative to the mean square of all its gains
-GRAM_COLUMNS = 256  # fewer per product make products slower than what they spare
+SMALL_GAIN = 0.1  # added to a norm's squared gains, as a share of their mean
+GRAM_COLUMNS = 256  # columns per product; with fewer, products lose more time than symmetry saves
 
 
 def site_statistics(
@@ -67,11 +67,11 @@ def of_hessians(
     store: Store,
     measure: Callable[[Site, Tensor], Measured],
 ) -> dict[str, Measured]:
-    """Returns site name -> what is measured of its Hessian in the dense model, layer by layer.
+    """Returns site name -> what ``measure`` returns for its Hessian in the dense model; runs layer by layer.
 
     Args:
         measure: called with a site and the Hessian of its inputs, float32 ``[channels, channels]``, on the rank that
-            the site is dealt to. What it returns is sent to all ranks, with tensors on the CPU.
+            the site is assigned to. What it returns is sent to all ranks, with tensors on the CPU.
     """
     measured: dict[str, Measured] = {}
     share = ranks.own_rows(len(samples)).numel()
@@ -100,7 +100,7 @@ class _EverySiteSeen(Exception):
 def watch_inputs(
     model: PreTrainedModel, layer: LayerInputs, consume: Callable[[Site, Tensor, Tensor | None], None], advance: Advance
 ) -> None:
-    """Runs a layer and passes each site's input to ``consume`` when it appears; stores none.
+    """Runs a layer and passes each site's input to ``consume`` as soon as it is computed; stores nothing.
 
     Since no expert sees every token, the input that all experts of a layer read is taken where it enters the experts'
     module. An expert's intermediate channels are taken at the expert, which may see no token at all.
@@ -147,9 +147,12 @@ def watch_inputs(
 
 
 def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
-    """Returns experts -> calibration tokens that were sent to each of them, of all ranks, once statistics are taken.
+    """Returns experts module -> number of calibration tokens routed to each expert, over all ranks.
 
-    A layer may have run several times, each time on all samples, which have so many positions.
+    Call it after statistics are measured. A layer may have run several times, each time on all samples.
+
+    Args:
+        positions: number of positions in all samples.
     """
     counts = {name: each.sent for name, each in model.named_modules() if isinstance(each, RoutedExperts)}
     sent = {name: count for name, count in counts.items() if count is not None}
@@ -158,7 +161,7 @@ def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
 
 
 def undersampled_warning(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
-    """Returns in a sentence which experts were sent fewer tokens than they have channels; empty if none were."""
+    """Returns a sentence that names experts with fewer tokens than channels; empty if there are none."""
     few = {}
     for name, counts in tokens.items():
         channels = weight_in_out(model.get_submodule(f"{name}.0.{SECOND}")).shape[0]
@@ -167,14 +170,14 @@ def undersampled_warning(model: nn.Module, tokens: Mapping[str, Sequence[int]]) 
         return ""
     rarest = min(few, key=lambda name: few[name])
     return (
-        f"{len(few)} of {sum(map(len, tokens.values()))} experts were sent fewer calibration tokens than they have "
-        f"intermediate channels ({rarest}: {few[rarest]:,}), so that little is known of their inputs: raise "
+        f"{len(few)} of {sum(map(len, tokens.values()))} experts received fewer calibration tokens than they have "
+        f"intermediate channels ({rarest}: {few[rarest]:,}), so that their statistics are unreliable: raise "
         "`samples=`, or set `calibrate_all_experts=true`"
     )
 
 
 def _residual_hooks(model: nn.Module, sites: Iterable[Site], residuals: dict[str, Tensor]) -> Iterator[RemovableHandle]:
-    """Yields hooks that store site name -> the residual stream that its output will be added to, as it is seen."""
+    """Yields hooks that store, by site name, the residual stream that the output of the site's linear is added to."""
 
     def keep(site: Site) -> Callable[..., None]:
         def hook(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
@@ -215,7 +218,7 @@ def channel_norms(
         check_finite(name, total)
         if not bool(total.any()):
             total.fill_(len(samples))
-            progress.say(f"{name}: its input is all zeros or empty; its weights are scored by their size alone")
+            progress.say(f"{name}: its input is all zeros or empty; its weights are scored by their magnitude alone")
     return {name: (total / len(samples)).sqrt().float() for name, total in sums.items()}
 
 
@@ -239,13 +242,13 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
 class Moments:
     """Second moments of a site's input, with ``X_p`` in the model as pruned so far and ``X_d`` in the dense one."""
 
-    hessian: Tensor  # ``X_p^T X_p``, float32 ``[channels, channels]``, as of `hessians`
-    # ``(X_d - X_p)^T X_p``, of the same shape; None where both do not see the same tokens, because the routing to
-    # experts decides which they are
+    hessian: Tensor  # ``X_p^T X_p``, float32 ``[channels, channels]``, as `hessians` returns it
+    # ``(X_d - X_p)^T X_p``, of the same shape; None where routing to experts may give the linear
+    # other tokens in the two models
     shift: Tensor | None
     # ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, with ``R`` the residual stream that the linear's
-    # output is added to, as `before_norm` has its difference; None where the plan does not know it, and where there is
-    # no shift
+    # output is added to, and the difference taken back through a norm by `before_norm`; None where the plan does not
+    # know the stream, or ``shift`` is None
     residual_shift: Tensor | None = None
 
 
@@ -254,7 +257,7 @@ SiteInputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]
 
 
 def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, store: Store = MEMORY) -> SiteInputs:
-    """Returns the inputs of sites in the dense model, for those that read the same tokens in the pruned one."""
+    """Returns the dense model's inputs of the sites that read the same tokens in the pruned model."""
     site_inputs: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
 
     def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
@@ -270,7 +273,7 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
     """Returns site name -> the moments of its input in the pruned model, over the tokens of all ranks.
 
     Args:
-        dense: what `dense_inputs` returns of the same parts; what is read of it is taken out.
+        dense: what `dense_inputs` returned for the same parts; entries are removed as they are read.
     """
     sums = _zeros(model, layer.sites)
     compared = [site for site in layer.sites if site.name in dense]
@@ -297,10 +300,10 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
 
 
 def before_norm(model: nn.Module, site: Site, lacking: Tensor, inputs: Tensor) -> Tensor:
-    """Returns what a linear's output would have to change by for what is added to the stream to change by ``lacking``.
+    """Returns the change of a linear's output that changes what is added to the residual stream by ``lacking``.
 
-    To first order, a norm multiplies by its gain and by the token's scale, which is that of the output as it is now.
-    Channels of small gain are asked for less than the quotient, as they would change the scale for all.
+    To first order, a norm multiplies by its gain and divides by the token's root mean square, here that of the present
+    output. Channels of small gain get less than the quotient, because they would change the root mean square.
     """
     lacking = lacking / site.residual_factor
     if site.residual_variant is None:
@@ -329,19 +332,19 @@ def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
 
 
 def _sum(model: PreTrainedModel, rows: int, columns: int) -> Tensor:
-    """Returns a sum to which the products of single sequences are added.
+    """Returns zeros, float64 ``[rows, columns]``, to which the products of single sequences are added.
 
-    In float64, the order in which numbers of float32 are added hardly ever changes a bit of the sum's float32, so
-    that micro-batches and ranks do not either.
+    In float64, the order of the additions hardly ever changes the sum after rounding to float32; so neither do
+    micro-batches and ranks.
     """
     return torch.zeros(rows, columns, dtype=torch.float64, device=model.device)
 
 
 def _sequences(inputs: Tensor) -> Tensor:
-    """Returns activations as ``[sequences, tokens, channels]``, of which products are made, in float32.
+    """Returns activations as float32 ``[sequences, tokens, channels]``, each sequence to be multiplied by itself.
 
-    Those of an expert are taken for one sequence. Ranks and micro-batches decide which tokens it sees at once, so its
-    products are made in float64, where that does not show.
+    An expert's activations count as one sequence, in float64: ranks and micro-batches decide which tokens it sees
+    together, and in float64 that does not change the sums.
     """
     return inputs.float().flatten(1, -2) if inputs.ndim > 2 else inputs.double().unsqueeze(0)
 
@@ -351,14 +354,14 @@ def _out_features(model: PreTrainedModel, site: Site) -> int:
 
 
 def _add_gram(total: Tensor, inputs: Tensor) -> None:
-    """Adds ``X^T X`` to its total, but for blocks below the diagonal, which are those above: nearly half of it."""
+    """Adds ``X^T X`` to ``total``, except for blocks below the diagonal, which symmetry gives: nearly half."""
     width = max(GRAM_COLUMNS, -(-len(total) // 8))
     for start in range(0, len(total), width):
         total[start : start + width, start:] += inputs[:, start : start + width].T @ inputs[:, start:]
 
 
 def _finished(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns sums of `_add_gram` over the ranks, whole, in float32; a site without inputs gets the identity."""
+    """Adds sums of `_add_gram` up over ranks; returns full float32 matrices, the identity for a site without inputs."""
     ranks.add_up(sums.values())
     finished = {}
     for name, total in sums.items():

@@ -64,7 +64,7 @@ class _HardMasked:
 
 
 class HardMasks:
-    """The masks of all pruned linears; ``spread``: each rank holds some rows of the weights only."""
+    """The masks of all pruned linears; ``spread`` says whether each rank holds only some rows of the weights."""
 
     def __init__(self, model: PreTrainedModel, linears: Sequence[_HardMasked], micro_batch_size: int) -> None:
         self.spread = any(is_spread(linear.parameter) for linear in linears)

@@ -1,8 +1,8 @@
-"""Step ``learned``: PermLLM's learnable channel permutation on the model itself (eq. 2-10).
+"""Step ``learned``: PermLLM's learnable channel permutation, trained on the whole model (eq. 2-10).
 
 The model's weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that
-follows the permutations (`permtriton.methods.order.masked_model`). Only the logits of the permutations learn
-(`permtriton.methods.order.relaxation`), from the distance between the outputs of the masked and the dense model.
+follows the permutations (`permtriton.methods.order.masked_model`). Only the permutations' logits are trained
+(`permtriton.methods.order.relaxation`), on the distance between the outputs of the masked and the dense model.
 """
 
 import json
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from permtriton.config import CommonConfig, ObjectiveKind, minimises
+from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.fisher import fisher_information
-from permtriton.methods.measure.objective import finite
+from permtriton.methods.measure.objective import ObjectiveKind, finite, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.masked_model import LearnedMasks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
@@ -41,7 +41,7 @@ OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 @documented
 @dataclass(frozen=True)
 class Learned(Step):
-    """Options of learning, from the order that the steps before it left; the recipe ``permllm`` has the paper's."""
+    """Options of ``learned``, which starts from the order of earlier steps; the recipe ``permllm`` has the paper's."""
 
     name: ClassVar[str] = "learned"
     prefix: ClassVar[str] = "learn"
@@ -66,8 +66,8 @@ class Learned(Step):
     batch_size: int = option(16, "Sequences per optimiser step.", minimum=1)
     learning_rate: float = option(
         5e-3,
-        "Peak AdamW learning rate, with cosine decay: of fewer than a hundred steps, 0.02 gains more; the recipe "
-        "permllm takes 0.005 with the importance ria.",
+        "Peak AdamW learning rate, with cosine decay. With fewer than a hundred steps, 0.02 gives a lower loss; the "
+        "recipe permllm uses 0.005 with the importance ria.",
         positive=True,
     )
     weight_decay: float = option(0.1, "AdamW weight decay.")
@@ -78,14 +78,14 @@ class Learned(Step):
         values="all, or last:K with K at least 1",
     )
     init: Literal["identity", "random"] = option(
-        "identity", "Start of learning: near the order of the steps before (identity) or random."
+        "identity", "Initial permutation: near the order of the steps before (identity), or random."
     )
-    init_noise: float = option(0.1, "Size of the random part when learning starts near the identity.")
+    init_noise: float = option(0.1, "Bound of the uniform noise that is added to the identity at the start.")
     clamp: float = option(0.0, "Limit on the absolute value of logits; 0 for none.")
     gradient: Literal["placement", "published"] = option(
         "placement",
-        "Gradient of the permutations: placement (what the loss does as each channel takes each position, with its "
-        "curvature) or published (by way of a softmax over each group).",
+        "Gradient of the permutations: placement (estimated change of the loss for each channel at each position, to "
+        "second order) or published (the paper's, through a softmax over each group).",
     )
     group_scale: bool = option(
         True,
@@ -94,13 +94,13 @@ class Learned(Step):
     )
     keep: Literal["best", "last"] = option(
         "best",
-        "Epoch to keep: best (the one with the lowest loss under the hard permutation, or the start) or last.",
+        "Epoch to keep: best (lowest loss under the hard permutation, the initial order included) or last.",
     )
     loss: Literal["cosine", ObjectiveKind, "before_norm", "auto"] = option(
         "cosine",
         minimises(
             cosine="of the last hidden state, as in the paper",
-            before_norm="the same before the final norm, as in its code",
+            before_norm="of the hidden state before the final norm, as in the paper's code",
         ),
     )
 
@@ -113,7 +113,7 @@ class Learned(Step):
         for pattern in config.patterns:
             if self.block_size % pattern.group:
                 return (
-                    f"learn_block_size {self.block_size} is not a multiple of the group of {pattern}: choose a "
+                    f"learn_block_size {self.block_size} is not a multiple of the group size of {pattern}: choose a "
                     f"multiple of {pattern.group}"
                 )
         return ""
@@ -153,15 +153,15 @@ class Learned(Step):
 
     @torch.enable_grad()
     def learn(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
-        """Returns space name -> unit index relative to the base order, int64 ``[units]``, and all epochs.
+        """Returns space name -> unit index relative to the base order, int64 ``[units]``, and the outcome.
 
-        Epoch 0 is the base order. An epoch says the loss under the hard permutations after it, and how many units are
-        ``moved`` from the base order.
+        Its history has one row per epoch, with the loss under the hard permutations after the epoch, and how many units
+        are ``moved`` from the base order. Epoch 0 is the base order.
         """
         spaces = self.spaces(run.plan)
         if not spaces:
             raise ConfigError(self._nothing_learns())
-        # Both are of the dense model: they come before it is masked.
+        # Objective and Fisher information belong to the dense model, so they are computed before it is masked.
         objective, state = run.objective(self), run.state(StateFile, self.name)
         curvatures = None
         if self.gradient == "placement":
@@ -175,9 +175,9 @@ class Learned(Step):
                 return trainer.run(state, advance)
 
     def spaces(self, plan: Plan) -> list[ChannelSpace]:
-        """Returns the spaces that learn: those that may move and are read only in layers that ``layers`` selects.
+        """Returns the spaces to learn: those that may be permuted and are read only in layers that ``layers`` selects.
 
-        Spaces that are read outside the layers of the model do not learn.
+        Spaces that are read outside the layers of the model are not learned.
         """
         first = 0
         if self.last_layers is not None:
@@ -202,11 +202,11 @@ class Learned(Step):
             if self.last_layers is None
             else f"with learn_layers {self.layers}, all channels that may move are read in earlier layers, too"
         )
-        return f"no permutation is left to learn: {why}; leave the step learned out"
+        return f"no permutation is left to learn: {why}; remove the step learned from the recipe"
 
 
 class OrderTrainer:
-    """Steps, losses and schedules of one learning run, inside `masked_model`, whose masks it sets."""
+    """Trains the permutations: optimiser steps, losses and schedules. It sets the masks of a `masked_model`."""
 
     def __init__(
         self, run: Run, options: Learned, model: PreTrainedModel, masks: LearnedMasks, relaxation: Relaxation
@@ -237,7 +237,7 @@ class OrderTrainer:
         return indices, outcome
 
     def _load(self, state: StateFile | None) -> tuple[dict[str, Tensor], Outcome]:
-        """Restores what `_save` wrote, and returns the best order so far; the base order where there is no state."""
+        """Restores what `_save` wrote; returns the best order so far (at first, the base order) and the outcome."""
         if state is None or (stored := state.read()) is None:
             base = {name: identity(units) for name, units in self._relaxation.units.items()}
             row = _row(0, self.hard_loss(base), base, self._options.tau_start, 0.0)
@@ -263,8 +263,8 @@ class OrderTrainer:
     def tau(self, step: int) -> float:
         """Returns the temperature at a step, from ``tau_start`` to ``tau_end``.
 
-        It falls with every step and reaches the end at the last one, or with every epoch, and would reach it after the
-        last one.
+        With ``tau_falls`` "step", it falls at every step and reaches ``tau_end`` at the last one. With "epoch", it
+        falls at every epoch and would reach ``tau_end`` one epoch after the last.
         """
         epochs, steps = self._options.epochs, self.steps_per_epoch
         if self._options.tau_falls == "epoch":
@@ -293,16 +293,16 @@ class OrderTrainer:
         scale = loss_scale(rows.numel() * self._samples.tokens)
 
         def backward(size: int) -> list[Tensor]:
-            # As much curvature as there is gradient: that of the whole batch, once over all passes and ranks.
+            # Curvature is scaled like the gradient: all passes and ranks together add that of the whole batch once.
             passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
             self._masks.set(
                 index, soft, scale / passes
-            )  # drops the gradients of an attempt for which memory was too small
+            )  # also drops the gradients of an attempt that ran out of memory
             return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
 
         losses = self._with_memory(backward)
         losses.append(self._masks.backward(scale))
-        *parts, largest = torch.stack(losses).tolist()  # the host waits only here, where all work is queued
+        *parts, largest = torch.stack(losses).tolist()  # the host waits for the GPU only here, once all work is queued
         loss_sum = self._check(ranks.total(sum(parts)))
         if not 0 < largest < math.inf:
             raise CalibrationError(
@@ -324,7 +324,7 @@ class OrderTrainer:
         return self._check(self._with_memory(mean))
 
     def _with_memory(self, work: Callable[[int], Result]) -> Result:
-        """Returns ``work(size)`` for a size that fits in memory, in the last resort without keeping masked weights."""
+        """Returns ``work(size)`` with a micro-batch that fits in memory; as a last resort, keeps no masked weights."""
         try:
             return self._micro_batch.run(work)
         except MemoryTooSmallError:

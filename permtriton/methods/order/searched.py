@@ -21,12 +21,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from permtriton.config import CommonConfig, ObjectiveKind, minimises
+from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.fisher import fisher_information
-from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.objective import Objective, ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.run import Run

@@ -126,7 +126,7 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
 
 
 def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """Returns ``fitted`` with the rows of ``start`` that have no larger error: rounding or overflow may spoil a fit."""
+    """Returns ``fitted``, with rows of ``start`` where these have no larger error: overflow may spoil a fit."""
     errors = [row_errors(each, target, hessian) for each in (fitted, start)]
     return torch.where((errors[0] < errors[1]).unsqueeze(1), fitted, start)
 

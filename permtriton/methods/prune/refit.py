@@ -1,8 +1,8 @@
-"""Step ``refit``: exact weights for a mask, layer by layer, that make up for what the layers before have lost.
+"""Step ``refit``: least-squares weights on a mask, layer by layer, which also correct errors of the layers before.
 
 Two activations run through the layers: ``X_p`` of the model as pruned so far, which is what a linear will read, and
 ``X_d`` of the dense model, which is what its outputs should come from. A linear that writes into the residual stream
-may also make up for what the stream lacks already, ``R_d - R_p``, with ``R`` what its output is added to. For each
+may also correct the stream's error so far, ``R_d - R_p``, where ``R`` is the stream before the addition. For each
 linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on
 ``X_p``. Without a mask, the best weight is
 
@@ -11,7 +11,7 @@ linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p +
 and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
 gradients then find the minimum on it; and pruned weights take the place of kept ones while that lowers the error
 (`permtriton.methods.prune.least_squares`). Last, with ``K = E[g g^T]`` of the gradients of the linear's outputs, the
-same weights minimise ``tr(K (V - W*) H (V - W*)^T)``: rows that the loss feels together make up for each other.
+same weights minimise ``tr(K (V - W*) H (V - W*)^T)``: errors of rows with correlated gradients offset each other.
 
 Dense targets: GPTAQ (arXiv 2504.02692); those of the residual stream: LoaQ (arXiv 2509.06297); ``K``: YAQA (arXiv
 2505.22988), all for quantization; least squares on a mask: ALPS (arXiv 2406.07831).
@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from permtriton.errors import CalibrationError
 from permtriton.methods.layer_updates import weights_of_sites
 from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.measure.postconditions import check_no_worse
@@ -44,7 +45,8 @@ from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, spars
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import GENERATED, Outcome, Stage, Step
-from permtriton.model.checks import check_kept, zeros_in_groups
+from permtriton.model.checks import all_finite
+from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups, weight_in_out
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.mixed_precision import exact_products
@@ -57,13 +59,11 @@ from permtriton.util.sparsity import NMPattern
 @documented
 @dataclass(frozen=True)
 class Refit(Step):
-    """Options of refitting."""
+    """Options of the step ``refit``, which fits the kept weights of each linear by least squares."""
 
     name: ClassVar[str] = "refit"
     prefix: ClassVar[str] = "refit"
-    summary: ClassVar[str] = (
-        "least-squares weights, on SparseGPT's mask and on better ones that follow from them: minutes"
-    )
+    summary: ClassVar[str] = "least-squares weights on SparseGPT's mask and on masks improved from it: minutes"
     stage: ClassVar[Stage] = Stage.PRUNE
     importance: ClassVar[str] = "obs"
     keeps_values: ClassVar[bool] = False
@@ -72,26 +72,26 @@ class Refit(Step):
 
     dense_targets: float = option(
         0.5,
-        "Share of the dense model's own inputs in what weights are fitted to; the rest are the inputs of the model "
-        "as pruned so far.",
+        "Share of the dense model's inputs in the targets of the fit; the rest comes from the inputs of the model as "
+        "pruned so far.",
         maximum=1.0,
     )
     residual_targets: float = option(
         0.25,
-        "How much of the error that the residual stream has so far (dense minus pruned) the linears that write into it "
-        "make up for: 0 for none, 1 for all of it.",
+        "Share of the residual stream's error so far (dense minus pruned) that the linears that write into the stream "
+        "correct: 0 for none, 1 for all of it.",
         maximum=1.0,
     )
-    iterations: int = option(20, "Rounds of conjugate gradients per weight; 0 leaves SparseGPT's weights and mask.")
+    iterations: int = option(20, "Conjugate-gradient iterations per linear; 0 keeps SparseGPT's weights and mask.")
     exchanges: int = option(
-        4, "Most rounds in which pruned weights take the place of kept ones, each followed by a further fit."
+        4, "Maximum number of rounds that swap pruned weights for kept ones, each followed by another fit."
     )
     metric_tokens: int = option(
         2048,
-        "Calibration tokens whose gradients say how errors of a linear's outputs add up in the loss: whole sequences, "
-        "at least one; 0 takes all outputs for equal and unrelated.",
+        "Calibration tokens whose gradients say how errors of a linear's outputs add up in the loss (whole sequences, "
+        "at least one); 0 gives all outputs the same weight and no correlation.",
     )
-    metric_rounds: int = option(12, "Rounds of conjugate gradients in that metric, after all others.", minimum=1)
+    metric_rounds: int = option(12, "Conjugate-gradient iterations with these gradients, after all fits.", minimum=1)
     generated: bool = option(True, GENERATED)
 
     @property
@@ -122,23 +122,28 @@ class Refit(Step):
 
     @torch.no_grad()
     def run(self, run: Run) -> Outcome:
-        """Returns for each linear its ``name``, ``seconds``, and the errors of SparseGPT's weight and of the new one.
+        """Returns for each linear its ``name``, ``seconds``, and its errors at ``start`` and at ``end``.
 
-        These, ``start`` and ``end``, are the squared distances from the best unpruned weight's outputs in their metric,
-        relative to the square of those.
+        An error is the squared distance from the outputs of the best unpruned weight, relative to their squared norm.
+        ``start`` is that of SparseGPT's weight.
         """
         plan, samples, state = run.plan, run.samples_for(self), run.state(FinishedLayers, self.name)
         gradients = output_gradients(run, self.metric_tokens) if self.gradients else {}
+        if spoiled := [name for name, gradient in gradients.items() if not all_finite(gradient)]:
+            raise CalibrationError(
+                f"{spoiled[0]}: the gradients of its outputs are not finite on the calibration text: try "
+                "`dtype=float32`, or `refit_metric_tokens=0`"
+            )
         if self.residual_targets and not any(site.residual_reader for site in plan.sites):
             run.progress.say(
-                "refit: no pruned linear of this model adds its output to the residual stream as it is; each is fitted "
-                "to its own outputs alone"
+                "refit: found no pruned linear whose output is added to the residual stream; refit_residual_targets "
+                "has no effect on this model"
             )
         share, parts = ranks.own_rows(len(samples)).numel(), list[dict[str, Any]]()
         turns_of = [sequential_groups(sites) for sites in plan.layers()]
         count = sum(map(len, turns_of))
         steps = (share + 1) * count + share * (count if run.low_memory else len(turns_of))
-        # To host memory and back, a GPU moves outputs more slowly than it computes them.
+        # Moving outputs to host memory and back takes longer than computing them again on the GPU.
         keep = None if run.low_memory or run.store.onloads else run.store.moved
         with run.fitting() as model, run.progress.stage("refit", steps) as advance:
             walk = LayerWalk(model, plan, samples, run.batch, run.store)
@@ -161,7 +166,7 @@ class Refit(Step):
                     measured = moments(model, replace(layer, sites=sites, parts=rows), targets, advance)
                     parts += self._refit(model, plan, sites, measured, gradients)
                     layer.finish(sites)
-                    del measured  # before the next turn takes as much
+                    del measured  # frees its memory before the next turn needs as much
                     advance()
                 if state is not None:
                     state.keep(number, weights, plan.patterns, parts[first:])
@@ -175,7 +180,7 @@ class Refit(Step):
         measured: Mapping[str, Moments],
         gradients: Mapping[str, Tensor],
     ) -> list[dict[str, Any]]:
-        """Prunes and fits the linears that read some sites, and returns what the step reports of each."""
+        """Prunes and fits the linears of the given sites, and returns the step's report entry of each linear."""
         curvature_of = curvatures({site: moment.hessian for site, moment in measured.items()})
         linears = [(site.name, name) for site in sites for name in site.linears]
 
@@ -199,11 +204,11 @@ class Refit(Step):
     def fit(
         self, weight: Tensor, moment: Moments, curvature: Curvature, pattern: NMPattern, gradients: Tensor | None
     ) -> tuple[Tensor, float, float]:
-        """Returns the pruned and fitted weight of one linear, and the errors of SparseGPT's weight and of this one.
+        """Returns the pruned and fitted weight of one linear, and the errors of SparseGPT's and of the fitted weight.
 
         Args:
-            weight: dense, ``[out_features, in_features]``.
-            gradients: of the linear's outputs, ``[tokens, out_features]``, if these are weighed by them.
+            weight: the dense weight, ``[out_features, in_features]``.
+            gradients: gradients of the linear's outputs, ``[tokens, out_features]``; None to weight outputs equally.
         """
         with exact_products():
             target = self.best_weight(weight.float(), moment, curvature)
@@ -226,7 +231,7 @@ class Refit(Step):
         return best, before / size, after / size
 
     def best_weight(self, weight: Tensor, moment: Moments, curvature: Curvature) -> Tensor:
-        """Returns ``W*``, float32 ``[out_features, in_features]``: what gives the targets best without a mask."""
+        """Returns ``W*``, float32 ``[out_features, in_features]``: the least-squares solution without a mask."""
         if moment.shift is None or not (self.dense_targets or self.residual_targets):
             return weight
         lacking = self.dense_targets * (weight @ moment.shift)

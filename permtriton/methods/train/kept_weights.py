@@ -129,7 +129,7 @@ class KeptWeights(Trainable):
             if not torch.equal(_fingerprint(weight), self._patterns[name]):
                 raise VerificationError(
                     f"{name}: training wrote to weights that were pruned, or set others to 0. Nothing was saved; this "
-                    "is a bug of permtriton, please report it"
+                    "is a bug in permtriton, please report it"
                 )
 
     def state(self) -> dict[str, Tensor]:

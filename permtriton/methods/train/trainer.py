@@ -1,4 +1,4 @@
-"""What the steps that train have in common: the schedule, the round that is kept, and how they continue.
+"""What training steps share: the schedule, the choice of the round to keep, and resuming after an interruption.
 
 What is trained, and how a step changes it, is a `Trainable`: the weights that pruning kept
 (`permtriton.methods.train.kept_weights`), or the vectors of a model (`permtriton.methods.train.tune`).
@@ -30,18 +30,18 @@ from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.progress import Advance
 
 WARM_UP = 0.05  # share of the steps in which the learning rate rises to its peak
-HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences that decides which round is kept, and their number
+HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences held out to choose the round, and their maximum number
 
 
 class TrainingStep(Step):
-    """A step that trains."""
+    """Base class of steps that train, with a `Trainer`, after pruning."""
 
     stage: ClassVar[Stage] = Stage.TRAIN
     shards: ClassVar[bool] = False
     gradients = True
 
     batch_size: int  # sequences per optimiser step
-    generated: bool  # whether it reads what the dense model wrote
+    generated: bool  # whether the step also reads text that the dense model wrote
 
     @property
     def backward_batch(self) -> int:
@@ -57,11 +57,11 @@ class TrainingStep(Step):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What is trained on, in which order."""
+    """The sequences of every step, the held-out sequences, and the peak learning rate."""
 
-    # numbers of the sequences of each step, int64 ``[...]``, round by round: epochs, or parts of one
+    # indices of the sequences of each step, int64 ``[...]``, by round; a round is an epoch or a part of one
     rounds: Sequence[Sequence[Tensor]]
-    held_out: Tensor  # numbers of the sequences that decide which round is kept, int64 ``[...]``
+    held_out: Tensor  # indices of the sequences that decide which round is kept, int64 ``[...]``
     tokens: int  # tokens of a sequence
     learning_rate: float  # peak learning rate, relative to the size of what is trained
 
@@ -70,7 +70,7 @@ class Schedule:
         return self.steps_until(len(self.rounds))
 
     def steps_until(self, rounds: int) -> int:
-        """Returns the number of steps of the first so many rounds."""
+        """Returns the number of steps in the first ``rounds`` rounds."""
         return sum(map(len, self.rounds[:rounds]))
 
 
@@ -80,7 +80,7 @@ class Trainable(ABC):
     Attributes:
         changes_at_once: whether a step may change a parameter as soon as its gradient is known.
         rate: learning rate of the present step.
-        scale: factor of its loss, which its gradients have, too.
+        scale: loss scale of the present step; its gradients are multiplied by it, too.
     """
 
     changes_at_once = False
@@ -92,7 +92,7 @@ class Trainable(ABC):
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
-        """Inside the context, backward passes give the gradients of the parameters here and leave none in the model."""
+        """Inside the context, backward passes hand the parameters' gradients to `take` and leave none in the model."""
         with frozen(model), ExitStack() as hooks:
             try:
                 for name, parameter in self._parameters.items():
@@ -122,7 +122,7 @@ class Trainable(ABC):
 
     @abstractmethod
     def take(self, name: str, gradient: Tensor) -> None:
-        """Takes a gradient in the backward pass that computed it."""
+        """Receives the gradient of a parameter, during the backward pass that computes it."""
 
     def begin(self, rate: float, scale: float) -> None:
         self.rate, self.scale = rate, scale
@@ -138,27 +138,27 @@ class Trainable(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Ends a step: adds what was collected up over the ranks, and changes what has not been changed yet."""
+        """Ends a step: sums collected gradients over the ranks, and updates the parameters not updated yet."""
 
     @abstractmethod
     def snapshot(self) -> dict[str, Tensor]:
-        """Returns a copy of the values that the model has now, never on a GPU."""
+        """Returns a copy of the parameters' present values, on the CPU."""
 
     @abstractmethod
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Gives the model the values of a snapshot."""
+        """Writes the values of a snapshot into the model."""
 
     @abstractmethod
     def check(self) -> None:
-        """Checks that nothing else was written."""
+        """Checks that training changed nothing but what it may change, such as no pruned weight."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """Returns everything that further steps depend on; inside `trainable`."""
+        """Returns everything that further steps depend on; call it inside `trainable`."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Takes up the state that `state` returned after so many steps."""
+        """Restores what `state` returned after ``steps`` steps."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -166,11 +166,11 @@ class Trainable(ABC):
 
 
 class Trainer:
-    """Steps, their schedule, and the held-out loss; `run` and `held_out_loss` are for use inside `context`."""
+    """Runs a schedule and keeps the best round by held-out loss; use `run` and `held_out_loss` inside `context`."""
 
     def __init__(self, run: Run, step: TrainingStep, trained: Trainable, schedule: Schedule) -> None:
         samples, objective = run.samples_for(step).to(run.model.device, run.model.dtype), run.objective(step)
-        self._loss_of = partial(objective.of, run.model, samples)  # numbers of sequences -> their mean loss
+        self._loss_of = partial(objective.of, run.model, samples)  # indices of sequences -> their mean loss
         self._run, self._trained, self._schedule, self._what = run, trained, schedule, step.name
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
         self.best = trained.snapshot()
@@ -200,21 +200,21 @@ class Trainer:
         history, rounds = outcome.history, self._schedule.rounds
         if not history:
             history.append({"round": 0, "loss": None, "held_out": self.held_out_loss(), "seconds": 0.0})
-        note = f", held-out {history[-1]['held_out']:.4f} before"
+        note = f", last held-out {history[-1]['held_out']:.4f}"
         if len(history) <= len(rounds):
             self._find_size(rounds[0][0])
         for number in range(len(history), len(rounds) + 1):
             started, done = time.perf_counter(), self._schedule.steps_until(number - 1)
             losses: list[float] = []
             for step, rows in enumerate(rounds[number - 1], start=done):
-                if losses:  # the last step is reported with what is held out
+                if losses:  # the last step is reported below, with the held-out loss
                     advance(1, f"loss {losses[-1]:.4f}{note}")
                 losses.append(self._step(rows, step))
             held_out, mean = self.held_out_loss(), sum(losses) / len(losses)
             seconds = time.perf_counter() - started
             history.append({"round": number, "loss": mean, "held_out": held_out, "seconds": seconds})
             if held_out < history[outcome.kept or 0]["held_out"]:
-                self.best = {}  # not to have two in memory
+                self.best = {}  # frees the old snapshot before the next one is made
                 outcome.kept, self.best = number, self._trained.snapshot()
             note = f", held-out {held_out:.4f} (was {history[0]['held_out']:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
@@ -240,7 +240,7 @@ class Trainer:
             return self._micro_batch.run(partial(self._backward, rows))
 
     def _backward(self, rows: Tensor, size: int) -> float:
-        """Runs some sequences, so many at a time, and returns this rank's part of their mean loss."""
+        """Runs forward and backward on ``rows``, ``size`` at a time; returns this rank's part of the mean loss."""
         parts = ranks.parts(rows, size)
         at_once = self._trained.changes_at_once and ranks.count() == len(parts) == 1
         self._trained.forget(at_once)
@@ -254,9 +254,9 @@ class Trainer:
         return total
 
     def _find_size(self, rows: Tensor) -> None:
-        """Lowers the micro-batch to what fits, by a pass that changes nothing.
+        """Lowers the micro-batch size to what fits in memory, by a backward pass that changes no weight.
 
-        Memory that ran out in a step which changes weights at once would leave it half done.
+        Where weights change during the backward pass, running out of memory would leave a step half done.
         """
         if self._trained.changes_at_once and ranks.count() == 1 and 1 < rows.numel() <= self._micro_batch.size:
             with self._trained.ignored_gradients():
@@ -298,7 +298,7 @@ class Trainer:
     def _not_finite(self, what: str) -> CalibrationError:
         return CalibrationError(
             f"{self._what}: the {what} is not finite: activations overflow (try `dtype=float32`), "
-            f"its learning rate, {self._schedule.learning_rate:g} is too high, or the weights are damaged"
+            f"the learning rate {self._schedule.learning_rate:g} is too high, or the weights are damaged"
         )
 
 
@@ -311,7 +311,7 @@ def rate_at(step: int, total: int) -> float:
 
 
 def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns the numbers of the sequences to train on, and of those held out.
+    """Returns the indices of the sequences to train on, and of those held out.
 
     A single sequence is both: its loss decides which round is kept.
     """
@@ -323,7 +323,7 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def held_out(sequences: int) -> int:
-    """Returns how many of several sequences decide which round is kept."""
+    """Returns how many of ``sequences`` (at least 2) are held out to choose the round to keep."""
     return min(max(int(HELD_OUT * sequences), 1), MOST_HELD_OUT)
 
 

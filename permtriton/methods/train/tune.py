@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton.config import ObjectiveKind, minimises
 from permtriton.data.samples import Samples
+from permtriton.methods.measure.objective import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes

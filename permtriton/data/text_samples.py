@@ -131,10 +131,10 @@ def _mixed_windows(
 def _one_document_each(
     config: CalibrationConfig, documents: Documents, encoder: Encoder, length: int, seed: int
 ) -> Tensor:
-    """Returns sequences each drawn from one document with more tokens, int64 ``[samples, length]``.
+    """Returns sequences, each a random window of one longer document, int64 ``[samples, length]``.
 
-    Documents are drawn until one is long enough, with replacement, by Python's generator: for c4 and a seed, these are
-    the sequences that the code of SparseGPT and Wanda draws. No end token is added, as there.
+    Documents are drawn with replacement, by Python's generator, until one is long enough: for c4 and a seed, these are
+    the sequences that the code of SparseGPT and Wanda draws. Like that code, this adds no end token.
     """
     generator, short = random.Random(seed), set[int]()
     sequences = list[Tensor]()
@@ -340,7 +340,7 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
 
     try:
         return load_dataset(**arguments)
-    except Exception as error:  # the hub client raises many kinds of errors, none of them a bug of permtriton
+    except Exception as error:  # the hub client raises many kinds of errors, none of them a bug in permtriton
         raise CalibrationError(
             f"dataset {name} ({arguments['path']}) cannot be fetched: {type(error).__name__}: "
             f"{first_line(error)}. Check the network, or give a local file by `calibration=` or `eval_data=`"
