@@ -78,6 +78,15 @@ class TestChoice:
         keep(gpu.replace(*change), TABLE[1])
         assert chosen() is TABLE[0]
 
+    def test_of_another_cusparselt_it_is_not(self, gpu, monkeypatch):
+        monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
+        monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
+        keep(gpu, TABLE[1])
+        assert chosen() is TABLE[0]
+        keep(f"{gpu}, cuSPARSELt 801", TABLE[1])
+        autotune._STATE.forget()
+        assert chosen() is TABLE[1]
+
     def test_what_a_library_found_needs_no_table(self, gpu):
         keep(gpu, TABLE[1])
         assert config_for("gather", TABLE[:1], (16, 4096), torch.bfloat16, searched=True) == TABLE[1]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,26 @@ class TestRecording:
         _copy.device_caches.clear()  # as in another process
         _copy.run(torch.ones(32), torch.ones(32), 5, 32, SIZE=4, num_warps=2, grid=(1,), warmup=True)
         assert [*tmp_path.glob("*/*.cubin")] == [code]
+
+    def test_what_rows_launch_is_compiled_beforehand_and_packed(self, tmp_path, monkeypatch):
+        from triton.runtime import driver
+
+        from .kernel_builds import copy_build
+
+        monkeypatch.setattr(beforehand.caches, "work", lambda: tmp_path / "caches")
+        monkeypatch.setattr(beforehand, "all_builds", lambda: [copy_build()])
+        monkeypatch.setattr(beforehand, "machine_code", lambda kernel, arch: compiled.append((kernel.name, arch)))
+        monkeypatch.setattr(beforehand, "built", lambda arch: compiled.append(("permute.cu", arch)))
+        for name, folder in beforehand.caches.environment("first_look").items():
+            monkeypatch.setenv(name, folder)  # so that they are taken back
+        monkeypatch.setattr(driver, "_active", beforehand.Pretended())
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        compiled: list[tuple[str, str]] = []
+        assert beforehand.compile_all(tmp_path / "results").startswith("1 Triton kernels, ")
+        with tarfile.open(tmp_path / "results" / beforehand.caches.ARCHIVE) as archive:
+            assert any(name.endswith(".cubin") for name in archive.getnames())
+        assert {arch for name, arch in compiled if name != "permute.cu"} == {"sm_90a"}
+        assert len({kernel.constants for kernel in beforehand.products() if dict(kernel.constants)["FP8"]}) > 3
 
     def test_every_build_has_a_name_and_a_launch_of_its_own(self):
         found = compile_check.all_builds()

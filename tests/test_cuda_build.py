@@ -7,7 +7,8 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks.gpu.permute_cuda import SOURCE, library, permute_cuda
+from benchmarks.gpu import caches
+from benchmarks.gpu.permute_cuda import SOURCE, built, library, permute_cuda
 from permtriton.errors import ModelError, PermTritonError
 
 # What CUDA provides to a kernel: threads, a barrier, and shared memory that lives as long as its block.
@@ -121,6 +122,20 @@ def test_compiles_without_a_spill(arch, tmp_path):
     spills = [line for line in result.stderr.splitlines() if "spill stores" in line]
     assert len(spills) == 16  # per size wide or not; packed and plain words of 8 and 16 bits; direct
     assert all("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc here")
+@pytest.mark.slow
+def test_it_is_built_once_without_a_gpu(tmp_path, monkeypatch):
+    """Beforehand, for a machine that is lent: the library holds the function, and a second call only finds it."""
+    monkeypatch.setattr(caches, "work", lambda: tmp_path)
+    path = built("sm_90")
+    assert ctypes.CDLL(str(path)).permtriton_permute
+    monkeypatch.setenv("PATH", "")
+    assert built("sm_90") == path
+    with pytest.raises(PermTritonError, match="could not be built by nvcc"):
+        built("sm_80")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

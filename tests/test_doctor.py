@@ -20,7 +20,7 @@ def run(*arguments: str):
 def test_it_says_what_the_machine_is():
     report = json.loads(run("--json", "--no-self-test").stdout)
     assert report["self_test"] == []
-    assert set(report) >= {"system", "versions", "GPU", "triton", "kernels run", "extras", "vLLM"}
+    assert set(report) >= {"system", "versions", "GPU", "triton", "kernels run", "extras", "vLLM", "packed FP8"}
     assert "torch" in report["versions"]
     shown = run("--no-self-test")
     assert shown.exit_code == 0

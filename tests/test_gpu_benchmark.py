@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from benchmarks.gpu.builds import Build
 from benchmarks.gpu.recording import recorded
 from benchmarks.gpu.table import read
 from permtriton.kernels.launch import triton
-from permtriton.kernels.tools.timing import relative_error
+from permtriton.kernels.tools.timing import relative_error, sets_of_inputs
+
+from . import zoo
 
 PROCESSES = ("tests", "memcheck", "racecheck", "counters")  # rows that start one of their own
 ON_CPU = [name for name in table.ROWS if name not in PROCESSES]
@@ -81,7 +84,9 @@ def test_fifteen_minutes_are_two_calls_of_the_most_valuable_rows():
     assert (longest, rest) == (360, 240)
     assert table.seconds_of(first) <= longest
     assert table.seconds_of(second) <= rest
-    assert first[:3] == ["first_look", "paper", "kernels"]
+    assert first == [
+        "first_look", "paper", "kernels", "sparse_linear", "decoding_compiled", "sparse_linear_fp8"
+    ]  # fmt: skip
     assert not {"sparse_linear_tuned", "decoding_tuned"} & {*first, *second}, "without tuning, they show nothing"
     everything = [name for names, seconds in table.calls(60) for name in names]
     assert sorted(everything) == sorted(table.ROWS)
@@ -95,6 +100,25 @@ def test_a_single_wrong_row_of_thousands_is_an_error():
     assert relative_error(out, expected) > 0.1
     assert relative_error(expected.bfloat16(), expected) < 1e-2
     assert relative_error(out[:0], expected[:0]) == 0
+
+
+@pytest.mark.parametrize(("bytes_each", "sets"), [(200_000, 945), (8_000_000, 25), (1_000_000_000, 2), (1000, 1024)])
+def test_sets_of_inputs_are_three_times_the_cache(bytes_each, sets, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=60 << 20))
+    assert sets_of_inputs(torch.device("cuda"), bytes_each) == sets
+    assert sets_of_inputs(torch.device("cpu"), bytes_each) == 1
+
+
+def test_a_step_of_decoding_reads_the_cache_but_no_embeddings_and_nothing_for_many_tokens():
+    model = zoo.tiny_llama(tie_word_embeddings=False)
+    weights = sum(weight.nbytes for weight in [*model.parameters(), *model.buffers()])
+    expected = weights - model.model.embed_tokens.weight.nbytes
+    model.model.layers[0].mlp.up_proj.register_buffer("weight_compressed", torch.zeros(64))
+    assert models.bytes_of_a_step(model, 0) == expected
+    with torch.no_grad():
+        cache = model(input_ids=torch.zeros(2, 5, dtype=torch.int64), use_cache=True).past_key_values
+    places = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert models.bytes_of_a_step(model, 2 * 5) == expected + places
 
 
 def test_a_rejected_kernel_meets_no_goal(rows):
@@ -137,6 +161,42 @@ def test_a_row_that_was_cut_off_is_continued(tmp_path):
     assert measured(tmp_path, "paper")["paper"]["results"][0] != first
     save(tmp_path / bench.RESULTS, {"paper": {**part, "tried": {}, "hardware": {"device": "another"}}})
     assert measured(tmp_path, "paper")["paper"]["results"][0] != first
+
+
+def test_what_an_earlier_commit_measured_stays_until_there_is_a_result(tmp_path, monkeypatch):
+    earlier = measured(tmp_path, "assignment")["assignment"] | {"commit": "another"}
+    save(tmp_path / bench.RESULTS, {"assignment": earlier})
+    monkeypatch.setattr(Bench, "_compare", lambda *_: sys.exit("the process dies in its first case"))
+    for deaths in (1, 2):
+        with pytest.raises(SystemExit):
+            measured(tmp_path, "assignment")
+        row = read(tmp_path / bench.RESULTS)["assignment"]
+        assert {part: row[part] for part in earlier} == earlier
+        assert list(row["since"]["tried"].values()) == [deaths]
+    row = measured(tmp_path, "assignment")["assignment"]
+    assert (row["commit"], row["results"]) == ("abc", [])
+    assert "twice the process died" in row["failures"][0]["why"]
+
+
+def test_caches_travel_with_the_results(tmp_path, monkeypatch):
+    """Winners of tuning too, which only the rows that use them see; what Triton does not read again stays behind."""
+    results, work = tmp_path / "results", tmp_path / "first"
+    results.mkdir()
+    monkeypatch.setattr(caches, "work", lambda: work)
+    for place in ("triton/abc/kernel.cubin", "triton/abc/kernel.ttir", "tuned/permtriton/autotune.json"):
+        (work / place).parent.mkdir(parents=True, exist_ok=True)
+        (work / place).write_text(place)
+    caches.pack(results)
+    work = tmp_path / "second"
+    caches.unpack(results)
+    assert (work / "triton/abc/kernel.cubin").read_text() == "triton/abc/kernel.cubin"
+    assert not (work / "triton/abc/kernel.ttir").exists()
+    (results / "autotune.json").write_text("newer")
+    caches.unpack(results)
+    assert (work / "tuned/permtriton/autotune.json").read_text() == "newer"
+    homes = {caches.environment(name)["XDG_CACHE_HOME"] for name in ("sparse_linear_tuned", "tune")}
+    assert homes == {str(work / "tuned")}
+    assert caches.environment("sparse_linear")["XDG_CACHE_HOME"] not in homes
 
 
 def test_a_call_measures_what_is_left_in_the_time_that_is_left(tmp_path, monkeypatch):

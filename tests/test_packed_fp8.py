@@ -155,6 +155,7 @@ def test_the_command_says_how_weights_were_rounded(place, tmp_path):
     result = RUNNER.invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "14, each weight alone" in result.stdout
+    assert "make up for each other's errors" in " ".join(result.output.split())
 
 
 @pytest.mark.slow
@@ -212,6 +213,7 @@ DAMAGE = {
     "a scale that is infinite": (scale(torch.full((112,), torch.inf)), [LAST_UP, "not finite"]),
     "not a number": (byte(0x7F), [LAST_UP, "not finite"]),
     "not a number, negative": (byte(0xFF), [LAST_UP, "not finite"]),
+    "a zero with a sign": (byte(0x80), [LAST_UP, "-0.0"]),
     "no values": (tensors(lambda t: t.pop(f"{LAST_UP}_values")), [LAST_UP, "incomplete"]),
     "values in 16 bits": (
         tensors(lambda t: t.update({f"{LAST_UP}_values": t[f"{LAST_UP}_values"].half()})),

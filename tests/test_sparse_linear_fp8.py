@@ -150,10 +150,16 @@ def test_a_kernel_that_is_not_right_leaves_the_choice_to_the_others(routes):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "channels", "route"),
-    [(torch.bfloat16, 96, DENSE), (torch.float32, 256, DEQUANTIZED), (torch.bfloat16, 40, DEQUANTIZED)],
+    ("dtype", "channels", "wgmma", "route"),
+    [
+        (torch.bfloat16, 96, True, DENSE),
+        (torch.float32, 256, True, DEQUANTIZED),
+        (torch.bfloat16, 40, True, DEQUANTIZED),
+        (torch.bfloat16, 256, False, DENSE),
+    ],
 )
-def test_where_the_kernel_cannot_run_a_warning_says_so(routes, dtype, channels, route):
+def test_where_the_kernel_cannot_run_a_warning_says_so(routes, monkeypatch, dtype, channels, wgmma, route):
+    monkeypatch.setattr(mma, "limits_of", lambda device: mma.GpuLimits(132, has_wgmma=wgmma))
     packed = packed_fp8(64, channels // 4)
     with pytest.warns(UserWarning, match=f"unpacked for each product here .{ROUTES[route]}"):
         routed(torch.ones(2, channels, dtype=dtype), *packed, None, None, channels, TWO_FOUR)

@@ -74,7 +74,7 @@ class How:
     """
 
     label: str = ""
-    seconds: float = 2.0
+    seconds: float = 0.5
     unlike: Collection[str] = ()
     streamed: Collection[str] = ()
     copies: bool = False
@@ -111,13 +111,13 @@ class Bench:
             "results": [], "findings": [], "failures": [], "tried": {},
         }  # fmt: skip
         before = read(settings.file).get(name)
-        if (
-            before is not None
-            and before["seconds"] is None
-            and before["hardware"]["device"] == self.record["hardware"]["device"]
-            and _same(before, self.record)
-        ):
-            self.record |= {part: before[part] for part in ("ceilings", "results", "findings", "tried")}
+        self._earlier: dict[str, Any] | None = None  # what another commit measured, until this one has a result
+        if before is not None and before["hardware"]["device"] == self.record["hardware"]["device"]:
+            if not _same(before, self.record):
+                self._earlier = before
+                before = before.get("since", before)
+            if before["seconds"] is None and _same(before, self.record):
+                self.record |= {part: before[part] for part in ("ceilings", "results", "findings", "tried")}
         self.write()
 
     def begins(self, what: str) -> bool:
@@ -148,8 +148,12 @@ class Bench:
 
     def write(self) -> None:
         """Puts the record into the result file, beside those of other rows."""
-        if not self.settings.ahead:
-            save(self.settings.file, read(self.settings.file) | {self.name: self.record})
+        if self.settings.ahead:
+            return
+        row = self.record
+        if self._earlier is not None and not any(row[part] for part in ("results", "findings", "failures")):
+            row = {**self._earlier, "since": row}
+        save(self.settings.file, read(self.settings.file) | {self.name: row})
 
     def state(self) -> dict[str, str] | None:
         """Returns clocks (MHz), temperature, power (W) and what holds the clocks down; None where it cannot be read."""

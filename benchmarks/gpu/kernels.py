@@ -14,6 +14,7 @@ from torch.nn.functional import rms_norm
 
 from benchmarks.gpu.bench import Bench, Prepare
 from benchmarks.gpu.table import PAIRS
+from permtriton.kernels.distances import distances_reference
 from permtriton.kernels.launch import jit, multiprocessors, tl, triton
 from permtriton.kernels.nm_mask import nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.placement import placement_reference
@@ -21,6 +22,7 @@ from permtriton.kernels.sinkhorn import sinkhorn_backward_reference, sinkhorn_re
 from permtriton.kernels.sparsegpt_block import sparsegpt_block_reference
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case
 from permtriton.kernels.tools.cases.assignment import assignment_case
+from permtriton.kernels.tools.cases.distances import distances_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
 from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.cases.packing import unpack_case
@@ -44,6 +46,7 @@ def every(bench: Bench) -> None:
     assignment(bench, scipy=False)
     placements(bench)
     swaps(bench)
+    distance(bench)
     sparsegpt_blocks(bench)
 
 
@@ -238,6 +241,14 @@ def swaps(bench: Bench) -> None:
     case = swap_gains_case(*bench.pick((11008, 4096), (24, 32)), bench.device)
     figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 6e12 / s}
     bench.compare("swap_gains", case, {}, figures=figures)
+
+
+def distance(bench: Bench) -> None:
+    """The heuristic order's distances between columns, against `torch.cdist`."""
+    case = distances_case(*bench.pick((11008, 64), (24, 1)), bench.device)
+    peers: dict[str, Prepare] = {"torch.cdist": lambda inputs: partial(distances_reference, *inputs)}
+    figures: dict[str, Callable[[float], float]] = {PAIRS: lambda s: case.flops / 3e12 / s}
+    bench.compare("distances", case, peers, figures=figures)
 
 
 def sparsegpt_blocks(bench: Bench) -> None:

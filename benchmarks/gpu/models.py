@@ -188,9 +188,10 @@ def decoding_compiled(bench: Bench) -> None:
 def _decoding(bench: Bench, name: str, layers: int, compiled: bool = False) -> None:
     context = bench.pick(CONTEXT, 8)
     dense, sparse = dense_and_packed(bench, "8B", layers)
-    if compiled and not bench.tiny:  # on a CPU, compiling takes a minute
-        dense.compile(fullgraph=True, dynamic=False)
-        sparse.compile(fullgraph=True, dynamic=False)
+    if compiled:
+        backend = bench.pick("inductor", "eager")  # on a CPU, inductor takes a minute
+        dense.compile(fullgraph=True, dynamic=False, backend=backend)
+        sparse.compile(fullgraph=True, dynamic=False, backend=backend)
     for batch in bench.pick((1, 64, 16) if compiled else (1, 16, 64), (1, 4)):
         case = f"batch {batch}, {context} tokens of context"
         if not bench.begins(f"{name}: {case}"):

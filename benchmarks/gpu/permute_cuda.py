@@ -5,37 +5,50 @@ The source includes no torch headers, so it builds in seconds; it is called thro
 
 import ctypes
 import functools
+import subprocess
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import caches
 from permtriton.errors import ModelError, PermTritonError
 from permtriton.kernels.permute import check_shapes
 
 SOURCE = Path(__file__).with_name("permute.cu")
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """Compiles the source for the present GPU with ``torch.utils.cpp_extension``, once, and loads it.
+def built(arch: str) -> Path:
+    """Returns the library for an architecture (``sm_90``), compiled unless it is in the caches; it needs no GPU.
 
     Raises:
-        PermTritonError: no GPU, no nvcc, or the build failed.
+        PermTritonError: no nvcc, or the build failed.
+    """
+    path = caches.work() / f"permute_{arch}.so"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        command = ["nvcc", "-O3", "-std=c++17", f"-arch={arch}", "-shared", "-Xcompiler=-fPIC", str(SOURCE), "-o", part]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            said = getattr(error, "stderr", "") or error
+            raise PermTritonError(f"{SOURCE.name} could not be built by nvcc: {said}; nothing depends on it") from error
+        part.replace(path)
+    return path
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Loads the library for the present GPU.
+
+    Raises:
+        PermTritonError: no GPU, or as `built`.
     """
     if not torch.cuda.is_available():
         raise PermTritonError(f"{SOURCE.name} runs on an NVIDIA GPU, and torch sees none on this machine")
-    from torch.utils import cpp_extension
-
-    options: dict[str, Any] = {"extra_cuda_cflags": ["-O3", "-std=c++17"], "is_python_module": False, "with_cuda": True}
-    try:
-        path = cpp_extension.load("permtriton_cuda_permute", [str(SOURCE)], **options)
-    except (OSError, RuntimeError) as error:
-        raise PermTritonError(
-            f"{SOURCE.name} could not be built: {error}; it needs nvcc (CUDA_HOME) and ninja; nothing depends on it"
-        ) from error
-    loaded = ctypes.CDLL(path)
+    major, minor = torch.cuda.get_device_capability()
+    loaded = ctypes.CDLL(str(built(f"sm_{major}{minor}")))
     pointer, wide, narrow = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     loaded.permtriton_permute.argtypes = [pointer, pointer, pointer, wide, narrow, wide, narrow, narrow, pointer]
     return loaded

@@ -36,8 +36,11 @@ class Timing:
         return {**quantiles, "how": self.how, "samples_us": [_micro(seconds) for seconds in self.seconds]}
 
 
-def sets_of_inputs(device: torch.device, bytes_each: int, most: int = 64, memory: int = 8 << 30) -> int:
-    """Returns how many sets of inputs of ``bytes_each`` exceed three times the L2 cache; one on a CPU."""
+def sets_of_inputs(device: torch.device, bytes_each: int, most: int = 1024, memory: int = 8 << 30) -> int:
+    """Returns how many sets of inputs of ``bytes_each`` exceed three times the L2 cache; one on a CPU.
+
+    At most ``most``, and as many as ``memory`` bytes hold.
+    """
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size

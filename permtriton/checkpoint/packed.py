@@ -24,9 +24,12 @@ def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, 
 
 
 def check_packed_fp8(name: str, values: Tensor, scale: Tensor) -> None:
-    """Refuses a weight in FP8 that holds what is never written: a NaN, or a scale that is not positive and finite."""
-    if bool((values.view(torch.uint8) & 127 == 127).any()) or not bool(((scale > 0) & scale.isfinite()).all()):
+    """Refuses a weight in FP8 that holds what is never written: NaN, -0.0, a scale that is not positive and finite."""
+    stored = values.view(torch.uint8)
+    if bool((stored & 127 == 127).any()) or not bool(((scale > 0) & scale.isfinite()).all()):
         raise ModelError(f"{name}: a value or a scale in FP8 is not finite: the checkpoint is damaged")
+    if bool((stored == 128).any()):
+        raise ModelError(f"{name}: a value in FP8 is -0.0: the checkpoint is damaged")
 
 
 def runs_packed(in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device) -> bool:
