@@ -67,7 +67,7 @@ class Measured:
         if way not in STEPS:
             return {}
         data = CalibrationConfig(str(self.arguments.calibration), self.arguments.samples, self.arguments.length)
-        samples = all_windows(data, self.tokenizer, self.vocabulary, seed)
+        samples = all_windows(data, self.tokenizer, self.vocabulary, seed)[: data.samples]
         parts = STEPS[way].run(Known(self.model, self.plan, samples, permtriton.config_from())).parts
         errors = {f"error_at_{when}": sum(part[when] for part in parts) / len(parts) for when in ("start", "end")}
         return {**errors, "cpu_seconds": time.process_time() - started}
