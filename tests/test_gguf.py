@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
+from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -22,6 +23,7 @@ from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model import gguf_file
 from permtriton.model.load import config_of, load_empty_model, load_model, load_original
+from permtriton.model.modules import SparseLinearFp8
 from permtriton.model.prunable import check_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer
@@ -362,6 +364,18 @@ def test_compile(pristine, workplace):
     measured = json.loads(result.stdout)
     assert measured["dense_perplexity"] == pytest.approx(record["evaluation"]["dense"])
     assert measured["kl"] > 0
+
+
+def test_one_command_from_blocks_to_packed_fp8(workplace):
+    words = ["compile", FILE, "--recipe", "mask,round", "--importance", "magnitude", "--calibration", workplace.text]
+    words += ["--samples", 4, "--sequence-length", 16, "--eval-data", "none", "--save-format", "packed-fp8"]
+    result = RUNNER.invoke(app, list(map(str, [*words, "--output", "packed"])))
+    assert result.exit_code == 0, result.output
+    stored = load_file("packed/model.safetensors")["model.layers.0.mlp.up_proj.weight_values"]
+    assert stored.dtype == torch.float8_e4m3fn
+    model = AutoModelForCausalLM.from_pretrained("packed")
+    assert isinstance(model.model.layers[0].mlp.up_proj, SparseLinearFp8)
+    assert bool(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all())
 
 
 def test_weights_that_are_still_blocks_are_refused(pristine):
