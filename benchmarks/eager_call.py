@@ -3,7 +3,8 @@
     python -m benchmarks.eager_call
 
 Prints a line of JSON with the medians of a packed call in three parts, each of which holds the one before: choosing the
-route and launching it, the operator, and the module; and of an ``nn.Linear`` whose product is as small as can be.
+route and launching it, the operator, and the module; of the module in FP8, beside the launch that quantizes its input;
+and of an ``nn.Linear`` whose product is as small as can be.
 """
 
 import argparse
@@ -20,14 +21,16 @@ from unittest import mock
 import torch
 from torch import nn
 
-from permtriton.kernels import operator, sparse_linear
+from permtriton.kernels import operator, sparse_linear, sparse_linear_fp8
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.cuda import runtime
 from permtriton.kernels.packing import PATTERN
-from permtriton.model.modules import SparseLinear
+from permtriton.kernels.quantize import quantize_tokens
+from permtriton.model.modules import SparseLinear, SparseLinearFp8
 from permtriton.util.machine import device_name, versions
 
 H200 = mma.GpuLimits(132, has_wgmma=True)
+CHANNELS = 4096
 
 
 @contextmanager
@@ -44,7 +47,8 @@ def stand_in() -> Iterator[None]:
         for owner, name, answer in (
             (mma, "runs_on", True), (mma, "limits_of", H200), (mma, "is_trusted", True),
             (runtime, "_driver", driver), (runtime, "compiled", loaded), (operator, "_has_kernels", True),
-            (operator, "_on_gpu", True),
+            (operator, "_on_gpu", True), (sparse_linear_fp8, "_multiplies_float8", True),
+            (sparse_linear_fp8, "quantize", quantize_tokens(torch.ones(1, CHANNELS))),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, lambda *_, answer=answer: answer))
         yield
@@ -63,17 +67,19 @@ def main() -> None:
     )
     calls = parser.parse_args().calls
     torch.set_num_threads(1)
-    x, size = torch.randn(1, 4096, dtype=torch.bfloat16), 4096
-    linear = SparseLinear(size, size, bias=False, dtype=torch.bfloat16)
-    nn.init.zeros_(linear.weight)
-    linear.pack(PATTERN)
-    arguments = (x, linear.weight_values, linear.weight_positions, None, None, size, PATTERN, None)
+    x = torch.randn(1, CHANNELS, dtype=torch.bfloat16)
+    linear, in_fp8 = (kind(CHANNELS, CHANNELS, bias=False, dtype=x.dtype) for kind in (SparseLinear, SparseLinearFp8))
+    for module in (linear, in_fp8):
+        nn.init.zeros_(module.weight)
+        module.pack(PATTERN)
+    arguments = (x, linear.weight_values, linear.weight_positions, None, None, CHANNELS, PATTERN, None)
     small = nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
     with stand_in():
         found = {
             "route and launch": microseconds(lambda: sparse_linear.routed(*arguments), calls),
             "operator": microseconds(lambda: sparse_linear.sparse_linear(*arguments), calls),
             "module": microseconds(lambda: linear(x), calls),
+            "module in FP8, but for quantizing": microseconds(lambda: in_fp8(x), calls),
             "nn.Linear": microseconds(lambda: small(x[:, :16]), calls),
         }
     print(json.dumps({"microseconds": {name: round(value, 1) for name, value in found.items()},
