@@ -91,7 +91,7 @@ def _size(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 def constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The rule of an operator whose result has the same value at every element."""
-    return c.opaque(()).expand(c.node.meta["val"].shape)
+    return c.new_ids(()).expand(c.node.meta["val"].shape)
 
 
 def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -102,9 +102,9 @@ def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
         target = aten.reshape_as.default if packet is aten.view_as else aten.reshape.default
     if isinstance(x, Crossed):
         others = fx.node.map_aggregate((args[1:], kwargs), c.ids_of)
-        return mapped(c, x, lambda part: c.compacted(target(part, *others[0], **others[1])))
+        return mapped(c, x, lambda part: c.compact_repeats(target(part, *others[0], **others[1])))
     args, kwargs = fx.node.map_aggregate((args, kwargs), c.ids_of)
-    return c.compacted(target(*args, **kwargs))
+    return c.compact_repeats(target(*args, **kwargs))
 
 
 def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -131,13 +131,13 @@ def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
                 for part in parts
             )
             c.touch(first)
-        results.append(c.compacted(torch.cat(parts, dim)))
+        results.append(c.compact_repeats(torch.cat(parts, dim)))
     return joined(results)
 
 
 def _repeated(c: Channels, ids: Tensor, count: int) -> list[Tensor]:
     """Returns ids as so many parts of `Crossed` ids; channels stand in the first only."""
-    return [ids, *[c.opaque_like(ids) if c.any_channel(ids) else ids] * (count - 1)]
+    return [ids, *[c.new_ids_like(ids) if c.any_channel(ids) else ids] * (count - 1)]
 
 
 def _along(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -167,10 +167,10 @@ def _along(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
         tokens = c.occurrences(x, dim)
         if tokens is not None:
             for part, taken in zip(parts, _listed(target(tokens, *args[1:], **kwargs)), strict=True):
-                c.meet(part, taken, f"{target} takes different tokens of some of them")
+                c.add_opaque_context(part, taken, f"{target} takes different tokens of some of them")
     for part in parts:
         c.touch(part)
-    return c.compacted(result) if isinstance(result, Tensor) else [c.compacted(part) for part in parts]
+    return c.compact_repeats(result) if isinstance(result, Tensor) else [c.compact_repeats(part) for part in parts]
 
 
 def _scatter(take: Any) -> Rule:
@@ -180,7 +180,7 @@ def _scatter(take: Any) -> Rule:
         x, source = c.ids_of(args[0]), c.ids_of(args[1])
         _along(c, take, (x, *args[2:]), kwargs)  # what is lost of each channel
         c.touch(source)
-        return c.compacted(target(x, source, *args[2:], **kwargs))
+        return c.compact_repeats(target(x, source, *args[2:], **kwargs))
 
     return rule
 
@@ -194,7 +194,7 @@ def _pad(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     ids, pad = c.ids_of(args[0]), args[1]
     mode = kwargs.get("mode", args[2] if len(args) > 2 and isinstance(args[2], str) else "constant")
     c.touch(ids)
-    constant = c.opaque(())
+    constant = c.new_ids(())
     for number in range(len(pad) // 2):
         dim = ids.ndim - 1 - number
         before, after = pad[2 * number : 2 * number + 2]
@@ -287,7 +287,7 @@ def _glu(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def _triangle(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = c.ids_of(args[0])
-    return combine(c, [x, c.opaque(tuple(x.shape[-2:]))])
+    return combine(c, [x, c.new_ids(tuple(x.shape[-2:]))])
 
 
 def _reduction(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -307,7 +307,7 @@ def _cumulative(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str,
         return c.barrier(f"{target} along channels", (args, kwargs))
     for part in parts_of(c, args[0]):
         c.touch(part)
-    return mapped(c, args[0], c.renewed)
+    return mapped(c, args[0], c.renew_ids)
 
 
 def _extreme(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -331,7 +331,7 @@ def _softmax(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, An
 
     def along(ids: Tensor) -> Tensor:
         c.reduce(ids, [dim], keep=True)
-        return c.renewed(ids)
+        return c.renew_ids(ids)
 
     return mapped(c, args[0], along)
 
@@ -340,7 +340,7 @@ def _choice(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
     for leaf in leaves((args, kwargs)):
         if isinstance(leaf, (Tensor, Crossed, ParameterValue, IndexValue)):
             c.separate(c.ids_of(leaf), f"{target} selects among them by position")
-    return fx.node.map_aggregate(c.node.meta["val"], c.opaque_like)  # type: ignore[arg-type]
+    return fx.node.map_aggregate(c.node.meta["val"], c.new_ids_like)  # type: ignore[arg-type]
 
 
 # Operators like no other, each with its rule. Those of permtriton are found by name: their kernels need not be loaded.

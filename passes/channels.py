@@ -60,20 +60,20 @@ class Channels:
     Attributes:
         node: The graph node that is running.
         linears: Products with a weight that have run so far.
-        tables: The axes that are columns of an embedding.
+        embedding_columns: The axes that are columns of an embedding.
         total: One more than the largest id.
         sizes: Axis -> its size, for all parameters of the graph.
         starts: Axis -> its first id.
-        used: The axes that the graph has used so far, in order (a dict without values).
+        used_axes: The axes that the graph has used so far, in order (a dict without values).
         joints: Channels that move together.
-        events: What operators added to contexts.
+        context_changes: What operators added to contexts.
         barriers: Reasons of the barriers that channels entered, each once and in order (a dict without values).
     """
 
     def __init__(self, graph_module: fx.GraphModule, *, contexts: bool = True) -> None:
         self.node: fx.Node = next(iter(graph_module.graph.nodes))
         self.linears: list[LinearCall] = []
-        self.tables: set[AxisKey] = set()
+        self.embedding_columns: set[AxisKey] = set()
         targets = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
         self.sizes: dict[AxisKey, int] = {}
         for name in sorted(targets):
@@ -84,11 +84,11 @@ class Channels:
         self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}
         self.total = int(starts[-1])
         self._ids = torch.arange(self.total)  # id 0 belongs to no channel
-        self.used: dict[AxisKey, None] = {}
+        self.used_axes: dict[AxisKey, None] = {}
         self._contexts = contexts
         self._next_opaque = -1
         self.joints: list[Joint] = []
-        self.events: list[ContextChange] = []
+        self.context_changes: list[ContextChange] = []
         self._scalars: dict[str, int] = {}
         self.barriers: dict[str, None] = {}
 
@@ -106,30 +106,30 @@ class Channels:
             dim: The parameter's dimension; None for its last one.
         """
         if isinstance(value, IndexValue):
-            return self.opaque_like(value.index)
+            return self.new_ids_like(value.index)
         if isinstance(value, Crossed):
-            first = next((part for part in value.parts if differs(part)[-1]), value.parts[0])
+            differing = next((part for part in value.parts if differs(part)[-1]), value.parts[0])
             for part in value.parts:
-                if part is not first:
+                if part is not differing:
                     self.separate(part, f"{self.node.target} has a rule for the other factor of a product only")
-            return first
+            return differing
         if not isinstance(value, ParameterValue):
             return value
         if np.prod(value.shape) == 1:
-            return torch.full(value.shape, self._scalars.setdefault(value.name, int(self.opaque(()))))
-        stored = [d for d, stored_dim in enumerate(value.dims) if stored_dim is not None]
-        dim = max((d for d in stored if value.shape[d] > 1), default=stored[-1]) if dim is None else dim
-        for other in stored:
-            if other != dim:
-                self.separate(self.axis(value, other), "their parameter is also used as data")
+            return torch.full(value.shape, self._scalars.setdefault(value.name, int(self.new_ids(()))))
+        stored_dims = [d for d, stored_dim in enumerate(value.dims) if stored_dim is not None]
+        dim = max((d for d in stored_dims if value.shape[d] > 1), default=stored_dims[-1]) if dim is None else dim
+        for other_dim in stored_dims:
+            if other_dim != dim:
+                self.separate(self.axis(value, other_dim), "their parameter is also used as data")
         return self.axis(value, dim).view([-1 if d == dim else 1 for d in range(len(value.shape))]).expand(value.shape)
 
     def axis(self, value: ParameterValue, dim: int) -> Tensor:
         """Returns the channels of one stored dimension of a parameter, in the parameter's current shape."""
-        stored, order = value.dims[dim], value.orders[dim]
-        assert stored is not None, f"{value.name} has no dimension at position {dim}"
-        key = (value.name, stored)
-        self.used[key] = None
+        stored_dim, order = value.dims[dim], value.orders[dim]
+        assert stored_dim is not None, f"{value.name} has no dimension at position {dim}"
+        key = (value.name, stored_dim)
+        self.used_axes[key] = None
         ids = self._ids[self.starts[key] : self.starts[key] + self.sizes[key]]
         return ids if order is None else ids[order]
 
@@ -137,19 +137,19 @@ class Channels:
         """Returns the channels of every stored dimension of a parameter."""
         return [self.axis(value, dim) for dim, stored in enumerate(value.dims) if stored is not None]
 
-    def opaque(self, shape: tuple[int, ...]) -> Tensor:
+    def new_ids(self, shape: tuple[int, ...]) -> Tensor:
         """Returns new, distinct ids for values that are not channels."""
         start = self._next_opaque
         self._next_opaque -= int(np.prod(shape))
         return torch.arange(start, self._next_opaque, -1).view(shape)
 
-    def opaque_like(self, value: Tensor) -> Tensor:
+    def new_ids_like(self, value: Tensor) -> Tensor:
         """Returns new, distinct ids for values that are not channels, in the shape of ``value``."""
-        return self.opaque(tuple(value.shape))
+        return self.new_ids(tuple(value.shape))
 
-    def renewed(self, ids: Tensor) -> Tensor:
+    def renew_ids(self, ids: Tensor) -> Tensor:
         """Returns the ids of a result that depends on position: channels keep theirs, all else gets new ones."""
-        return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.opaque_like(ids))
+        return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.new_ids_like(ids))
 
     def any_channel(self, ids: Tensor) -> bool:
         return self._in_range(ids) or bool((unexpanded(ids) > 0).any())
@@ -168,16 +168,16 @@ class Channels:
         """Returns the ids with one dimension in the order of ``index``."""
         return unexpanded(ids, keep=dim % ids.ndim).index_select(dim, index).expand(ids.shape)
 
-    def compacted(self, ids: Tensor) -> Tensor:
+    def compact_repeats(self, ids: Tensor) -> Tensor:
         """Returns the same ids, as an expanded view where they repeat along a whole dimension."""
         if self._in_range(ids) or not ids.numel():
             return ids
-        compact = unexpanded(ids)
-        for dim, size in enumerate(compact.shape):
-            first = compact.narrow(dim, 0, 1)
-            if size > 1 and torch.equal(first, compact.narrow(dim, size - 1, 1)) and bool((compact == first).all()):
-                compact = first
-        return compact.expand(ids.shape)
+        view = unexpanded(ids)
+        for dim, size in enumerate(view.shape):
+            first = view.narrow(dim, 0, 1)
+            if size > 1 and torch.equal(first, view.narrow(dim, size - 1, 1)) and bool((view == first).all()):
+                view = first
+        return view.expand(ids.shape)
 
     def occurrences(self, ids: Tensor, dim: int) -> Tensor | None:
         """Returns opaque ids, in the shape of ``ids``, that number the occurrences of each id along ``dim``.
@@ -185,32 +185,33 @@ class Channels:
         Returns None where no channel occurs more than once, or each fills the dimension: an operator that takes some
         positions along ``dim`` then takes the same ones of every channel.
         """
-        compact = unexpanded(ids)
-        if compact.shape[dim] == 1 or self._distinct(compact) or not self.any_channel(compact):
+        view = unexpanded(ids)
+        if view.shape[dim] == 1 or self._distinct(view) or not self.any_channel(view):
             return None
-        ordered, order = compact.sort(stable=True, dim=dim)
-        first = torch.ones_like(ordered, dtype=torch.bool)
-        size = compact.shape[dim] - 1
-        first.narrow(dim, 1, size).copy_(ordered.narrow(dim, 1, size) != ordered.narrow(dim, 0, size))
-        if bool((first | (ordered < 0)).all()):
+        sorted_ids, order = view.sort(stable=True, dim=dim)
+        is_first = torch.ones_like(sorted_ids, dtype=torch.bool)
+        size = view.shape[dim] - 1
+        is_first.narrow(dim, 1, size).copy_(sorted_ids.narrow(dim, 1, size) != sorted_ids.narrow(dim, 0, size))
+        if bool((is_first | (sorted_ids < 0)).all()):
             return None
-        position = torch.arange(size + 1).view([-1 if d == dim % compact.ndim else 1 for d in range(compact.ndim)])
-        number = position - (position * first).cummax(dim).values
-        return self.opaque((size + 1,))[torch.empty_like(number).scatter_(dim, order, number)].expand(ids.shape)
+        position = torch.arange(size + 1).view([-1 if d == dim % view.ndim else 1 for d in range(view.ndim)])
+        occurrence = position - (position * is_first).cummax(dim).values
+        occurrence = torch.empty_like(occurrence).scatter_(dim, order, occurrence)
+        return self.new_ids((size + 1,))[occurrence].expand(ids.shape)
 
     def _in_range(self, ids: Tensor) -> bool:
         """Whether the tensor is a view of all ids, so that each of its elements is a channel."""
         return ids.numel() > 0 and ids.untyped_storage().data_ptr() == self._ids.untyped_storage().data_ptr()
 
-    def _distinct(self, compact: Tensor) -> bool:
+    def _distinct(self, view: Tensor) -> bool:
         """Whether the tensor is a view of all ids whose strides show that no id occurs twice."""
-        if not self._in_range(compact):
+        if not self._in_range(view):
             return False
-        reach = 0
-        for stride, size in sorted(zip(compact.stride(), compact.shape, strict=True)):
-            if size > 1 and stride <= reach:
+        max_offset = 0
+        for stride, size in sorted(zip(view.stride(), view.shape, strict=True)):
+            if size > 1 and stride <= max_offset:
                 return False
-            reach += stride * (size - 1)
+            max_offset += stride * (size - 1)
         return True
 
     # -- joining, context ------------------------------------------------------------------------------------------
@@ -223,23 +224,23 @@ class Channels:
         after it come from two parameters, but are the same channels once one position embedding is added to both.
         """
         a, b = torch.broadcast_tensors(a, b)
-        a_all, b_all = self.all_channels(a), self.all_channels(b)
-        if a_all and b_all:
+        a_all_channels, b_all_channels = self.all_channels(a), self.all_channels(b)
+        if a_all_channels and b_all_channels:
             self.unite(a, b, attached)
             return b if self._stands_for_more(b, a) else a
-        a_none, b_none = not self.any_channel(a), not self.any_channel(b)
-        if a_none and b_none:
+        a_no_channels, b_no_channels = not self.any_channel(a), not self.any_channel(b)
+        if a_no_channels and b_no_channels:
             return a
         reason = f"{self.node.target} combines each channel with a value of its own (a rotary angle, a mask)"
-        self.meet(a, b, reason)
-        self.meet(b, a, reason)
-        if (a_all and b_none) or (b_all and a_none):
-            return a if a_all else b
+        self.add_opaque_context(a, b, reason)
+        self.add_opaque_context(b, a, reason)
+        if (a_all_channels and b_no_channels) or (b_all_channels and a_no_channels):
+            return a if a_all_channels else b
         shape = a.shape
         a, b = both_unexpanded(a, b)
-        both = (a > 0) & (b > 0)
-        self.unite(a[both], b[both], attached)
-        return self.compacted(torch.where((a > 0) | (b < 0), a, b)).expand(shape)
+        both_channels = (a > 0) & (b > 0)
+        self.unite(a[both_channels], b[both_channels], attached)
+        return self.compact_repeats(torch.where((a > 0) | (b < 0), a, b)).expand(shape)
 
     def cross(self, a: Tensor, b: Tensor) -> None:
         """Adds to the context of each channel in two tensors the value at the same position in the other tensor."""
@@ -253,8 +254,8 @@ class Channels:
     def _stands_for_more(self, ids: Tensor, others: Tensor) -> bool:
         """Whether ``ids`` repeat along dimensions but the last where ``others`` hold channels of several parameters."""
         dims = [dim for dim, (a, b) in enumerate(zip(differs(ids), differs(others), strict=True)) if a != b]
-        tokens = all(dim < ids.ndim - 1 and differs(others)[dim] for dim in dims)
-        return bool(dims) and tokens and all(of_several_axes(others, dim, self.starts.values()) for dim in dims)
+        along_tokens = all(dim < ids.ndim - 1 and differs(others)[dim] for dim in dims)
+        return bool(dims) and along_tokens and all(of_several_axes(others, dim, self.starts.values()) for dim in dims)
 
     def reduce(self, ids: Tensor, dims: Sequence[int], *, keep: bool) -> Tensor:
         """Returns the ids of a reduction over ``dims``, in which the order does not matter.
@@ -263,28 +264,28 @@ class Channels:
         each. A channel that is reduced alone, or only with itself, stays.
         """
         dims = sorted(d % ids.ndim for d in dims)
-        kept = [d for d in range(ids.ndim) if d not in dims]
-        rows = ids.permute(*kept, *dims)
-        shape = rows.shape[: len(kept)]
-        for d in range(len(kept), ids.ndim):
+        kept_dims = [d for d in range(ids.ndim) if d not in dims]
+        rows = ids.permute(*kept_dims, *dims)
+        shape = rows.shape[: len(kept_dims)]
+        for d in range(len(kept_dims), ids.ndim):
             if rows.stride(d) == 0:
                 rows = rows.narrow(d, 0, 1)
-        fresh = self.opaque(tuple(shape))
+        group_ids = self.new_ids(tuple(shape))
         reason = f"{self.node.target} reduces the channels in separate groups"
         if self._in_range(ids) and self._distinct(unexpanded(ids)):
-            first = rows
+            row = rows
             for _ in dims:
-                first = first.select(-1, 0)
-            alone = first.numel() == rows.numel()
-            if not alone:
-                self._add_context(rows, fresh.view(*shape, *[1] * len(dims)).expand(rows.shape), reason)
-            out = first if alone else fresh
+                row = row.select(-1, 0)
+            is_trivial = row.numel() == rows.numel()
+            if not is_trivial:
+                self._add_context(rows, group_ids.view(*shape, *[1] * len(dims)).expand(rows.shape), reason)
+            out = row if is_trivial else group_ids
         else:
             rows = rows.reshape(*shape, -1)
-            alike = (rows == rows[..., :1]).all(-1)
-            mixed = (rows > 0) & ~alike.unsqueeze(-1)
-            self._add_context(rows[mixed], fresh.unsqueeze(-1).expand_as(rows)[mixed], reason)
-            out = self.compacted(torch.where(alike & (rows[..., 0] > 0), rows[..., 0], fresh))
+            is_uniform = (rows == rows[..., :1]).all(-1)
+            mixed_channels = (rows > 0) & ~is_uniform.unsqueeze(-1)
+            self._add_context(rows[mixed_channels], group_ids.unsqueeze(-1).expand_as(rows)[mixed_channels], reason)
+            out = self.compact_repeats(torch.where(is_uniform & (rows[..., 0] > 0), rows[..., 0], group_ids))
         if keep:
             for d in dims:
                 out = out.unsqueeze(d)
@@ -292,9 +293,9 @@ class Channels:
 
     def touch(self, ids: Tensor) -> None:
         """Adds the current operator to the contexts of channels, to distinguish them from those it does not act on."""
-        self.meet(ids, self.opaque(()), f"{self.node.target} acts on some of the channels only")
+        self.add_opaque_context(ids, self.new_ids(()), f"{self.node.target} acts on some of the channels only")
 
-    def meet(self, ids: Tensor, other: Tensor, reason: str) -> None:
+    def add_opaque_context(self, ids: Tensor, other: Tensor, reason: str) -> None:
         """Adds the ids in ``other`` that are no channels to the contexts of the channels at their positions."""
         if not self._contexts or not self.any_channel(ids):
             return
@@ -302,23 +303,23 @@ class Channels:
         if self.all_channels(ids) and not self.any_channel(other):
             self._add_context(ids, other, reason)
         else:
-            meets = (ids > 0) & (other < 0)
-            self._add_context(ids[meets], other[meets], reason)
+            mask = (ids > 0) & (other < 0)
+            self._add_context(ids[mask], other[mask], reason)
 
     def unite(self, a: Tensor, b: Tensor, attached: bool = False) -> None:
         """Records that the channels of two tensors move together, element by element; see `Joint` for ``attached``."""
         a, b = both_unexpanded(a, b)
-        distinct = self._distinct(a), self._distinct(b)
+        are_distinct = self._distinct(a), self._distinct(b)
         first, second = a.reshape(-1).numpy(), b.reshape(-1).numpy()
         places = np.zeros(1, np.uint64)
-        if self._contexts and not all(distinct):
+        if self._contexts and not all(are_distinct):
             places = mix(numbered(first).view(np.uint64) ^ mix(numbered(second)))
-        if not any(distinct):
-            pairs, which = np.unique(first * self.total + second, return_inverse=True)
+        if not any(are_distinct):
+            pairs, inverse = np.unique(first * self.total + second, return_inverse=True)
             first, second = pairs // self.total, pairs % self.total
-            added = np.zeros(pairs.size, np.uint64)
-            np.add.at(added, which, places)
-            places = added
+            place_sums = np.zeros(pairs.size, np.uint64)
+            np.add.at(place_sums, inverse, places)
+            places = place_sums
         if first.size:
             self.joints.append(Joint(self.node.name, first, second, attached, places))
 
@@ -327,35 +328,37 @@ class Channels:
         if not self._contexts or not ids.numel():
             return
         # Along the dimensions in which ids are expanded, every channel meets the same values: they are hashed once.
-        repeated = [d for d in range(ids.ndim) if ids.stride(d) == 0]
-        rest = [d for d in range(ids.ndim) if d not in repeated]
-        compact = unexpanded(ids).permute(rest + repeated).flatten(len(rest)).squeeze(-1) if repeated else ids
-        values = unexpanded(values).permute(repeated + rest)
-        table = values.reshape(-1, *values.shape[len(repeated) :]).numpy()
-        rank = np.arange(len(table), dtype=np.uint64).reshape(-1, *[1] * len(rest))
-        met = mix(table.view(np.uint64) ^ mix(rank)).sum(0, dtype=np.uint64)
-        flat = compact.reshape(-1).numpy()
-        if self._distinct(compact):
-            one_for_all = met.size == 1
-            context = met.reshape(()) if one_for_all else np.broadcast_to(met, compact.shape).reshape(-1)
-            self.events.append(ContextChange(flat, context, reason))
+        expanded_dims = [d for d in range(ids.ndim) if ids.stride(d) == 0]
+        other_dims = [d for d in range(ids.ndim) if d not in expanded_dims]
+        if expanded_dims:
+            ids = unexpanded(ids).permute(other_dims + expanded_dims).flatten(len(other_dims)).squeeze(-1)
+        values = unexpanded(values).permute(expanded_dims + other_dims)
+        table = values.reshape(-1, *values.shape[len(expanded_dims) :]).numpy()
+        position = np.arange(len(table), dtype=np.uint64).reshape(-1, *[1] * len(other_dims))
+        hashes = mix(table.view(np.uint64) ^ mix(position)).sum(0, dtype=np.uint64)
+        flat = ids.reshape(-1).numpy()
+        if self._distinct(ids):
+            is_shared = hashes.size == 1
+            context = hashes.reshape(()) if is_shared else np.broadcast_to(hashes, ids.shape).reshape(-1)
+            self.context_changes.append(ContextChange(flat, context, reason))
             return
         # The same channel is at several positions: their hashes are hashed again, in their order.
-        met = mix(np.broadcast_to(met, compact.shape).reshape(-1) ^ mix(numbered(flat)))
+        hashes = mix(np.broadcast_to(hashes, ids.shape).reshape(-1) ^ mix(numbered(flat)))
         order = np.argsort(flat, kind="stable")
         unique, starts = np.unique(flat[order], return_index=True)
-        self.events.append(ContextChange(unique, np.add.reduceat(met[order], starts), reason))
+        self.context_changes.append(ContextChange(unique, np.add.reduceat(hashes[order], starts), reason))
 
     def separate(self, ids: Tensor, reason: str) -> None:
         """Gives every channel a context of its own, so that none may change places with another."""
         if not self._contexts or not ids.numel():
             return
-        compact = unexpanded(ids)
-        unique = compact.reshape(-1).numpy()
-        if not self._distinct(compact):
+        view = unexpanded(ids)
+        unique = view.reshape(-1).numpy()
+        if not self._distinct(view):
             unique = np.unique(unique)
             unique = unique[unique > 0]
-        self.events.append(ContextChange(unique, mix(self.opaque((unique.size,)).numpy().view(np.uint64)), reason))
+        contexts = mix(self.new_ids(unique.shape).numpy().view(np.uint64))
+        self.context_changes.append(ContextChange(unique, contexts, reason))
 
     def barrier(self, operator: str, arguments: Any) -> Any:
         """Returns new ids for the result of an operator without a rule; the channels that enter it keep their order."""
@@ -379,4 +382,4 @@ class Channels:
             return [self.unknown(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        return self.opaque(tuple(size if isinstance(size, int) else 1 for size in value.shape))
+        return self.new_ids(tuple(size if isinstance(size, int) else 1 for size in value.shape))

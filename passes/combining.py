@@ -58,7 +58,7 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
             c.touch(part)
             result = _met(c, result, part.expand(shape), parameters[0] or parameters[number])
     result = [part for part in result if c.any_channel(part)]
-    return joined([c.renewed(part) for part in result])
+    return joined([c.renew_ids(part) for part in result])
 
 
 def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> Any:
@@ -72,7 +72,7 @@ def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> A
 def _opaque(c: Channels, shape: Sequence[int], operands: Sequence[Tensor]) -> Tensor:
     """Returns ids of what is no channel; equal along the dimensions in which no operand differs."""
     different = [any(part.ndim + dim >= 0 and differs(part)[dim] for part in operands) for dim in range(-len(shape), 0)]
-    return c.opaque(tuple(size if differ else 1 for size, differ in zip(shape, different, strict=True))).expand(shape)
+    return c.new_ids(tuple(size if differ else 1 for size, differ in zip(shape, different, strict=True))).expand(shape)
 
 
 def _varies(parts: Sequence[Tensor], shape: Sequence[int]) -> list[bool]:
@@ -95,8 +95,8 @@ def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], 
         meets = zip(_channels_differ(c, part), others_vary, move, strict=True)
         fixed = [differ and vary and not moves for differ, vary, moves in meets]
         if any(fixed):
-            places = c.opaque(tuple(size if fix else 1 for size, fix in zip(part.shape, fixed, strict=True)))
-            c.meet(part, places, f"{c.node.target} combines each with values that do not move with it")
+            places = c.new_ids(tuple(size if fix else 1 for size, fix in zip(part.shape, fixed, strict=True)))
+            c.add_opaque_context(part, places, f"{c.node.target} combines each with values that do not move with it")
 
 
 def _channels_differ(c: Channels, ids: Tensor) -> list[bool]:

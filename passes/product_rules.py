@@ -28,7 +28,7 @@ def _linear(c: Channels, x: Any, weight: Any, bias: Any = None) -> Any:
     _contract(c, x, weight)
     _add_bias(c, rows, bias)
     if rows.numel() == 1:  # a gate: one value for all channels that it is multiplied with
-        return c.opaque((*x.shape[:-1], 1))
+        return c.new_ids((*x.shape[:-1], 1))
     return rows.expand(*x.shape[:-1], -1)
 
 
@@ -79,7 +79,7 @@ def _matmul(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
         _contract(c, _one_order(c, c.ids_of(a)), b)
         return c.axis(b, 2).expand(c.node.meta["val"].shape)
     if isinstance(a, ParameterValue) and a.is_matrix and c.node.meta["val"].ndim > 1:
-        return c.compacted(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a).mT)
+        return c.compact_repeats(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a).mT)
     if c.node.meta["val"].ndim < 2 or min(_rank(a), _rank(b)) < 2:
         return c.barrier("a product with a vector", (a, b))
     a, b = mapped(c, a, lambda part: part.unsqueeze(-1)), mapped(c, b, lambda part: part.unsqueeze(-3))
@@ -167,7 +167,7 @@ def _embedding(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, 
     columns = weight.dims[1] if isinstance(weight, ParameterValue) and weight.is_matrix else None
     if columns is None:
         return c.barrier("an embedding of a computed table", (weight, indices))
-    c.tables.add((weight.name, columns))
+    c.embedding_columns.add((weight.name, columns))
     indices = c.ids_of(indices)
     if c.any_channel(indices):
         c.separate(indices, f"{c.node.target} makes numbers of them, each of which it looks up")
@@ -204,7 +204,7 @@ def _reads(node: fx.Node, parameter: str) -> bool:
 
 
 def _norm(c: Channels, x: Any, dims: int, vectors: Sequence[Any]) -> Any:
-    x = c.renewed(c.ids_of(x))
+    x = c.renew_ids(c.ids_of(x))
     c.touch(x)
     c.reduce(x, list(range(-dims, 0)), keep=True)
     for vector in vectors:
@@ -215,7 +215,7 @@ def _norm(c: Channels, x: Any, dims: int, vectors: Sequence[Any]) -> Any:
 
 def _group_norm(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x, groups, weight, bias = (*args, None, None)[:4]
-    x = c.renewed(c.ids_of(x))
+    x = c.renew_ids(c.ids_of(x))
     c.touch(x)
     split = x.unflatten(1, (groups, -1))
     c.reduce(split, list(range(2, split.ndim)), keep=True)
@@ -240,7 +240,7 @@ def _attention(c: Channels, q: Any, k: Any, v: Any, mask: Any = None, *_: Any, *
     q, k, v = c.ids_of(q), c.ids_of(k), c.ids_of(v)
     if kwargs.get("enable_gqa"):  # otherwise heads broadcast
         repeats = q.shape[-3] // k.shape[-3]
-        k, v = (c.compacted(t.repeat_interleave(repeats, -3)) for t in (k, v))
+        k, v = (c.compact_repeats(t.repeat_interleave(repeats, -3)) for t in (k, v))
     scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)
     return c.reduce(c.join(scores.unsqueeze(-1), v.unsqueeze(-3)), [-2], keep=False)
 

@@ -51,24 +51,24 @@ class Provenance:
     # (parameter, dimension) -> uint64 role of each position: the part of its context from before it was joined with
     # other activations. It tells a gate row from the up row that it is multiplied with.
     roles: dict[AxisKey, np.ndarray]
-    tables: set[AxisKey]  # the axes that are columns of an embedding
+    embedding_columns: set[AxisKey]  # the axes that are columns of an embedding
     hidden: np.ndarray  # labels of the last hidden state's channels; empty where it does not consist of channels
     contexts: np.ndarray  # context of each label, uint64 ``[labels]``
     barriers: list[str]  # reasons of the barriers that channels entered, each once
-    _events: list[ContextChange] = field(repr=False)
+    _context_changes: list[ContextChange] = field(repr=False)
     _labels: np.ndarray = field(repr=False)
 
     def reason(self, labels: np.ndarray) -> str:
-        """Returns why the channels of ``labels`` may not all change places: the first event that tells them apart."""
+        """Returns why the channels of ``labels`` may not all change places: the first change that tells them apart."""
         order = np.argsort(labels)
-        for event in self._events:
+        for change in self._context_changes:
             sums = np.zeros(labels.size, np.uint64)
-            event_labels = self._labels[event.ids]
-            inside = np.isin(event_labels, labels)
-            met = np.broadcast_to(event.context, event.ids.shape)[inside]
-            np.add.at(sums, order[np.searchsorted(labels, event_labels[inside], sorter=order)], met)
+            change_labels = self._labels[change.ids]
+            inside = np.isin(change_labels, labels)
+            context = np.broadcast_to(change.context, change.ids.shape)[inside]
+            np.add.at(sums, order[np.searchsorted(labels, change_labels[inside], sorter=order)], context)
             if np.unique(sums).size > 1:
-                return event.reason
+                return change.reason
         return "its channels differ in what reads them"
 
 
@@ -159,7 +159,7 @@ class _Interpreter(fx.Interpreter):
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = self._channels.node.meta.get("val")
-        return self._channels.opaque_like(value) if isinstance(value, Tensor) else value
+        return self._channels.new_ids_like(value) if isinstance(value, Tensor) else value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -173,10 +173,10 @@ class _Interpreter(fx.Interpreter):
     def _constant_ids(self, value: Tensor) -> Tensor:
         """Returns ids of a constant: equal numbers of a vector have equal ids."""
         if value.is_meta or not value.is_floating_point() or max(value.shape, default=1) != value.numel():
-            return self._channels.opaque_like(value)
+            return self._channels.new_ids_like(value)
         bits = value.detach().double().cpu().numpy().view(np.int64)
-        numbers, which = np.unique(bits, return_inverse=True)
-        return self._channels.opaque(numbers.shape)[torch.from_numpy(which).view(value.shape)]
+        distinct_bits, inverse = np.unique(bits, return_inverse=True)
+        return self._channels.new_ids(distinct_bits.shape)[torch.from_numpy(inverse).view(value.shape)]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._lacks_a_part(self._channels.node):
@@ -196,11 +196,11 @@ class _Interpreter(fx.Interpreter):
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return False
-        inputs = [before for before in node.all_input_nodes if isinstance(before.meta.get("val"), Tensor)]
+        inputs = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), Tensor)]
         if not _is_empty(value):
             return not self._emptied.isdisjoint(inputs)
         constant = getattr(node.target, "overloadpacket", None) in CONSTANT
-        if not constant and any(not _is_empty(before.meta["val"]) or before in self._emptied for before in inputs):
+        if not constant and any(not _is_empty(source.meta["val"]) or source in self._emptied for source in inputs):
             self._emptied.add(node)
         return False
 
@@ -224,25 +224,25 @@ def _is_empty(value: Tensor) -> bool:
 
 def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
     """Labels the joined channels and adds up their contexts; ``hidden`` are ids of the last hidden state's channels."""
-    spans = {axis: slice(channels.starts[axis], channels.starts[axis] + channels.sizes[axis]) for axis in channels.used}
+    spans = {key: slice(channels.starts[key], channels.starts[key] + channels.sizes[key]) for key in channels.used_axes}
     count, labels = _components(channels.total, channels.joints)
     role_count, role_labels = _components(channels.total, [joint for joint in channels.joints if joint.attached])
-    roles = _sums(role_count, role_labels, channels.events)[role_labels]
+    roles = _sums(role_count, role_labels, channels.context_changes)[role_labels]
     own_contexts = mix(np.arange(len(spans), dtype=np.uint64) + np.uint64(1 << 40))  # one per axis
-    events = channels.events + [
+    context_changes = channels.context_changes + [
         ContextChange(np.arange(span.start, span.stop), context, "they belong to different parameters")
         for context, span in zip(own_contexts, spans.values(), strict=True)
     ]
-    events += _arrangement(channels, labels, count)
+    context_changes += _arrangement(channels, labels, count)
     return Provenance(
         linears=channels.linears,
         axes={axis: labels[span].astype(np.int64) for axis, span in spans.items()},
         roles={axis: roles[span] for axis, span in spans.items()},
-        tables=channels.tables,
+        embedding_columns=channels.embedding_columns,
         hidden=labels[hidden],
-        contexts=_sums(count, labels, events),
+        contexts=_sums(count, labels, context_changes),
         barriers=list(channels.barriers),
-        _events=events,
+        _context_changes=context_changes,
         _labels=labels,
     )
 
@@ -254,23 +254,23 @@ def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[Con
     then be joined with the same ones at the same places.
     """
     axes = np.searchsorted([*channels.starts.values()], np.arange(channels.total), side="right")
-    number = numbered(axes * count + labels)
-    which = mix(number.view(np.uint64) ^ mix(axes))
-    joints = mix(np.arange(len(channels.joints)))
+    occurrence = numbered(axes * count + labels)
+    place = mix(occurrence.view(np.uint64) ^ mix(axes))
+    joint_hashes = mix(np.arange(len(channels.joints)))
     reason = "the channels that move with each are joined in another order"
     return [
-        ContextChange(joint.a, mix(which[joint.a] ^ mix(which[joint.b]) ^ mix(joint.places + mixed)), reason)
-        for joint, mixed in zip(channels.joints, joints, strict=True)
-        if number[joint.a].any() or number[joint.b].any()
+        ContextChange(joint.a, mix(place[joint.a] ^ mix(place[joint.b]) ^ mix(joint.places + joint_hash)), reason)
+        for joint, joint_hash in zip(channels.joints, joint_hashes, strict=True)
+        if occurrence[joint.a].any() or occurrence[joint.b].any()
     ]
 
 
-def _sums(count: int, labels: np.ndarray, events: Sequence[ContextChange]) -> np.ndarray:
-    """Returns the context of each of ``count`` labels, uint64: the sum over its channels and events."""
+def _sums(count: int, labels: np.ndarray, changes: Sequence[ContextChange]) -> np.ndarray:
+    """Returns the context of each of ``count`` labels, uint64: the sum over its channels and changes of context."""
     sums = np.zeros(count, np.uint64)
     with np.errstate(over="ignore"):
-        for event in events:
-            np.add.at(sums, labels[event.ids], event.context)
+        for change in changes:
+            np.add.at(sums, labels[change.ids], change.context)
     return sums
 
 

@@ -310,16 +310,17 @@ class _SpaceBuilder:
 
     def finish(self, sites: list[Site]) -> list[ChannelSpace]:
         """Attaches every parameter dimension to its spaces, names those that several sites share, and returns all."""
-        axes: list[list[Axis]] = [[] for _ in self._spaces]
-        contracted = {(call.parameter, call.in_dim) for call in self._provenance.linears} - self._provenance.tables
+        axes_by_space: list[list[Axis]] = [[] for _ in self._spaces]
+        input_axes = {(call.parameter, call.in_dim) for call in self._provenance.linears}
+        input_axes -= self._provenance.embedding_columns
         for (parameter, dim), labels in self._provenance.axes.items():
             spaces = self._space_of[labels]
             for number in np.unique(spaces[spaces >= 0]):
                 units = torch.from_numpy(np.where(spaces == number, self._unit_of[labels], -1))
                 roles = torch.from_numpy(np.unique(self._provenance.roles[parameter, dim], return_inverse=True)[1])
-                axes[number].append(Axis(parameter, dim, units, roles, reads=(parameter, dim) in contracted))
+                axes_by_space[number].append(Axis(parameter, dim, units, roles, reads=(parameter, dim) in input_axes))
         streams = 0
-        for space, axes_of_space in zip(self._spaces, axes, strict=True):
+        for space, axes_of_space in zip(self._spaces, axes_by_space, strict=True):
             space.axes = tuple(axes_of_space)
             fixed = [axis for axis in space.axes if not space.frozen and not axis.exchangeable(space.segments)]
             if fixed:

@@ -276,4 +276,4 @@ def test_ids_in_overlapping_views_are_counted_once():
     channels = Channels(graph_of())
     weight = channel_rules.ParameterValue("up.weight", (WIDE, WIDE), (0, 1), (None, None))
     channels.separate(channels.axis(weight, 0).unfold(0, 4, 2), "")
-    assert sorted(channels.events[-1].ids) == channels.axis(weight, 0).tolist()
+    assert sorted(channels.context_changes[-1].ids) == channels.axis(weight, 0).tolist()
