@@ -52,8 +52,8 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         "config": config.to_dict(),
         "calibration": _calibration(run.samples),
         "generated": None
-        if run.generated is None
-        else {"sha256": Samples.of(run.generated).sha256, "shape": list(run.generated.shape)},
+        if run.generated_ids is None
+        else {"sha256": Samples.of(run.generated_ids).sha256, "shape": list(run.generated_ids.shape)},
         "parameters": sum(p.numel() for p in model.parameters()),
         "pruned_parameters": sum(weight.numel() for weight in weights.values()),
         "sparsity_by_layer": {name: float((weight == 0).float().mean()) for name, weight in weights.items()},
@@ -70,7 +70,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         "retained_importance": run.importance_shares,
         "evaluation": {**evaluation, "text": origin.text} if origin else evaluation,
         "proof": {
-            "fold_difference": run.difference,
+            "fold_difference": run.max_output_difference,
             "lowered_graph": comparison,
         },
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},

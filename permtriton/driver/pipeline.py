@@ -81,7 +81,7 @@ def measured(run: Run, held_out: HeldOutMeasure | None) -> dict[str, Any]:
     """Returns the held-out measure of the dense and the compiled model; empty without held-out samples."""
     if held_out is None:
         return {}
-    with run.workspace.timed("evaluate"), run.running() as model:
+    with run.workspace.timed("evaluate"), run.placed_model() as model:
         compiled = held_out.compiled(model, run.plan.hidden_order(run.indices))
     samples = held_out.samples
     return {

@@ -100,8 +100,8 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
         config=start.config,
         workspace=workspace,
         samples=start.samples,
-        generated=_generated(start, placement) if start.config.generated else None,
-        batch=max(TOKENS_WITHOUT_LOGITS // start.samples.longest, 1),
+        generated_ids=_generated(start, placement) if start.config.generated else None,
+        batch_size=max(TOKENS_WITHOUT_LOGITS // start.samples.longest, 1),
         plan=start.plan,
         graph=start.graph,
         reference=Reference(model, start.samples),
@@ -140,10 +140,10 @@ def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
     """Measures the dense model on held-out samples, if there are any, and what the importance needs of each site."""
     workspace, config, plan, held_out = run.workspace, run.config, run.plan, None
     if samples is not None:
-        with workspace.timed("evaluate"), run.running() as model:
+        with workspace.timed("evaluate"), run.placed_model() as model:
             held_out = HeldOutMeasure(model, samples, run.progress, named_layers(run.model, plan), run.store)
     if config.uses_importance and not config.dense_share:  # which is chosen by statistics that it measures itself
-        inputs = plan, config.importance, run.samples, run.batch, run.progress, run.store
+        inputs = plan, config.importance, run.samples, run.batch_size, run.progress, run.store
         with workspace.timed("calibrate"):
             run.calibrate(lambda model: site_statistics(model, *inputs))
     return held_out

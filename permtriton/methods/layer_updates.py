@@ -37,8 +37,8 @@ def update_layers(
     """
     plan, state, parts = run.plan, run.state(FinishedLayers, step), list[dict[str, Any]]()
     share = ranks.own_rows(len(run.samples)).numel()
-    with run.fitting() as model, run.progress.stage(step, (share + 1) * len(plan.layers())) as advance:
-        walk = LayerWalk(model, plan, run.samples, run.batch, run.store)
+    with run.placed_model_for_fit() as model, run.progress.stage(step, (share + 1) * len(plan.layers())) as advance:
+        walk = LayerWalk(model, plan, run.samples, run.batch_size, run.store)
         for number, layer in enumerate(walk.changing()):
             weights = weights_of_sites(model, layer.sites)
             if state is not None and (finished := state.restore(number, weights, plan.patterns)) is not None:

@@ -43,8 +43,8 @@ class Run:
         config: every option.
         workspace: times of the stages, and saved states of interrupted steps.
         samples: calibration samples on the CPU.
-        generated: further samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
-        batch: samples per forward pass without gradients.
+        generated_ids: samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
+        batch_size: samples per forward pass without gradients.
         plan: sites and channel spaces.
         graph: graph of the model in the present order, over the model's own parameters.
         reference: outputs of the dense model, which exact steps must reproduce.
@@ -53,11 +53,11 @@ class Run:
         statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
             where no step uses the importance.
         expert_tokens: experts module -> number of calibration tokens routed to each expert; empty if not measured.
-        rows: linear -> row weights (sensitivity of the loss to each row) in the present order; None if not known.
+        row_weights: linear -> sensitivity of the loss to each row, in the present order; None if not known.
         indices: space name -> unit index from the dense order, int64 ``[units]``.
-        retained: pruned linear -> importance that its mask retains in the present order.
+        retained_importance: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
-        difference: largest difference from the dense outputs, relative to the largest output.
+        max_output_difference: largest difference from the dense outputs, relative to the largest output.
         outcomes: step name -> what it reports.
     """
 
@@ -65,8 +65,8 @@ class Run:
     config: CompileConfig
     workspace: Workspace
     samples: Samples
-    generated: Tensor | None
-    batch: int
+    generated_ids: Tensor | None
+    batch_size: int
     plan: Plan
     graph: fx.GraphModule
     reference: Reference
@@ -74,17 +74,17 @@ class Run:
     memory: MemoryEstimate
     statistics: dict[str, Tensor] = field(default_factory=dict)
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
-    rows: dict[str, Tensor] | None = None
+    row_weights: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.indices = self.unmoved()
-        self.retained: dict[str, float] = {}
+        self.indices = self.identity_indices()
+        self.retained_importance: dict[str, float] = {}
         self.dense_weights: dict[str, Tensor] = {}
-        self.difference = 0.0
+        self.max_output_difference = 0.0
         self.outcomes: dict[str, Outcome] = {}
-        self._dense_order: dict[str, Retained] = {}
+        self._dense_retained: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, int, bool], Objective] = {}
-        self._promise: tuple[Objective, float] | None = None  # loss to reach by masking alone in the present order
+        self._expected_loss: tuple[Objective, float] | None = None  # by masking alone in the present order
 
     # -- what it works with --------------------------------------------------------------------------------------------
 
@@ -104,8 +104,8 @@ class Run:
     @property
     def working_config(self) -> CompileConfig:
         """The config for backward passes: activations are checkpointed also where memory is short."""
-        recomputed = self.config.activation_checkpointing or self.memory.recomputes
-        return replace(self.config, activation_checkpointing=recomputed)
+        checkpointing = self.config.activation_checkpointing or self.memory.recomputes
+        return replace(self.config, activation_checkpointing=checkpointing)
 
     def state(self, kind: type[Kind], step: str) -> Kind | None:
         """Returns the file that keeps the state of a step; None where no state is kept."""
@@ -118,29 +118,30 @@ class Run:
         (``extra_per_sample``) and what the dense model wrote. A step with ``fresh_samples`` gets the surplus samples
         and what the dense model wrote, in random order; if they are too few, calibration samples are added.
         """
-        written = [] if self.generated is None or not step.reads_generated else [self.samples.of_text(self.generated)]
+        ids = self.generated_ids if step.reads_generated else None
+        generated = [] if ids is None else [self.samples.of_text(ids)]
         surplus = [] if self.samples.surplus is None else [self.samples.surplus]
         if not step.fresh_samples:
-            extra = step.extra_per_sample * len(self.samples)
-            further = [*(samples[:extra] for samples in surplus if extra), *written]
-            return self.samples.joined(*further) if further else self.samples
-        new = [*surplus, *written]
-        if sum(map(len, new)) < step.fresh_samples:
-            new = [*new, self.samples[: step.fresh_samples - sum(map(len, new))]]
-        pool = new[0].joined(*new[1:])
+            num_extra = step.extra_per_sample * len(self.samples)
+            additions = [*(samples[:num_extra] for samples in surplus if num_extra), *generated]
+            return self.samples.joined(*additions) if additions else self.samples
+        fresh = [*surplus, *generated]
+        if sum(map(len, fresh)) < step.fresh_samples:
+            fresh = [*fresh, self.samples[: step.fresh_samples - sum(map(len, fresh))]]
+        pool = fresh[0].joined(*fresh[1:])
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(self.config.seed))
         return pool[order[: step.fresh_samples]]
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
-    def running(self) -> AbstractContextManager[PreTrainedModel]:
+    def placed_model(self) -> AbstractContextManager[PreTrainedModel]:
         """Returns a context that yields the model, or a copy with the same weights, on the device where steps run."""
         return self.placement.running(self.model, self.plan)
 
     @contextmanager
-    def fitting(self) -> Iterator[PreTrainedModel]:
-        """As `running`, but float32 matrix products may round their factors (TF32, bfloat16)."""
-        with self.running() as model, rounded_products(model, self.config):
+    def placed_model_for_fit(self) -> Iterator[PreTrainedModel]:
+        """As `placed_model`, but float32 matrix products may round their factors (TF32, bfloat16)."""
+        with self.placed_model() as model, rounded_products(model, self.config):
             yield model
 
     def spread_twin(self) -> PreTrainedModel:
@@ -152,24 +153,24 @@ class Run:
 
     def calibrate(self, measure: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
         """Measures the statistics of all sites, and how many tokens each expert is sent."""
-        with self.running() as model:
+        with self.placed_model() as model:
             statistics = measure(model)
             self.expert_tokens = tokens_of_experts(model, len(self.samples) * self.samples.longest)
-            few = undersampled_warning(model, self.expert_tokens)
+            warning = undersampled_warning(model, self.expert_tokens)
         self.statistics = {name: statistic.to(self.model.device) for name, statistic in statistics.items()}
-        if few and not self.config.calibration.calibrate_all_experts:
-            self.progress.say(few)
+        if warning and not self.config.calibration.calibrate_all_experts:
+            self.progress.say(warning)
 
-    def replan(self, plan: Plan, graph: fx.GraphModule, rows: dict[str, Tensor] | None) -> None:
-        """Switches to a plan with fewer linears, before channels are permuted; ``rows`` is as the attribute."""
+    def replan(self, plan: Plan, graph: fx.GraphModule, row_weights: dict[str, Tensor] | None) -> None:
+        """Switches to a plan with fewer linears, before channels are permuted; ``row_weights`` is as the attribute."""
         sites = {name: site.name for site, name in self.plan.linears()}
         self.statistics = {site.name: self.statistics[sites[site.linears[0]]] for site in plan.sites}
-        self.plan, self.graph, self.rows = plan, graph, rows
-        self.indices = self.unmoved()
+        self.plan, self.graph, self.row_weights = plan, graph, row_weights
+        self.indices = self.identity_indices()
 
     # -- the order of channels -----------------------------------------------------------------------------------------
 
-    def unmoved(self) -> dict[str, Tensor]:
+    def identity_indices(self) -> dict[str, Tensor]:
         """Returns space name -> identity, int64 ``[units]``."""
         return {space.name: identity(space.units) for space in self.plan.spaces}
 
@@ -185,41 +186,42 @@ class Run:
         for space in self.plan.spaces:
             if space.name in indices:
                 space.check(indices[space.name])
-        promised = self._retained(indices)
+        expected_retained = self._retained(indices)
         moves = moves_of(self.plan, indices)
         self.run_passes(permutation_passes(moves))
         apply_edits(self.model, edits_of(moves))
         self.indices |= {name: compose(self.indices[name], index) for name, index in indices.items()}
         order = self.plan.hidden_order(self.indices)
-        self.difference = max(self.difference, self.reference.check(self.model, "after folding permutations", order))
+        difference = self.reference.check(self.model, "after folding permutations", order)
+        self.max_output_difference = max(self.max_output_difference, difference)
         self.statistics = reorder_statistics(self.statistics, moves)
-        self.retained = {}
-        retained = {name: share.present for name, share in self._retained({}).items()}
-        check_retained({name: share.chosen for name, share in promised.items()}, retained)
+        self.retained_importance = {}
+        present_retained = {name: share.present for name, share in self._retained({}).items()}
+        check_retained({name: share.chosen for name, share in expected_retained.items()}, present_retained)
         self.graph = absorb_folds(self.graph)
-        self._dense_order = self._dense_order or promised
-        self.retained = retained
-        order = self.plan.hidden_order({**self.unmoved(), **indices})
+        self._dense_retained = self._dense_retained or expected_retained
+        self.retained_importance = present_retained
+        order = self.plan.hidden_order({**self.identity_indices(), **indices})
         self._objectives = {key: objective.reordered(order, self.store) for key, objective in self._objectives.items()}
-        self._promise, self.rows = None, None
+        self._expected_loss, self.row_weights = None, None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
-        return retained_importance(self.model, self.plan, self.importances(), indices, self.retained)
+        return retained_importance(self.model, self.plan, self.importances(), indices, self.retained_importance)
 
     @property
     def importance_shares(self) -> dict[str, dict[str, float]]:
         """Pruned linear -> share of its importance that a mask retains, in the dense and in the new channel order."""
         return {
-            name: {"before": dense.present / dense.total, "after": self.retained[name] / dense.total}
-            for name, dense in self._dense_order.items()
-            if dense.total > 0
+            name: {"before": share.present / share.total, "after": self.retained_importance[name] / share.total}
+            for name, share in self._dense_retained.items()
+            if share.total > 0
         }
 
     def keep_dense(self, steps: Sequence[Step]) -> None:
         """Stores what the remaining steps and the record need of the dense model, before the first one prunes it."""
-        if not self._dense_order and self.statistics:  # nothing was permuted
-            self._dense_order = self._retained({})
-            self.retained = {name: share.chosen for name, share in self._dense_order.items()}
+        if not self._dense_retained and self.statistics:  # nothing was permuted
+            self._dense_retained = self._retained({})
+            self.retained_importance = {name: share.chosen for name, share in self._dense_retained.items()}
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()
@@ -238,29 +240,28 @@ class Run:
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            rounds = self.config.mixed_precision and step.stage is Stage.TRAIN  # as the training steps do
-            with self.running() as model, mixed_precision(model, rounds):
-                objective = dense_objective(
-                    model, objective_kind(step.objective, self.model), self.samples_for(step), self.batch, self.store
-                )
+            use_mixed_precision = self.config.mixed_precision and step.stage is Stage.TRAIN  # as the training steps do
+            with self.placed_model() as model, mixed_precision(model, use_mixed_precision):
+                samples, kind = self.samples_for(step), objective_kind(step.objective, self.model)
+                objective = dense_objective(model, kind, samples, self.batch_size, self.store)
             self._objectives[key] = objective.on(self.model)
         return self._objectives[key]
 
     def _objective_key(self, step: Step) -> tuple[str, int, int, bool]:
-        written = step.reads_generated and self.generated is not None
-        return objective_kind(step.objective, self.model), step.fresh_samples, step.extra_per_sample, written
+        with_generated = step.reads_generated and self.generated_ids is not None
+        return objective_kind(step.objective, self.model), step.fresh_samples, step.extra_per_sample, with_generated
 
     def promise(self, step: Step, loss: float) -> None:
         """Records the loss, by a step's objective, that the masked model must have in the present order."""
-        self._promise = self.objective(step), loss
+        self._expected_loss = self.objective(step), loss
 
     def check_promise(self) -> None:
         """Checks the loss of the masked model against the loss that `promise` recorded, if any."""
-        if self._promise is None:
+        if self._expected_loss is None:
             return
-        objective, promised = self._promise
-        with self.running() as model:
-            mean = partial(objective.on(model).mean, model, self.samples)
-            loss = MicroBatch(self.config.micro_batch_size).run(mean)
-        check_loss(promised, loss, self.model.dtype)
-        self._promise = None
+        objective, expected_loss = self._expected_loss
+        with self.placed_model() as model:
+            mean_loss = partial(objective.on(model).mean, model, self.samples)
+            loss = MicroBatch(self.config.micro_batch_size).run(mean_loss)
+        check_loss(expected_loss, loss, self.model.dtype)
+        self._expected_loss = None

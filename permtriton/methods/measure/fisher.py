@@ -64,8 +64,8 @@ class Fisher:
 
 def row_weights(run: Run) -> dict[str, Tensor]:
     """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
-    if run.rows is not None:
-        return run.rows
+    if run.row_weights is not None:
+        return run.row_weights
     information = fisher_information(run, default_objective(run.model))
     return {name: factors.row.to(run.model.device) for name, factors in information.items()}
 
@@ -92,7 +92,7 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
 
         return add
 
-    with run.running() as model:
+    with run.placed_model() as model:
         for _, name in run.plan.linears():
             channels, rows = weight_in_out(linear_module(model, name)).shape
             row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
@@ -128,7 +128,7 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
         return lambda gradient: parts.setdefault(name, []).append(run.store.copied(gradient.to("cpu", torch.bfloat16)))
 
     samples = run.samples[: max(tokens // run.samples.tokens, 1)]
-    with run.fitting() as model:
+    with run.placed_model_for_fit() as model:
         # One sequence at a time: they are few, and the logits of more would take more memory than all else.
         passes = _BackwardPasses(run, model, default_objective(model), samples, micro_batch_size=1)
         passes.run("output gradients", parts.clear, watch)

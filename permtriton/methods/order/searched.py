@@ -118,7 +118,7 @@ class Searched(Step):
         objective, state = run.objective(self), run.state(StateFile, self.name)
         fisher = fisher_information(run, objective.kind)
         with (
-            run.running() as model,
+            run.placed_model() as model,
             hard_masked(model, run.plan, run.importances(), fisher, run.working_config) as masks,
         ):
             searcher = Searcher(masks, spaces, run.samples, objective.on(model), self)

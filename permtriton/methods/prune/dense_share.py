@@ -69,7 +69,7 @@ class DenseShare(Step):
         method, left, rows = error_importance(config.importance), dict[str, float](), None
 
         def measure(model: PreTrainedModel) -> dict[str, Tensor]:
-            given = run.samples, run.batch, run.progress, run.store
+            given = run.samples, run.batch_size, run.progress, run.store
             if stored is not None or not inverts_hessians(method) or not config.updates:
                 return site_statistics(model, run.plan, method, *given)
             statistics, shares = statistics_and_shares_left(model, run.plan, *given)

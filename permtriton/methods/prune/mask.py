@@ -29,7 +29,7 @@ class Mask(Step):
     def run(self, run: Run) -> None:
         importances = run.importances()
         mask_weights(run.model, run.plan, importances)
-        check_retained(run.retained, total_importance(run.model, run.plan, importances))
+        check_retained(run.retained_importance, total_importance(run.model, run.plan, importances))
         run.check_promise()
 
 

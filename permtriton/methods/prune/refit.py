@@ -145,8 +145,8 @@ class Refit(Step):
         steps = (share + 1) * count + share * (count if run.low_memory else len(turns_of))
         # Moving outputs to host memory and back takes longer than computing them again on the GPU.
         keep = None if run.low_memory or run.store.onloads else run.store.moved
-        with run.fitting() as model, run.progress.stage("refit", steps) as advance:
-            walk = LayerWalk(model, plan, samples, run.batch, run.store)
+        with run.placed_model_for_fit() as model, run.progress.stage("refit", steps) as advance:
+            walk = LayerWalk(model, plan, samples, run.batch_size, run.store)
             layers = zip(turns_of, walk.changing(keep), walk.dense(run.dense_weights), strict=True)
             for number, (turns, layer, dense) in enumerate(layers):
                 rows = max(layer.parts, dense.parts, key=len)

@@ -117,7 +117,7 @@ class Distill(TrainingStep):
     @torch.enable_grad()
     def run(self, run: Run) -> Outcome:
         samples = run.samples_for(self)
-        with run.running() as model:
+        with run.placed_model() as model:
             names = [name for _, name in run.plan.linears()]
             weights = weights_of(model, names)
             # A shared weight gets its gradient in parts: then all of it must be there before the weight changes.

@@ -92,7 +92,7 @@ class Tune(TrainingStep):
 
     @torch.enable_grad()
     def run(self, run: Run) -> Outcome:
-        with run.running() as model:
+        with run.placed_model() as model:
             values = TunedValues(model, run.plan)
             trainer = Trainer(run, self, values, self._schedule(run.samples_for(self)))
             start = trainer.best
