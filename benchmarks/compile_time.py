@@ -77,7 +77,7 @@ def measure(layers: int) -> dict[str, Any]:
         return result
 
     traced = timed("trace", lambda: trace(model))
-    provenance = timed("provenance", lambda: propagate(traced.graph_module, traced.outputs, traced.hidden))
+    provenance = timed("provenance", lambda: propagate(traced.graph_module, traced.outputs, traced.hidden_position))
     pattern = NMPattern(2, 4)
     plan = timed("sites", lambda: find_sites(provenance, model, traced.hidden_node, pattern))
     # The structure is verified after each pass.

@@ -156,7 +156,7 @@ def _draw(trial: Trial, damping: float | None, count: int, seed: int) -> list[Pa
         runs = space.spans if damping is not None else space.blocks(BLOCK)
         start, size = list(runs)[int(torch.randint(len(list(runs)), (), generator=generator))]
         left, right = (start + torch.randperm(size, generator=generator)[:2]).tolist()
-        if left // space.group != right // space.group:
+        if left // space.group_units != right // space.group_units:
             pairs.append((number, left, right))
     return pairs
 
@@ -182,7 +182,7 @@ def _published(trial: Trial, pair: Pair) -> float:
         matrix = torch.block_diag(
             *(part.view(size, size) for part, size in zip(flat.split([s * s for s in blocks]), blocks, strict=True))
         )
-        for i, j in zip(*(linear.site.by_unit[position].tolist() for position in positions), strict=True):
+        for i, j in zip(*(linear.site.channels_by_unit[position].tolist() for position in positions), strict=True):
             fall += float(matrix[i, i] + matrix[j, j] - matrix[i, j] - matrix[j, i])
     return fall
 

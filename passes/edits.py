@@ -108,7 +108,7 @@ def _move(space: ChannelSpace, sites: list[Site], index: Tensor) -> Move:
     upstream: list[Fold] = []
     for axis in space.axes:
         fold = Fold(axis.parameter, axis.dim, axis.expand(index))
-        (columns if axis.reads and axis.parameter in pruned else upstream).append(fold)
+        (columns if axis.is_input and axis.parameter in pruned else upstream).append(fold)
     gathers = tuple(Gather(s.name, s.linears, s.expand(index)) for s in sites)
     norm = PermuteNorm(space.norm.module, space.norm.variant, sites[0].expand(index)) if space.norm else None
     return Move(space.name, space.placement, tuple(columns), gathers, tuple(upstream), norm)

@@ -53,13 +53,13 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
         if isinstance(space_or_reason, ChannelSpace):
             site.space, site.units = space_or_reason, identity(site.channels)
         elif space_or_reason and site.name in needed and (site.space.frozen or id(site.space) in gathered):
-            site.space = ChannelSpace.kept(site.name, (site.channels,), site.space.reason or space_or_reason)
+            site.space = ChannelSpace.frozen_space(site.name, (site.channels,), site.space.reason or space_or_reason)
             site.units = identity(site.channels)
         elif space_or_reason and site.name not in needed:
             barriers.append(f"{site.name} stays within its heads: {space_or_reason}")
     spaces = {id(site.space): site.space for site in plan.sites}  # in order of first use
-    hidden = plan.hidden if plan.hidden and id(plan.hidden.space) in spaces else None
-    return Plan(plan.sites, list(spaces.values()), plan.patterns, plan.skipped, barriers, hidden, plan.untraced)
+    hidden_site = plan.hidden_site if plan.hidden_site and id(plan.hidden_site.space) in spaces else None
+    return Plan(plan.sites, list(spaces.values()), plan.patterns, plan.skipped, barriers, hidden_site, plan.untraced)
 
 
 def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:
@@ -74,7 +74,7 @@ def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:
     units = identity(site.channels)
     parameters = [*(f"{name}.weight" for name in site.linears), *readers]
     axes = [
-        Axis(name, input_dim(finder.parameters[name]), units, torch.zeros_like(units), reads=True)
+        Axis(name, input_dim(finder.parameters[name]), units, torch.zeros_like(units), is_input=True)
         for name in parameters
     ]
     placement = Destination.IN_NORM if norm else Destination.GATHER

@@ -41,7 +41,7 @@ class Axis:
     roles: Tensor
     # whether the dimension is the input of a linear (its columns), so that it reads the channels; the others write
     # them
-    reads: bool
+    is_input: bool
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over the positions of this dimension for a permutation of the units.
@@ -65,12 +65,12 @@ class Axis:
         positions, starts = self._by_unit(sum(segments))
         roles, units = self.roles[positions], self.units[positions]
         sizes = torch.tensor(segments)
-        first = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # first unit of each unit's segment
-        counts = torch.bincount(units, minlength=first.numel())
-        if not torch.equal(counts, counts[first]):
+        segment_start = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)  # first unit of each unit's segment
+        counts = torch.bincount(units, minlength=segment_start.numel())
+        if not torch.equal(counts, counts[segment_start]):
             return False
         offsets = torch.arange(positions.numel()) - starts[units]
-        return torch.equal(roles, roles[starts[first[units]] + offsets])
+        return torch.equal(roles, roles[starts[segment_start[units]] + offsets])
 
     def _by_unit(self, units: int) -> tuple[Tensor, Tensor]:
         """Returns the positions inside the space, sorted by (unit, role, position), and where each unit starts."""
@@ -96,10 +96,10 @@ class ChannelSpace:
     reason: str = ""  # why the channels keep their order, if ``placement`` is ``NONE``; else empty
     norm: "Norm | None" = None  # norm that writes the permuted order, if ``placement`` is ``IN_NORM``
     # least number of consecutive units that are whole N:M groups in every linear that reads them; set by the plan
-    group: int = 1
+    group_units: int = 1
 
     @classmethod
-    def kept(cls, name: str, segments: tuple[int, ...], reason: str) -> "ChannelSpace":
+    def frozen_space(cls, name: str, segments: tuple[int, ...], reason: str) -> "ChannelSpace":
         """Returns a space whose channels keep their order."""
         return cls(name, segments, (), Destination.NONE, reason)
 
@@ -127,9 +127,9 @@ class ChannelSpace:
     def check(self, index: Tensor) -> None:
         """Refuses a unit index that is no permutation, or that moves units to another segment."""
         segment, index = self.segment_of, index.cpu()
-        permutes = index.shape == segment.shape and is_permutation(index)
-        if not permutes or not torch.equal(segment[index], segment):
-            problem = "moves units from one segment (a head) to another" if permutes else "is not a permutation"
+        is_bijection = index.shape == segment.shape and is_permutation(index)
+        if not is_bijection or not torch.equal(segment[index], segment):
+            problem = "moves units from one segment (a head) to another" if is_bijection else "is not a permutation"
             raise VerificationError(
                 f"{self.name}: the order found for its {self.units} units {problem}. Nothing was saved; this is a bug "
                 "in permtriton, please report it"
@@ -146,7 +146,7 @@ class ChannelSpace:
     @property
     def producers(self) -> list[Axis]:
         """The axes whose parameters write these channels."""
-        return [axis for axis in self.axes if not axis.reads]
+        return [axis for axis in self.axes if not axis.is_input]
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ class Site:
     layer_paths: frozenset[str] = frozenset()
     # largest number of pruned linears on a path from the model's input to the output of these, including these
     depth: int = 0
-    calls: int = 1  # number of times that the linears run in one forward pass; above 1 if layers share their weights
-    routed: bool = False  # whether a router chooses the tokens that they read, as for experts in a list
+    num_calls: int = 1  # how often the linears run in one forward pass; above 1 if layers share their weights
+    is_routed: bool = False  # whether a router chooses the tokens that they read, as for experts in a list
     # name of the module whose input is the residual stream that the linear's output is added to; empty if the graph
     # shows none
     residual_reader: str = ""
@@ -181,10 +181,10 @@ class Site:
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
-        return Axis("", 0, self.units, torch.zeros_like(self.units), reads=True).expand(index)
+        return Axis("", 0, self.units, torch.zeros_like(self.units), is_input=True).expand(index)
 
     @property
-    def by_unit(self) -> Tensor:
+    def channels_by_unit(self) -> Tensor:
         """The input channels of each unit, in ascending order, int64 ``[units, copies]``."""
         return torch.argsort(self.units, stable=True).view(self.space.units, -1)
 
@@ -209,13 +209,13 @@ class Plan:
     skipped: dict[str, str] = field(default_factory=dict)  # name of a module or parameter that stays dense -> reason
     barriers: list[str] = field(default_factory=list)  # reasons why channels could not be followed further, each once
     # the last hidden state, as a site that no linear reads; None where no space orders its channels
-    hidden: Site | None = None
+    hidden_site: Site | None = None
     untraced: tuple[str, ...] = ()  # names of the parameters that the trace did not use, such as an image projector's
 
     def __post_init__(self) -> None:
         for space in self.spaces:
-            readers = [name for site in self.sites_of(space) for name in site.linears]
-            space.group = math.lcm(*(self.patterns[name].group for name in readers))
+            linear_names = [name for site in self.sites_of(space) for name in site.linears]
+            space.group_units = math.lcm(*(self.patterns[name].group for name in linear_names))
 
     def linears(self) -> Iterator[tuple[Site, str]]:
         """Yields every pruned linear: its site and its name."""
@@ -225,8 +225,8 @@ class Plan:
 
     def sparsity(self, default: NMPattern) -> str:
         """Returns the patterns of all pruned linears in words: ``default``, and every other one."""
-        others = [str(pattern) for pattern in self.patterns.values() if pattern != default]
-        return in_words(str(default), others, len(self.patterns))
+        other_patterns = [str(pattern) for pattern in self.patterns.values() if pattern != default]
+        return in_words(str(default), other_patterns, len(self.patterns))
 
     def sites_of(self, space: ChannelSpace) -> list[Site]:
         return [site for site in self.sites if site.space is space]
@@ -242,9 +242,9 @@ class Plan:
         Returns:
             Index, int64 ``[C]``: ``permuted[..., j] = dense[..., index[j]]``.
         """
-        if self.hidden is None or self.hidden.space.frozen:
+        if self.hidden_site is None or self.hidden_site.space.frozen:
             return None
-        return self.hidden.expand(indices[self.hidden.space.name])
+        return self.hidden_site.expand(indices[self.hidden_site.space.name])
 
     def layers(self) -> list[list[Site]]:
         """Returns the sites in execution order, grouped by layer.
@@ -253,17 +253,17 @@ class Plan:
         encoder; it stands before the first of these layers.
         """
         groups: list[list[Site]] = []
-        last: frozenset[str] = frozenset()  # path of the layer of the last group
+        last_path: frozenset[str] = frozenset()  # path of the layer of the last group
         for site in self.sites:
             paths = site.layer_paths
             if len(paths) > 1:
-                groups.insert(len(groups) - bool(last & paths), [site])
-                last = last & paths
-            elif paths and paths == last:
+                groups.insert(len(groups) - bool(last_path & paths), [site])
+                last_path = last_path & paths
+            elif paths and paths == last_path:
                 groups[-1].append(site)
             else:
                 groups.append([site])
-                last = paths
+                last_path = paths
         return groups
 
 
@@ -303,9 +303,9 @@ def layer_of(model: nn.Module, name: str) -> str:
     """
     module, parts = model, name.split(".") if name else []
     for depth, part in enumerate(parts, 1):
-        listed = isinstance(module, nn.ModuleList)
+        parent_is_list = isinstance(module, nn.ModuleList)
         module = module.get_submodule(part)
-        if listed and not isinstance(module, nn.ModuleList):
+        if parent_is_list and not isinstance(module, nn.ModuleList):
             return ".".join(parts[:depth])
     return ""
 
@@ -322,4 +322,4 @@ def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
 
 def layer_names(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
     """Returns module -> name of the layer of `layer_modules` that holds it; of several layers, the last."""
-    return {part: name for name, layer in named_layers(model, plan).items() for part in layer.modules()}
+    return {module: name for name, layer in named_layers(model, plan).items() for module in layer.modules()}

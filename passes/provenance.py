@@ -52,7 +52,7 @@ class Provenance:
     # other activations. It tells a gate row from the up row that it is multiplied with.
     roles: dict[AxisKey, np.ndarray]
     embedding_columns: set[AxisKey]  # the axes that are columns of an embedding
-    hidden: np.ndarray  # labels of the last hidden state's channels; empty where it does not consist of channels
+    hidden_labels: np.ndarray  # of the last hidden state; empty where it does not consist of channels
     contexts: np.ndarray  # context of each label, uint64 ``[labels]``
     barriers: list[str]  # reasons of the barriers that channels entered, each once
     _context_changes: list[ContextChange] = field(repr=False)
@@ -110,14 +110,14 @@ class Unions:
 
 
 @one_thread()
-def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int) -> Provenance:
+def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden_position: int) -> Provenance:
     """Runs channel ids through a graph.
 
     Args:
         graph_module: Graph whose parameters are ``get_attr`` nodes and whose other nodes have ``meta["val"]``. The only
             values that are read are those of index buffers and of constant vectors.
         outputs: Positions in the graph's output tuple that a caller sees: their channels must keep their order.
-        hidden: Position of the last hidden state in the output tuple.
+        hidden_position: Position of the last hidden state in the output tuple.
     """
     channels = Channels(graph_module)
     results = _Interpreter(graph_module, channels).results()
@@ -126,7 +126,7 @@ def propagate(graph_module: fx.GraphModule, outputs: Sequence[int], hidden: int)
         for ids in value.parts if isinstance(value, Crossed) else [channels.ids_of(value)]:
             if isinstance(ids, Tensor):
                 channels.separate(ids, "it is an output of the model, whose order must stay")
-    hidden_ids, problem = channels.channels_of(channels.ids_of(results[hidden]))
+    hidden_ids, problem = channels.channels_of(channels.ids_of(results[hidden_position]))
     return _finish(channels, np.zeros(0, np.int64) if problem else hidden_ids.numpy())
 
 
@@ -222,8 +222,8 @@ def _is_empty(value: Tensor) -> bool:
     return any(isinstance(size, int) and not size for size in value.shape[:-1])  # other sizes depend on data
 
 
-def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
-    """Labels the joined channels and adds up their contexts; ``hidden`` are ids of the last hidden state's channels."""
+def _finish(channels: Channels, hidden_ids: np.ndarray) -> Provenance:
+    """Labels the joined channels and adds up their contexts; ``hidden_ids`` are of the last hidden state."""
     spans = {key: slice(channels.starts[key], channels.starts[key] + channels.sizes[key]) for key in channels.used_axes}
     count, labels = _components(channels.total, channels.joints)
     role_count, role_labels = _components(channels.total, [joint for joint in channels.joints if joint.attached])
@@ -239,7 +239,7 @@ def _finish(channels: Channels, hidden: np.ndarray) -> Provenance:
         axes={axis: labels[span].astype(np.int64) for axis, span in spans.items()},
         roles={axis: roles[span] for axis, span in spans.items()},
         embedding_columns=channels.embedding_columns,
-        hidden=labels[hidden],
+        hidden_labels=labels[hidden_ids],
         contexts=_sums(count, labels, context_changes),
         barriers=list(channels.barriers),
         _context_changes=context_changes,

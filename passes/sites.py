@@ -27,7 +27,7 @@ from permtriton.util.sparsity import NMPattern
 def find_sites(
     provenance: Provenance,
     model: nn.Module,
-    hidden: fx.Node,
+    hidden_node: fx.Node,
     sparsity: NMPattern,
     *,
     pattern: Sequence[str] = (),
@@ -38,7 +38,7 @@ def find_sites(
     """Decides which linears are pruned, groups them into sites and finds each site's permutable channels.
 
     Args:
-        hidden: Graph node of the last hidden state; only linears that feed it are pruned.
+        hidden_node: Graph node of the last hidden state; only linears that feed it are pruned.
         sparsity: N:M pattern; the number of input channels must be a multiple of the group.
         pattern: Other patterns for some linears, as `permtriton.passes.select_linears.own_patterns` takes them.
         targets: The only linears to prune, as `permtriton.passes.select_linears.left_out` takes them; nothing for all.
@@ -53,7 +53,7 @@ def find_sites(
     for call in provenance.linears:
         sources[call.parameter][call.source] = None
     by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
-    feeding = _ancestors(hidden)
+    feeding = _ancestors(hidden_node)
     for call in _prunable(calls, provenance, model, feeding, patterns, skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, feeding, skipped)
@@ -61,8 +61,8 @@ def find_sites(
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
-    depths = _depths(hidden.graph, {call.node for calls in by_sources.values() for call in calls})
-    builder = _SpaceBuilder(provenance, patterns, hidden.graph, depths)
+    depths = _depths(hidden_node.graph, {call.node for calls in by_sources.values() for call in calls})
+    builder = _SpaceBuilder(provenance, patterns, hidden_node.graph, depths)
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
     unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # such as tables of sines
@@ -75,7 +75,7 @@ def find_sites(
         if not space.frozen and fixed:
             space.freeze(f"{min(fixed)} is not saved with the model, so that its order cannot change")
     pruned = {name: patterns[name] for site in sites for name in site.linears}
-    located = builder.located(provenance.hidden)
+    located = builder.located(provenance.hidden_labels)
     return Plan(sites, spaces, pruned, skipped, provenance.barriers, located, tuple(untraced.shapes))
 
 
@@ -261,8 +261,8 @@ class _SpaceBuilder:
             space,
             layer_paths=frozenset() if "" in layers else frozenset(layers),
             depth=self._depths[calls[0].node],
-            calls=count,
-            routed=calls[0].source in self._routed,
+            num_calls=count,
+            is_routed=calls[0].source in self._routed,
             residual_reader=residual.reader,
             residual_norm=residual.norm,
             residual_variant=norm,
@@ -300,7 +300,7 @@ class _SpaceBuilder:
         segments = tuple(int(size) for size in np.diff(edges))
         if not problem and max(segments) == 1:
             problem = self._provenance.reason(unique)
-        space = ChannelSpace.kept(name, segments, problem) if problem else ChannelSpace(name, segments, ())
+        space = ChannelSpace.frozen_space(name, segments, problem) if problem else ChannelSpace(name, segments, ())
         free = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
         self._space_of[unique[free]] = len(self._spaces)
         self._unit_of[unique[free]] = np.arange(unique.size)[free]
@@ -318,7 +318,7 @@ class _SpaceBuilder:
             for number in np.unique(spaces[spaces >= 0]):
                 units = torch.from_numpy(np.where(spaces == number, self._unit_of[labels], -1))
                 roles = torch.from_numpy(np.unique(self._provenance.roles[parameter, dim], return_inverse=True)[1])
-                axes_by_space[number].append(Axis(parameter, dim, units, roles, reads=(parameter, dim) in input_axes))
+                axes_by_space[number].append(Axis(parameter, dim, units, roles, (parameter, dim) in input_axes))
         streams = 0
         for space, axes_of_space in zip(self._spaces, axes_by_space, strict=True):
             space.axes = tuple(axes_of_space)
@@ -348,7 +348,7 @@ def _arrangement_problem(site: Site, group: int) -> str:
         return f"channels may move only inside segments of {uneven[0]}, not a multiple of {group}"
     if site.units.bincount(minlength=site.space.units).unique().numel() > 1:
         return f"{site.name} reads some of its channels more often than others"
-    positions, starts = site.by_unit, [start for start, _ in site.space.spans]
+    positions, starts = site.channels_by_unit, [start for start, _ in site.space.spans]
     consecutive = (positions[1:] == positions[:-1] + 1).all(1)
     follows = site.space.segment_of.diff() == 0
     if not bool(consecutive[follows].all()) or bool((positions[starts] % group).any()):

@@ -54,12 +54,12 @@ class Traced:
     # positions in that tuple of what others read: the model's own outputs, and the last hidden state where the model
     # is one of sentence-transformers
     outputs: tuple[int, ...]
-    hidden: int  # position of the last hidden state in that tuple
+    hidden_position: int  # position of the last hidden state in that tuple
 
     @property
     def hidden_node(self) -> fx.Node:
         results: Any = self.graph_module.graph.output_node().args[0]
-        return results[self.hidden]
+        return results[self.hidden_position]
 
 
 def _gradients_stay_off() -> Any:

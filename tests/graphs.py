@@ -69,7 +69,7 @@ def built(name: str) -> PreTrainedModel:
 def traced(name: str) -> tuple[PreTrainedModel, Traced, Plan]:
     model = built(name)
     found = trace(model)
-    provenance = propagate(found.graph_module, found.outputs, found.hidden)
+    provenance = propagate(found.graph_module, found.outputs, found.hidden_position)
     return model, found, find_sites(provenance, model, found.hidden_node, PATTERN)
 
 
@@ -141,7 +141,7 @@ def row_order(plan: Plan, indices: dict[str, Tensor], name: str, rows: int) -> T
     order = identity(rows)
     for space in plan.spaces:
         for axis in space.axes:
-            if axis.parameter == f"{name}.weight" and not axis.reads and space.name in indices:
+            if axis.parameter == f"{name}.weight" and not axis.is_input and space.name in indices:
                 order = compose(order, axis.expand(indices[space.name]))
     return order
 

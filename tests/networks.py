@@ -69,7 +69,7 @@ def plan_of(net: nn.Module, inputs: Tensor, pattern: NMPattern) -> Plan:
     with torch.no_grad():
         graph_module = unlifted(export_program(net, inputs), net)
     results = results_of(graph_module)
-    provenance = propagate(graph_module, range(len(results)), hidden=0)
+    provenance = propagate(graph_module, range(len(results)), hidden_position=0)
     drop_unused(net, {parameter for parameter, _ in provenance.axes})
     return find_sites(provenance, net, results[0], pattern)
 

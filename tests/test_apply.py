@@ -73,7 +73,7 @@ def test_two_folds_are_the_fold_of_their_composition(name):
 @pytest.mark.parametrize("name", ["gpt2", "bert_mlm"])
 def test_a_tied_embedding_is_folded_once(name):
     model, plan = zoo.planned(name)
-    embedding, index = model.get_input_embeddings(), zoo.random_index(plan.hidden.space)
+    embedding, index = model.get_input_embeddings(), zoo.random_index(plan.hidden_site.space)
     before = embedding.weight.detach().clone()
     fold(model, plan, {"stream": index})
     assert torch.equal(embedding.weight, before[:, index])
@@ -85,7 +85,7 @@ def test_a_tied_embedding_is_folded_once(name):
 @torch.no_grad()
 def test_the_hidden_state_comes_out_in_the_order_of_its_index(name):
     model, plan = zoo.planned(name)
-    index = zoo.random_index(plan.hidden.space)
+    index = zoo.random_index(plan.hidden_site.space)
     before = last_hidden_state(model, Samples.of(zoo.token_ids()))
     fold(model, plan, {"stream": index})
     after = last_hidden_state(model, Samples.of(zoo.token_ids()))
@@ -132,7 +132,7 @@ def test_a_move_across_heads_changes_outputs(name):
 
 def test_a_frozen_space_is_refused_and_would_change_outputs():
     model, plan = zoo.planned("bert")
-    space = plan.hidden.space
+    space = plan.hidden_site.space
     index = {"stream": torch.arange(space.units).flip(0)}
     before, parameters = zoo.outputs(model, zoo.token_ids()), parameters_of(model)
     with pytest.raises(AssertionError, match="it is an output of the model"):

@@ -104,7 +104,8 @@ def test_each_expert_has_its_own_permutation(name):
 @plain
 def test_the_experts_and_the_router_read_the_stream(name):
     _, plan = unstacked(name)
-    readers = {axis.parameter for space in plan.spaces if space.name == "stream" for axis in space.axes if axis.reads}
+    (stream,) = (space for space in plan.spaces if space.name == "stream")
+    readers = {axis.parameter for axis in stream.axes if axis.is_input}
     for owner in NAMES:
         first = {f"{owner}.{number}.gate_up_proj" for number in range(EXPERTS)}
         (site,) = (s for s in plan.sites if first & set(s.linears))

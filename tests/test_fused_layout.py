@@ -113,7 +113,7 @@ def test_without_masks_it_is_the_dense_model(case):
 @every_case
 def test_the_hidden_state_keeps_its_order(case):
     name, result = case_of(case)
-    assert result.plan.hidden is None
+    assert result.plan.hidden_site is None
     assert result.plan.hidden_order(result.indices) is None
     ids = zoo.token_ids(2, 6)
     with torch.no_grad():

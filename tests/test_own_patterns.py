@@ -59,7 +59,7 @@ def test_the_first_that_names_a_linear_counts():
     plan = find_plan(zoo.build("llama"), TWO_FOUR, pattern=[f"{DOWN}=1:4", "*.mlp.*=4:8", "Linear=1:2"])
     found = {name: str(pattern) for name, pattern in plan.patterns.items()}
     assert (found[DOWN], found[GATE], found[Q]) == ("1:4", "4:8", "1:2")
-    assert {space.name: space.group for space in plan.spaces}["stream"] == 8
+    assert {space.name: space.group_units for space in plan.spaces}["stream"] == 8
 
 
 @pytest.mark.parametrize(

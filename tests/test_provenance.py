@@ -53,7 +53,7 @@ def test_a_product_of_two_linears_moves_both():
     space = space_of(plan, "down")
     assert (space.segments, space.reason) == ((WIDE,), "")
     assert axes_of(space) == {"gate.weight[0]", "up.weight[0]", "up.bias[0]", "down.weight[1]"}
-    assert [axis.parameter for axis in space.axes if axis.reads] == ["down.weight"]
+    assert [axis.parameter for axis in space.axes if axis.is_input] == ["down.weight"]
 
 
 def test_a_packed_gate_and_up_move_as_pairs():

@@ -150,7 +150,7 @@ def in_every_layer(layers: str, names: str) -> set[str]:
 
 def axes_of(plan: Plan, space_name: str, *, reads: bool) -> list[str]:
     space = next(space for space in plan.spaces if space.name == space_name)
-    return [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads == reads]
+    return [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.is_input == reads]
 
 
 @every_name
@@ -208,9 +208,9 @@ def test_skipped(name):
 @every_name
 def test_hidden_state_is_the_stream(name):
     plan = plan_of(name)
-    assert plan.hidden.space is plan.spaces[0]
-    assert plan.hidden.space.name == "stream"
-    assert torch.equal(plan.hidden.units, torch.arange(zoo.HIDDEN))
+    assert plan.hidden_site.space is plan.spaces[0]
+    assert plan.hidden_site.space.name == "stream"
+    assert torch.equal(plan.hidden_site.units, torch.arange(zoo.HIDDEN))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
@@ -224,10 +224,10 @@ def test_same_plan_from_the_meta_device(name):
 def described(plan: Plan) -> object:
     sites = [(s.name, s.linears, s.channels, s.layer, s.space.name, s.units.tolist()) for s in plan.sites]
     spaces = [
-        (s.name, s.segments, s.frozen, [(a.parameter, a.dim, a.reads, a.units.tolist()) for a in s.axes])
+        (s.name, s.segments, s.frozen, [(a.parameter, a.dim, a.is_input, a.units.tolist()) for a in s.axes])
         for s in plan.spaces
     ]
-    return sites, spaces, plan.skipped, plan.barriers, plan.hidden.space.name, plan.hidden.units.tolist()
+    return sites, spaces, plan.skipped, plan.barriers, plan.hidden_site.space.name, plan.hidden_site.units.tolist()
 
 
 # -- where in a packed or shared parameter the channels are ------------------------------------------------------------

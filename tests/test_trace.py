@@ -46,7 +46,7 @@ def test_the_graph_computes_what_the_model_does(traced):
 def test_hidden_is_the_last_hidden_state(traced):
     model, graph = traced
     with torch.no_grad():
-        hidden = graph.graph_module(ids())[graph.hidden]
+        hidden = graph.graph_module(ids())[graph.hidden_position]
         expected = model.base_model(input_ids=ids(), use_cache=False)[0]
     assert_equal_but_for_rounding(hidden, expected, roundings=64)
     assert graph.hidden_node.meta["val"].shape == hidden.shape

@@ -136,7 +136,7 @@ def test_planning_leaves_the_model_as_it_is(name, layout):
 
 
 def in_order(plan: Plan, report: dict) -> bool:
-    return report["hidden_states"]["permuted"] == (plan.hidden is not None and not plan.hidden.space.reason)
+    return report["hidden_states"]["permuted"] == (plan.hidden_site is not None and not plan.hidden_site.space.reason)
 
 
 @pytest.mark.parametrize("layout", ["portable", "fused"])

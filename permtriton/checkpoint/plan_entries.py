@@ -81,7 +81,7 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
         "gathers": gathers,
         "bytes_per_token": 2 * gathers * sites[0].channels * element,
         "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
-        "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.reads],
+        "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.is_input],
     }
 
 

@@ -186,5 +186,5 @@ def _indices(plan: Plan, record: Record, folder: Path) -> dict[str, Tensor]:
                 f"{folder} was compiled with other sites than this version finds ({site.name}): compile it again"
             )
         if not site.space.frozen:
-            indices[site.space.name] = site.units[index[site.by_unit[:, 0]]]
+            indices[site.space.name] = site.units[index[site.channels_by_unit[:, 0]]]
     return indices

@@ -72,7 +72,7 @@ def estimate(start: Planned, devices: Devices, *, recomputes: bool = False) -> M
         onloads = all(step.onloads for step in steps) and not onloading_refusal(start.model, start.plan)
         possible = {
             DevicePlacement.WHOLE: True,
-            DevicePlacement.SPREAD: divided and bool(start.layers) and devices.kind != "cpu",
+            DevicePlacement.SPREAD: divided and bool(start.layer_bytes) and devices.kind != "cpu",
             DevicePlacement.ONLOADED: onloads and devices.kind != "cpu",
         }
         allowed = tuple(placement for placement, can in possible.items() if can and placement in allowed) or allowed[:1]
@@ -83,7 +83,7 @@ def estimate(start: Planned, devices: Devices, *, recomputes: bool = False) -> M
 
 
 def _estimate(start: Planned, devices: Devices, placement: DevicePlacement, sizes: ModelSizes) -> MemoryEstimate:
-    program, model, layers = 0, sizes.model, start.layers
+    program, model, layers = 0, sizes.model, start.layer_bytes
     beside = 2 * max(layers, default=0) - sum(layers)  # a layer, and the next one or its other values; not the others
     if placement is DevicePlacement.ONLOADED:
         phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again on the way back
@@ -119,8 +119,8 @@ def _keeps_more(start: Planned) -> bool:
     text = model.config.get_text_config()
     return (
         # A token is sent to several experts.
-        any(site.routed or stacked_name(model, name) for site, name in plan.linears())
-        or any(site.calls > 1 for site in plan.sites)
+        any(site.is_routed or stacked_name(model, name) for site, name in plan.linears())
+        or any(site.num_calls > 1 for site in plan.sites)
         or len(plan.layers()) < (getattr(text, "num_hidden_layers", None) or 0)  # the others keep theirs, too
         or getattr(text, "_attn_implementation", None) == "eager"  # which keeps its scores
     )

@@ -39,48 +39,47 @@ class Planned:
     workspace: Workspace = field(default_factory=Workspace)  # times of stages, and saved states
 
     @cached_property
-    def layers(self) -> list[int]:
+    def layer_bytes(self) -> list[int]:
         """The bytes of each layer."""
-        layers = layer_modules(self.model, self.plan)
-        return [sum(p.numel() for p in layer.parameters()) * self.sizes.element for layer in layers]
+        modules = layer_modules(self.model, self.plan)
+        return [sum(p.numel() for p in layer.parameters()) * self.sizes.element for layer in modules]
 
     @cached_property
     def sizes(self) -> ModelSizes:
         """The sizes from which memory and time of all steps are estimated."""
         model, plan, config, samples = self.model, self.plan, self.config, self.samples
-        text = model.config.get_text_config()
-        weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
-        rows = {name: weights[name] // site.channels for site, name in plan.linears()}
-        stacked = {name for name in weights if stacked_name(model, name)}
-        pruned, width = sum(weights.values()), max(site.channels for site in plan.sites)
-        hidden = int(getattr(text, "hidden_size", None) or width)
+        text_config = model.config.get_text_config()
+        weight_counts = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
+        out_features = {name: weight_counts[name] // site.channels for site, name in plan.linears()}
+        stacked = {name for name in weight_counts if stacked_name(model, name)}
+        pruned, width = sum(weight_counts.values()), max(site.channels for site in plan.sites)
+        hidden = int(getattr(text_config, "hidden_size", None) or width)
         width = max(width, hidden)
 
         def channels(layer: list[Site]) -> int:
-            sites = [site for site in layer if not site.routed]
-            together = [site for site in sites if site.linears[0] not in stacked]
-            one = [site.channels for site in sites if site.linears[0] in stacked]
-            read = sum(site.channels + (hidden if site.residual_reader else 0) for site in together) + max(
-                one, default=0
-            )
-            return max(read, sum(rows[name] for site in together for name in site.linears if name not in stacked))
+            sites = [site for site in layer if not site.is_routed]
+            single_sites = [site for site in sites if site.linears[0] not in stacked]
+            stacked_channels = [site.channels for site in sites if site.linears[0] in stacked]
+            channels_read = sum(site.channels + (hidden if site.residual_reader else 0) for site in single_sites)
+            rows = sum(out_features[name] for site in single_sites for name in site.linears if name not in stacked)
+            return max(channels_read + max(stacked_channels, default=0), rows)
 
         tokens = max(samples.longest, min(TOKENS_WITHOUT_LOGITS, len(samples) * samples.longest))
         return ModelSizes(
             model=sum(p.numel() * p.element_size() for p in model.parameters()),
             element=next(model.parameters()).element_size(),
             pruned=pruned,
-            largest_weight=max(weights.values()),
+            largest_weight=max(weight_counts.values()),
             layers=len(plan.layers()),
             hidden=hidden,
             width=width,
             layer_channels=max(map(channels, plan.layers())),
-            vocabulary=int(getattr(text, "vocab_size", 0)) if has_head(model) else 0,
+            vocabulary=int(getattr(text_config, "vocab_size", 0)) if has_head(model) else 0,
             hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
             spaces=tuple(space.units for space in plan.spaces if not space.frozen),
-            kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weights.items()) / pruned,
-            vectors=sum(p.numel() for p in model.parameters() if p.ndim == 1) + sum(rows.values()),
-            rows=sum(rows[name] for site, name in plan.linears() if not site.routed and name not in stacked),
+            kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weight_counts.items()) / pruned,
+            vectors=sum(p.numel() for p in model.parameters() if p.ndim == 1) + sum(out_features.values()),
+            rows=sum(out_features[name] for site, name in plan.linears() if not site.is_routed and name not in stacked),
             sequences=len(samples),
             calibration=len(samples),
             generated=config.generated,
@@ -104,12 +103,12 @@ def plan_model(
         samples: inputs of the graph, which is traced with the shapes of one sample; text, on a few tokens.
     """
     with unstacked_experts(model) as experts:
-        traced = trace(model, None if samples is None or samples.is_text else samples[:1])
-        provenance = propagate(traced.graph_module, traced.outputs, traced.hidden)
+        graph = trace(model, None if samples is None or samples.is_text else samples[:1])
+        provenance = propagate(graph.graph_module, graph.outputs, graph.hidden_position)
         plan = find_sites(
             provenance,
             model,
-            traced.hidden_node,
+            graph.hidden_node,
             config.sparsity,
             pattern=config.pattern,
             skip_indivisible=config.skip_indivisible,
@@ -117,28 +116,28 @@ def plan_model(
             ignore=config.ignore,
         )
         if config.layout == "fused":
-            plan = fused_plan(plan, traced.graph_module, model, o_proj=config.o_proj)
+            plan = fused_plan(plan, graph.graph_module, model, o_proj=config.o_proj)
         _check_stacks(model, plan, config)
     plan.skipped.update(experts.refused)
-    return plan, traced.graph_module
+    return plan, graph.graph_module
 
 
 def sizes(model: PreTrainedModel, plan: Plan) -> dict[str, int]:
     """Returns the number of all parameters and of those in pruned linears, and the model's bytes, dense and packed."""
     with unstacked_experts(model):
-        weights = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
+        weight_counts = {name: linear_module(model, name).get_parameter("weight").numel() for _, name in plan.linears()}
         total = sum(parameter.numel() for parameter in model.parameters())
     element = model.dtype.itemsize
-    packed = sum(
+    packed_size = sum(
         count * packed_share(plan.patterns[name].kept, plan.patterns[name].group, element)
-        for name, count in weights.items()
+        for name, count in weight_counts.items()
     )
-    pruned = sum(weights.values())
+    pruned = sum(weight_counts.values())
     return {
         "parameters": total,
         "pruned_parameters": pruned,
         "dense_bytes": element * total,
-        "packed_bytes": round(element * (total - pruned + packed)),
+        "packed_bytes": round(element * (total - pruned + packed_size)),
     }
 
 

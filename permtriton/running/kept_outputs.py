@@ -81,7 +81,7 @@ def _versions(output: Any) -> list[int]:
 def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, None]:
     """Returns the names of the modules of a layer whose outputs may be kept: an ordered set."""
     linears = [linear for site in sites for linear in site.linears]
-    experts = {name for site in sites for name in site.linears if site.routed or stacked_name(model, name)}
+    experts = {name for site in sites for name in site.linears if site.is_routed or stacked_name(model, name)}
     watched = experts | {site.residual_reader for site in sites}
     around = {above for name in watched for above in _modules_around(name)}
     candidates = [module for name in linears if name not in experts for module in (name, *_modules_around(name))]

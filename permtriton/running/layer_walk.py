@@ -51,7 +51,7 @@ def from_model(
     parts = ranks.parts(torch.arange(len(samples)), batch)
     # FSDP2 cannot end a pass early. A linear with several calls may have further ones whose results are not used and
     # which the plan does not count.
-    may_end = not any(map(is_spread, model.parameters())) and all(site.calls == 1 for site in sites)
+    may_end = not any(map(is_spread, model.parameters())) and all(site.num_calls == 1 for site in sites)
     return LayerInputs(sites, parts, run, may_end)
 
 
@@ -190,6 +190,6 @@ def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> li
     layers = []
     for sites in groups:
         names = {layer_of.get(linear_module(model, linear), "") for site in sites for linear in site.linears}
-        layers.append(names.pop() if len(names) == 1 and all(site.calls == 1 for site in sites) else "")
+        layers.append(names.pop() if len(names) == 1 and all(site.num_calls == 1 for site in sites) else "")
     counts = Counter(layers)
     return [name if counts[name] == 1 else "" for name in layers]

@@ -140,7 +140,7 @@ def watch_inputs(
 
     with hooked(_residual_hooks(model, layer.sites, residuals)), hooked(hooks()), measured_experts(model):
         for rows in layer.parts:
-            pending |= {site.name: site.calls for site in layer.sites}
+            pending |= {site.name: site.num_calls for site in layer.sites}
             with suppress(_EverySiteSeen):
                 layer.run(rows)
             advance(rows.shape[0])
@@ -324,7 +324,7 @@ def reads_every_token(model: nn.Module, site: Site) -> bool:
     name = site.linears[0]
     if (expert := expert_of(model, name)) is not None:
         return expert[1]
-    return not site.routed and stacked_name(model, name) is None
+    return not site.is_routed and stacked_name(model, name) is None
 
 
 def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ class HardMasks:
                 linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
                 self._order(linear.site, indices), linear.pattern, RankOneCurvature(row * damping, column),
             )  # fmt: skip
-            for channels in linear.site.by_unit.unbind(1):
+            for channels in linear.site.channels_by_unit.unbind(1):
                 yield terms.of_positions(channels.to(self._model.device))
 
     def _check(self, loss: float) -> float:

@@ -126,7 +126,7 @@ def space_scores(
             scores *= size / quota  # each stands for several; a mean takes this back
         if row_weights is None or importances[name].row is not None:
             scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
-        rows += [scores[channels.to(scores.device)] for channels in site.by_unit.unbind(1)]
+        rows += [scores[channels.to(scores.device)] for channels in site.channels_by_unit.unbind(1)]
     return torch.cat(rows, 1)
 
 

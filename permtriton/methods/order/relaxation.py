@@ -139,7 +139,7 @@ class SiteBlocks:
         blocks = sorted(
             (int(channel), start, size, *relaxation.position(site.space, start))
             for start, size in site.space.blocks(relaxation.block_size)
-            for channel in site.by_unit[start]
+            for channel in site.channels_by_unit[start]
         )
         self.sizes = [size for _, _, size, _, _ in blocks]
         units = torch.cat([torch.arange(start, start + size) for _, start, size, _, _ in blocks])

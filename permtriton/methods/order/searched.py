@@ -241,7 +241,7 @@ class Searcher:
             space = self._spaces[place]
             parts = [self._partners(space, indices, damping, batch) for batch in _panels(space)]
             left, right, gain = (torch.cat(part) for part in zip(*parts, strict=True))
-            chosen = disjoint(left, right, gain, space.group)
+            chosen = disjoint(left, right, gain, space.group_units)
             return torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]
 
         places = range(len(self._spaces))
@@ -253,7 +253,7 @@ class Searcher:
         self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: "Sequence[_Panel]"
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (left position, right position, gain) of the best partners of the left positions of some panels."""
-        group = space.group
+        group = space.group_units
         totals: list[Tensor] = []
         for terms in self._masks.terms(space, indices, damping, self._samples.positions):
             gains = [swap_gains(terms.of_positions(panel.left), terms.of_positions(panel.right)) for panel in panels]
@@ -282,7 +282,7 @@ class _Panel(NamedTuple):
 
 def _panels(space: ChannelSpace) -> list[list[_Panel]]:
     """Returns the panels of a space in batches whose gains fit in memory together."""
-    group, size = space.group, 0
+    group, size = space.group_units, 0
     batches: list[list[_Panel]] = [[]]
     for first, segment in space.spans:
         positions = torch.arange(first, first + segment)

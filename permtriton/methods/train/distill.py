@@ -121,7 +121,7 @@ class Distill(TrainingStep):
             names = [name for _, name in run.plan.linears()]
             weights = weights_of(model, names)
             # A shared weight gets its gradient in parts: then all of it must be there before the weight changes.
-            alone = len(weights) == len(names) and all(site.calls == 1 for site in run.plan.sites)
+            alone = len(weights) == len(names) and all(site.num_calls == 1 for site in run.plan.sites)
             kept = KeptWeights(weights, self.optimizer, run.store, changes_at_once=alone)
             schedule = self._schedule(samples, self._epochs(len(run.samples), len(samples)), run.config.seed)
             trainer = Trainer(run, self, kept, schedule)
