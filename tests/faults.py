@@ -278,10 +278,10 @@ def exchanged(patch: pytest.MonkeyPatch) -> None:
     def changing(walk: LayerWalk, keep: Any) -> Any:
         linears = [name for _, name in walk._plan.linears()]
         dense = {name: linear_module(walk._model, name).weight.detach().clone() for name in linears}
-        return walk._walk(layer_walk._with_values(walk._model, walk._plan, dense), keep, changing=True)
+        return walk._walk(layer_walk._with_weights(walk._model, walk._plan, dense), keep, changing=True)
 
     patch.setattr(LayerWalk, "changing", changing)
-    patch.setattr(LayerWalk, "dense", lambda walk, _values: walk._walk(as_it_is, None, changing=False))
+    patch.setattr(LayerWalk, "walk_dense", lambda walk, _values: walk._walk(as_it_is, None, changing=False))
 
 
 def of_another_linear(original: Callable[..., Any], model: Any, name: str) -> Any:

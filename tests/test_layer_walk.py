@@ -30,7 +30,7 @@ def ignore(*_: object) -> None:
 
 def walked(model, plan, samples, batch, changing, store=MEMORY):
     walk = LayerWalk(model, plan, samples, batch, store)
-    return walk.changing() if changing else walk.dense()
+    return walk.walk_and_change() if changing else walk.walk_dense()
 
 
 def prune(model, sites):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.architectures import tiny
 from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.measure.statistics import before_norm, watch_inputs
+from permtriton.methods.measure.statistics import output_change, watch_inputs
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.graph import WEIGHT_PRODUCTS, module_path
 from permtriton.passes.plan import Plan, linear_module
@@ -126,7 +126,7 @@ def test_what_the_stream_lacks_is_asked_of_the_output_before_its_norm(name):
     inputs = torch.randn(7, site.channels, generator=generator)
     output = linear_module(model, site.linears[0])(inputs).detach()
     lacking = 1e-3 * torch.randn(output.shape, generator=generator)
-    wanted = before_norm(model, site, lacking, inputs)
+    wanted = output_change(model, site, lacking, inputs)
     with torch.no_grad():
         change = norm(output + wanted) - norm(output)
     # All of it, but for the share along the output, which a norm takes away, and for what small gains leave out.
@@ -175,7 +175,7 @@ def unconfirmed(model: nn.Module, plan: Plan, samples: Samples) -> set[str]:
         if site.residual_reader:
             residuals[site.name] = residual.flatten(0, -2).clone()
 
-    layer = replace(from_model(model, plan.sites, samples, len(samples)), may_end=False)
+    layer = replace(from_model(model, plan.sites, samples, len(samples)), may_stop_early=False)
     with additions:
         watch_inputs(model, layer, consume, lambda *_: None)
     for handle in handles:

@@ -36,19 +36,20 @@ def update_layers(
         What ``update`` returned of each linear.
     """
     plan, state, parts = run.plan, run.state(FinishedLayers, step), list[dict[str, Any]]()
-    share = ranks.own_rows(len(run.samples)).numel()
-    with run.placed_model_for_fit() as model, run.progress.stage(step, (share + 1) * len(plan.layers())) as advance:
+    num_sequences = ranks.own_rows(len(run.samples)).numel()
+    steps = (num_sequences + 1) * len(plan.layers())
+    with run.placed_model_for_fit() as model, run.progress.stage(step, steps) as advance:
         walk = LayerWalk(model, plan, run.samples, run.batch_size, run.store)
-        for number, layer in enumerate(walk.changing()):
+        for number, layer in enumerate(walk.walk_and_change()):
             weights = weights_of_sites(model, layer.sites)
             if state is not None and (finished := state.restore(number, weights, plan.patterns)) is not None:
                 parts += finished
-                advance(share + 1)
+                advance(num_sequences + 1)
                 continue
             linears = [(site.name, name) for site in layer.sites for name in site.linears]
-            done = ranks.deal(linears, _updating(model, curvatures(hessians(model, layer, advance)), update))
+            results = ranks.deal(linears, _updating(model, curvatures(hessians(model, layer, advance)), update))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for _, name in linears])
-            reported = [part for part in done if part is not None]
+            reported = [part for part in results if part is not None]
             if state is not None:
                 state.keep(number, weights, plan.patterns, reported)
             parts += reported

@@ -34,7 +34,7 @@ class LayerInputs:
     parts: Sequence[Tensor]  # indices of the sequences of each batch, int64 ``[at most batch]``
     # runs as much of the model as gives each site its inputs, on the sequences with these indices
     run: Callable[[Tensor], object]
-    may_end: bool = True  # whether a run may stop once every site's input has been seen
+    may_stop_early: bool = True  # whether a run may stop once every site's input has been seen
     # marks the weights of some sites' linears as final, so that their outputs may be kept
     finish: Callable[[Iterable[Site]], None] = lambda _sites: None
 
@@ -51,8 +51,8 @@ def from_model(
     parts = ranks.parts(torch.arange(len(samples)), batch)
     # FSDP2 cannot end a pass early. A linear with several calls may have further ones whose results are not used and
     # which the plan does not count.
-    may_end = not any(map(is_spread, model.parameters())) and all(site.num_calls == 1 for site in sites)
-    return LayerInputs(sites, parts, run, may_end)
+    may_stop_early = not any(map(is_spread, model.parameters())) and all(site.num_calls == 1 for site in sites)
+    return LayerInputs(sites, parts, run, may_stop_early)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class _Layer:
     """A layer of a chain: it runs on the hidden states of all sequences, and may collect its outputs."""
 
     calls: LayerCalls
-    hidden: Tensor
+    hidden_states: Tensor
     context: Callable[[], AbstractContextManager[None]]
     call_context: CallContext
     store: Store | None
@@ -69,10 +69,10 @@ class _Layer:
     @torch.no_grad()
     def run(self, rows: Tensor) -> None:
         with self.context():
-            output = self.calls(self.hidden[rows], rows, self.call_context)
+            output = self.calls(self.hidden_states[rows], rows, self.call_context)
         if self.store is not None:
             if not self.outputs:
-                shape = (len(self.hidden), *output.shape[1:])
+                shape = (len(self.hidden_states), *output.shape[1:])
                 self.outputs.append(self.store.empty(shape, dtype=output.dtype))
             self.outputs[0][rows] = output.to(self.outputs[0].device)
 
@@ -83,23 +83,24 @@ class LayerWalk:
     def __init__(self, model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, store: Store = MEMORY) -> None:
         self._model, self._plan, self._samples, self._batch = model, plan, samples, batch
         self._groups, self._store = plan.layers(), store.on(model.device)
-        self._names = _names(model, plan, self._groups)
-        self._layers = {name: model.get_submodule(name) for name in self._names if name}
+        self._layer_names = _layer_names_of(model, plan, self._groups)
+        self._layers = {name: model.get_submodule(name) for name in self._layer_names if name}
         weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
-        several = len(self._layers) > 1
-        chains = find_chains(model, self._layers, samples[:1], weights)[0] if several else []
+        has_several_layers = len(self._layers) > 1
+        chains = find_chains(model, self._layers, samples[:1], weights)[0] if has_several_layers else []
         self._chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
 
-    def dense(self, values: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
+    def walk_dense(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
         """Yields the inputs of each layer's sites, in order. Run all parts of a layer before asking for the next layer.
 
         Args:
-            values: linear -> weight that replaces the model's own during the walk.
+            weights: linear -> weight that replaces the model's own during the walk.
         """
-        return self._walk(_with_values(self._model, self._plan, values) if values else as_it_is, None, changing=False)
+        context = _with_weights(self._model, self._plan, weights) if weights else as_it_is
+        return self._walk(context, None, changing=False)
 
-    def changing(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
-        """Yields what `dense` does, for a caller that changes a layer's weights before it asks for the next layer.
+    def walk_and_change(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
+        """Yields what `walk_dense` does, for a caller that changes a layer's weights before it asks for the next one.
 
         The next layer's inputs then come from the new weights, which takes a second run of each layer.
 
@@ -112,23 +113,23 @@ class LayerWalk:
     def _walk(self, layer_context: LayerContext, keep: Keep | None, *, changing: bool) -> Iterator[LayerInputs]:
         calls: dict[str, LayerCalls] = {}
         model, samples, batch = self._model, self._samples, self._batch
-        hidden, share = torch.empty(0), samples[ranks.own_rows(len(samples))]
-        for name, sites in zip(self._names, self._groups, strict=True):
+        hidden_states, own_samples = torch.empty(0), samples[ranks.own_rows(len(samples))]
+        for name, sites in zip(self._layer_names, self._groups, strict=True):
             if name not in self._chain_of:
                 yield from_model(model, sites, samples, batch, layer_context)
                 continue
             chain = self._chain_of[name]
             if name not in calls:
                 with layer_context(""):
-                    calls, hidden = record_chain(
-                        model, {layer: self._layers[layer] for layer in chain}, share, self._store
+                    calls, hidden_states = record_chain(
+                        model, {layer: self._layers[layer] for layer in chain}, own_samples, self._store
                     )
             with layer_context(name):
-                calls[name].try_together(hidden)
+                calls[name].try_together(hidden_states)
             calls[name].together = all(ranks.gather(calls[name].together))  # each rank has tried samples of its own
             # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
-            parts = torch.arange(len(share)).split(batch if calls[name].together else 1)
-            layer = _Layer(calls[name], hidden, partial(layer_context, name), as_it_is, self._store)
+            parts = torch.arange(len(own_samples)).split(batch if calls[name].together else 1)
+            layer = _Layer(calls[name], hidden_states, partial(layer_context, name), as_it_is, self._store)
             if changing:
                 kept = KeptOutputs(model, name, sites, keep)
                 yield LayerInputs(
@@ -140,48 +141,48 @@ class LayerWalk:
                         layer.run(rows)
                 kept.clear()
             else:
-                yield LayerInputs(sites, parts, layer.run, may_end=False)
-            hidden = layer.outputs[0] if layer.outputs else hidden
+                yield LayerInputs(sites, parts, layer.run, may_stop_early=False)
+            hidden_states = layer.outputs[0] if layer.outputs else hidden_states
 
-    def dense_once(self) -> Iterator[LayerInputs]:
-        """Yields what `dense` does, except that sites outside chains come last, from one run of the model."""
-        rest: list[Site] = []
-        for layer in self.dense():
-            if layer.may_end:
-                rest += layer.sites
+    def walk_dense_once(self) -> Iterator[LayerInputs]:
+        """Yields what `walk_dense` does, except that sites outside chains come last, from one run of the model."""
+        sites_outside_chains: list[Site] = []
+        for layer in self.walk_dense():
+            if layer.may_stop_early:
+                sites_outside_chains += layer.sites
             else:
                 yield layer
-        if rest:
-            yield from_model(self._model, rest, self._samples, self._batch)
+        if sites_outside_chains:
+            yield from_model(self._model, sites_outside_chains, self._samples, self._batch)
 
 
-def _with_values(model: nn.Module, plan: Plan, values: Mapping[str, Tensor]) -> LayerContext:
-    """Returns a context in which ``values`` replace a layer's weights (for "", the model's).
+def _with_weights(model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -> LayerContext:
+    """Returns a context in which ``weights`` replace a layer's weights (for "", the model's).
 
-    A layer runs in the context many times, so its values are moved to its device once and stay until another runs.
+    A layer runs in the context many times, so its weights are moved to its device once and stay until another runs.
     """
-    of = {id(linear_module(model, name).get_parameter("weight")): values[name] for _, name in plan.linears()}
-    here: dict[int, Tensor] = {}  # values of the layer that ran last, on its device
+    new_weights = {id(linear_module(model, name).get_parameter("weight")): weights[name] for _, name in plan.linears()}
+    moved: dict[int, Tensor] = {}  # of the layer that ran last, on its device
 
     @contextmanager
     def layer_context(layer: str) -> Iterator[None]:
-        shared = [parameter for parameter in model.get_submodule(layer).parameters() if id(parameter) in of]
-        before = [parameter.data for parameter in shared]
+        replaced = [parameter for parameter in model.get_submodule(layer).parameters() if id(parameter) in new_weights]
+        original_data = [parameter.data for parameter in replaced]
         try:
-            if here.keys() != {id(parameter) for parameter in shared}:
-                here.clear()
-                here.update({id(parameter): of[id(parameter)].to(parameter.device) for parameter in shared})
-            for parameter in shared:
-                parameter.data = here[id(parameter)]
+            if moved.keys() != {id(parameter) for parameter in replaced}:
+                moved.clear()
+                moved.update({id(parameter): new_weights[id(parameter)].to(parameter.device) for parameter in replaced})
+            for parameter in replaced:
+                parameter.data = moved[id(parameter)]
             yield
         finally:
-            for parameter, value in zip(shared, before, strict=True):
-                parameter.data = value
+            for parameter, data in zip(replaced, original_data, strict=True):
+                parameter.data = data
 
     return layer_context
 
 
-def _names(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
+def _layer_names_of(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
     """Returns for each group of sites the name of the layer that holds all of it and no other group, or "".
 
     It is "" also where other layers run the same linears, because the inputs there count, too.

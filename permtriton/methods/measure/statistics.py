@@ -27,7 +27,7 @@ from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
 from permtriton.util.store import MEMORY, Store
 
-Measured = TypeVar("Measured")
+Statistic = TypeVar("Statistic")
 SMALL_GAIN = 0.1  # added to a norm's squared gains, as a share of their mean
 GRAM_COLUMNS = 256  # columns per product; with fewer, products lose more time than symmetry saves
 
@@ -48,40 +48,40 @@ def site_statistics(
     if not reads_activations(method):
         return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
     if not inverts_hessians(method):
-        layers = LayerWalk(model, plan, samples, batch, store).dense_once() if store.onloads else None
+        layers = LayerWalk(model, plan, samples, batch, store).walk_dense_once() if store.onloads else None
         return channel_norms(model, plan.sites, samples, batch, progress, layers)
-    diagonals = of_hessians(
-        model, plan, samples, batch, progress, store, lambda site, each: inverse_diagonal(each, site.name).cpu()
+    diagonals = measure_hessians(
+        model, plan, samples, batch, progress, store, lambda site, hessian: inverse_diagonal(hessian, site.name).cpu()
     )
     for name, diagonal in diagonals.items():
         check_finite(name, diagonal)
     return {name: diagonal.to(model.device) for name, diagonal in diagonals.items()}
 
 
-def of_hessians(
+def measure_hessians(
     model: PreTrainedModel,
     plan: Plan,
     samples: Samples,
     batch: int,
     progress: Progress,
     store: Store,
-    measure: Callable[[Site, Tensor], Measured],
-) -> dict[str, Measured]:
+    measure: Callable[[Site, Tensor], Statistic],
+) -> dict[str, Statistic]:
     """Returns site name -> what ``measure`` returns for its Hessian in the dense model; runs layer by layer.
 
     Args:
         measure: called with a site and the Hessian of its inputs, float32 ``[channels, channels]``, on the rank that
             the site is assigned to. What it returns is sent to all ranks, with tensors on the CPU.
     """
-    measured: dict[str, Measured] = {}
-    share = ranks.own_rows(len(samples)).numel()
-    with progress.stage("calibrate", share * len(plan.layers())) as advance:
-        for layer in LayerWalk(model, plan, samples, batch, store).dense():
+    result_by_site: dict[str, Statistic] = {}
+    num_sequences = ranks.own_rows(len(samples)).numel()
+    with progress.stage("calibrate", num_sequences * len(plan.layers())) as advance:
+        for layer in LayerWalk(model, plan, samples, batch, store).walk_dense():
             layer_hessians = hessians(model, layer, advance)
-            sites = [(site, layer_hessians[site.name]) for site in layer.sites]
-            results = ranks.deal(sites, lambda each: measure(*each))
-            measured.update(zip(layer_hessians, results, strict=True))
-    return measured
+            sites_and_hessians = [(site, layer_hessians[site.name]) for site in layer.sites]
+            results = ranks.deal(sites_and_hessians, lambda pair: measure(*pair))
+            result_by_site.update(zip(layer_hessians, results, strict=True))
+    return result_by_site
 
 
 def reorder_statistics(statistics: Mapping[str, Tensor], moves: Sequence[Move]) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def watch_inputs(
     def count(site: Site) -> Callable[..., None]:
         def hook(*_: object) -> None:
             pending[site.name] -= 1
-            if layer.may_end and all(calls <= 0 for calls in pending.values()):
+            if layer.may_stop_early and all(calls <= 0 for calls in pending.values()):
                 raise _EverySiteSeen
 
         return hook
@@ -154,25 +154,25 @@ def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
     Args:
         positions: number of positions in all samples.
     """
-    counts = {name: each.sent for name, each in model.named_modules() if isinstance(each, RoutedExperts)}
-    sent = {name: count for name, count in counts.items() if count is not None}
-    ranks.add_up(sent.values())
-    return {name: (count[:-1] * positions // count[-1]).tolist() for name, count in sent.items()}
+    counts = {name: experts.sent for name, experts in model.named_modules() if isinstance(experts, RoutedExperts)}
+    token_counts = {name: count for name, count in counts.items() if count is not None}
+    ranks.add_up(token_counts.values())
+    return {name: (count[:-1] * positions // count[-1]).tolist() for name, count in token_counts.items()}
 
 
 def undersampled_warning(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
     """Returns a sentence that names experts with fewer tokens than channels; empty if there are none."""
-    few = {}
+    undersampled = {}
     for name, counts in tokens.items():
         channels = weight_in_out(model.get_submodule(f"{name}.0.{SECOND}")).shape[0]
-        few.update({f"{name}.{number}": count for number, count in enumerate(counts) if count < channels})
-    if not few:
+        undersampled.update({f"{name}.{number}": count for number, count in enumerate(counts) if count < channels})
+    if not undersampled:
         return ""
-    rarest = min(few, key=lambda name: few[name])
+    rarest = min(undersampled, key=lambda name: undersampled[name])
     return (
-        f"{len(few)} of {sum(map(len, tokens.values()))} experts received fewer calibration tokens than they have "
-        f"intermediate channels ({rarest}: {few[rarest]:,}), so that their statistics are unreliable: raise "
-        "`samples=`, or set `calibrate_all_experts=true`"
+        f"{len(undersampled)} of {sum(map(len, tokens.values()))} experts received fewer calibration tokens than they "
+        f"have intermediate channels ({rarest}: {undersampled[rarest]:,}), so that their statistics are unreliable: "
+        "raise `samples=`, or set `calibrate_all_experts=true`"
     )
 
 
@@ -180,8 +180,8 @@ def _residual_hooks(model: nn.Module, sites: Iterable[Site], residuals: dict[str
     """Yields hooks that store, by site name, the residual stream that the output of the site's linear is added to."""
 
     def keep(site: Site) -> Callable[..., None]:
-        def hook(_module: nn.Module, positional: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-            residuals[site.name] = next(iter((*positional, *named.values())))
+        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            residuals[site.name] = next(iter((*args, *kwargs.values())))
 
         return hook
 
@@ -247,7 +247,7 @@ class Moments:
     # other tokens in the two models
     shift: Tensor | None
     # ``(R_d - R_p)^T X_p``, float32 ``[out_features, channels]``, with ``R`` the residual stream that the linear's
-    # output is added to, and the difference taken back through a norm by `before_norm`; None where the plan does not
+    # output is added to, and the difference taken back through a norm by `output_change`; None where the plan does not
     # know the stream, or ``shift`` is None
     residual_shift: Tensor | None = None
 
@@ -283,31 +283,31 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
     }
 
     def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
-        before, residual_before = dense[site.name].popleft() if site.name in shifts else (None, None)
+        dense_input, dense_residual = dense[site.name].popleft() if site.name in shifts else (None, None)
         for row, sequence in enumerate(_sequences(inputs)):
             _add_gram(sums[site.name], sequence)
-            if before is not None:
-                shifts[site.name] += _sequences(before)[row].to(sequence).sub_(sequence).T @ sequence
-            if residual is not None and residual_before is not None:
-                lacking = _sequences(residual_before)[row].to(sequence).sub_(_sequences(residual)[row])
-                residual_shifts[site.name] += before_norm(model, site, lacking, sequence).T @ sequence
+            if dense_input is not None:
+                shifts[site.name] += _sequences(dense_input)[row].to(sequence).sub_(sequence).T @ sequence
+            if residual is not None and dense_residual is not None:
+                residual_error = _sequences(dense_residual)[row].to(sequence).sub_(_sequences(residual)[row])
+                residual_shifts[site.name] += output_change(model, site, residual_error, sequence).T @ sequence
 
     watch_inputs(model, layer, consume, advance)
     assert not any(dense[name] for name in shifts), "the dense model ran some linears more often than the pruned one"
     ranks.add_up([*shifts.values(), *residual_shifts.values()])
-    shift, residual_shift = ({k: v.float() for k, v in each.items()} for each in (shifts, residual_shifts))
-    return {name: Moments(each, shift.get(name), residual_shift.get(name)) for name, each in _finished(sums).items()}
+    shift, residual_shift = ({k: v.float() for k, v in totals.items()} for totals in (shifts, residual_shifts))
+    return {name: Moments(h, shift.get(name), residual_shift.get(name)) for name, h in _finished(sums).items()}
 
 
-def before_norm(model: nn.Module, site: Site, lacking: Tensor, inputs: Tensor) -> Tensor:
-    """Returns the change of a linear's output that changes what is added to the residual stream by ``lacking``.
+def output_change(model: nn.Module, site: Site, stream_change: Tensor, inputs: Tensor) -> Tensor:
+    """Returns the change of a linear's output that changes what is added to the residual stream by ``stream_change``.
 
     To first order, a norm multiplies by its gain and divides by the token's root mean square, here that of the present
     output. Channels of small gain get less than the quotient, because they would change the root mean square.
     """
-    lacking = lacking / site.residual_factor
+    stream_change = stream_change / site.residual_factor
     if site.residual_variant is None:
-        return lacking
+        return stream_change
     linear, norm = linear_module(model, site.linears[0]), model.get_submodule(site.residual_norm)
     output = inputs @ weight_in_out(linear).to(inputs)
     if (bias := linear._parameters.get("bias")) is not None:
@@ -315,9 +315,9 @@ def before_norm(model: nn.Module, site: Site, lacking: Tensor, inputs: Tensor) -
     variant = site.residual_variant
     if variant.kind == "layer":
         output -= output.mean(-1, keepdim=True)
-    size = output.square().mean(-1, keepdim=True).add_(variant.eps).sqrt_()
+    rms = output.square().mean(-1, keepdim=True).add_(variant.eps).sqrt_()
     gain = norm.get_parameter("weight").float() + variant.offset
-    return lacking * size * (gain / (gain.square() + SMALL_GAIN * gain.square().mean()))
+    return stream_change * rms * (gain / (gain.square() + SMALL_GAIN * gain.square().mean()))
 
 
 def reads_every_token(model: nn.Module, site: Site) -> bool:
@@ -363,14 +363,14 @@ def _add_gram(total: Tensor, inputs: Tensor) -> None:
 def _finished(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Adds sums of `_add_gram` up over ranks; returns full float32 matrices, the identity for a site without inputs."""
     ranks.add_up(sums.values())
-    finished = {}
+    hessian_by_site = {}
     for name, total in sums.items():
-        finished[name] = hessian = total.float()
+        hessian_by_site[name] = hessian = total.float()
         hessian.triu_().add_(hessian.triu(1).T)
         check_finite(name, hessian.diagonal())
         if not bool(hessian.diagonal().any()):
             hessian.fill_diagonal_(1)
-    return finished
+    return hessian_by_site
 
 
 def check_finite(name: str, values: Tensor) -> None:

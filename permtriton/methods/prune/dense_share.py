@@ -24,7 +24,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.fisher import row_weights
 from permtriton.methods.measure.importance import error_importance, importance_of, importances_of, inverts_hessians
-from permtriton.methods.measure.statistics import check_finite, of_hessians, site_statistics
+from permtriton.methods.measure.statistics import check_finite, measure_hessians, site_statistics
 from permtriton.methods.planning import plan_model
 from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
 from permtriton.methods.run import Run
@@ -108,7 +108,7 @@ def statistics_and_shares_left(
         }
         return curvature.inverse.diagonal().clone().cpu(), shares  # a view would keep the whole inverse
 
-    measured = of_hessians(model, plan, samples, batch, progress, store, measure)
+    measured = measure_hessians(model, plan, samples, batch, progress, store, measure)
     for name, (diagonal, _) in measured.items():
         check_finite(name, diagonal)
     statistics = {name: diagonal.to(model.device) for name, (diagonal, _) in measured.items()}

@@ -129,9 +129,9 @@ class Refit(Step):
         """
         plan, samples, state = run.plan, run.samples_for(self), run.state(FinishedLayers, self.name)
         gradients = output_gradients(run, self.metric_tokens) if self.gradients else {}
-        if spoiled := [name for name, gradient in gradients.items() if not all_finite(gradient)]:
+        if not_finite := [name for name, gradient in gradients.items() if not all_finite(gradient)]:
             raise CalibrationError(
-                f"{spoiled[0]}: the gradients of its outputs are not finite on the calibration text: try "
+                f"{not_finite[0]}: the gradients of its outputs are not finite on the calibration text: try "
                 "`dtype=float32`, or `refit_metric_tokens=0`"
             )
         if self.residual_targets and not any(site.residual_reader for site in plan.sites):
@@ -139,37 +139,37 @@ class Refit(Step):
                 "refit: found no pruned linear whose output is added to the residual stream; refit_residual_targets "
                 "has no effect on this model"
             )
-        share, parts = ranks.own_rows(len(samples)).numel(), list[dict[str, Any]]()
-        turns_of = [sequential_groups(sites) for sites in plan.layers()]
-        count = sum(map(len, turns_of))
-        steps = (share + 1) * count + share * (count if run.low_memory else len(turns_of))
+        num_sequences, parts = ranks.own_rows(len(samples)).numel(), list[dict[str, Any]]()
+        turns_by_layer = [sequential_groups(sites) for sites in plan.layers()]
+        count = sum(map(len, turns_by_layer))
+        steps = (num_sequences + 1) * count + num_sequences * (count if run.low_memory else len(turns_by_layer))
         # Moving outputs to host memory and back takes longer than computing them again on the GPU.
         keep = None if run.low_memory or run.store.onloads else run.store.moved
         with run.placed_model_for_fit() as model, run.progress.stage("refit", steps) as advance:
             walk = LayerWalk(model, plan, samples, run.batch_size, run.store)
-            layers = zip(turns_of, walk.changing(keep), walk.dense(run.dense_weights), strict=True)
-            for number, (turns, layer, dense) in enumerate(layers):
-                rows = max(layer.parts, dense.parts, key=len)
-                weights = weights_of_sites(model, dense.sites)
-                if state is not None and (finished := state.restore(number, weights, plan.patterns)) is not None:
-                    parts += finished
-                    for part in rows:
-                        dense.run(part)
-                    advance((share + 1) * len(turns) + share * (len(turns) if run.low_memory else 1))
+            layers = zip(turns_by_layer, walk.walk_and_change(keep), walk.walk_dense(run.dense_weights), strict=True)
+            for number, (turns, layer, dense_layer) in enumerate(layers):
+                batches = max(layer.parts, dense_layer.parts, key=len)
+                weights = weights_of_sites(model, dense_layer.sites)
+                if state is not None and (restored_parts := state.restore(number, weights, plan.patterns)) is not None:
+                    parts += restored_parts
+                    for batch in batches:
+                        dense_layer.run(batch)
+                    advance((num_sequences + 1) * len(turns) + num_sequences * (len(turns) if run.low_memory else 1))
                     continue
-                first = len(parts)
+                first_part = len(parts)
                 targets: SiteInputs = {}
                 for sites in turns:
                     if run.low_memory or sites is turns[0]:
-                        watched = replace(dense, sites=sites if run.low_memory else dense.sites, parts=rows)
-                        targets = dense_inputs(model, watched, advance, run.store)
-                    measured = moments(model, replace(layer, sites=sites, parts=rows), targets, advance)
-                    parts += self._refit(model, plan, sites, measured, gradients)
+                        turn = replace(dense_layer, sites=sites if run.low_memory else dense_layer.sites, parts=batches)
+                        targets = dense_inputs(model, turn, advance, run.store)
+                    moments_by_site = moments(model, replace(layer, sites=sites, parts=batches), targets, advance)
+                    parts += self._refit(model, plan, sites, moments_by_site, gradients)
                     layer.finish(sites)
-                    del measured  # frees its memory before the next turn needs as much
+                    del moments_by_site  # frees its memory before the next turn needs as much
                     advance()
                 if state is not None:
-                    state.keep(number, weights, plan.patterns, parts[first:])
+                    state.keep(number, weights, plan.patterns, parts[first_part:])
         return Outcome(parts=parts)
 
     def _refit(
@@ -177,25 +177,25 @@ class Refit(Step):
         model: nn.Module,
         plan: Plan,
         sites: Sequence[Site],
-        measured: Mapping[str, Moments],
+        moments_by_site: Mapping[str, Moments],
         gradients: Mapping[str, Tensor],
     ) -> list[dict[str, Any]]:
         """Prunes and fits the linears of the given sites, and returns the step's report entry of each linear."""
-        curvature_of = curvatures({site: moment.hessian for site, moment in measured.items()})
+        curvature_of = curvatures({site: moment.hessian for site, moment in moments_by_site.items()})
         linears = [(site.name, name) for site in sites for name in site.linears]
 
         def refit(linear: tuple[str, str]) -> dict[str, Any]:
-            (site, name), started = linear, time.perf_counter()
-            stored, curvature = weight_in_out(linear_module(model, name)), curvature_of(site)
+            (site, name), start_time = linear, time.perf_counter()
+            weight_view, curvature = weight_in_out(linear_module(model, name)), curvature_of(site)
             pattern = plan.patterns[name]
-            weight = stored.to(curvature.damped.device)
+            weight = weight_view.to(curvature.damped.device)
             zeros = zeros_in_groups(weight * ~curvature.dead.unsqueeze(1), pattern)
-            fitted, start, end = self.fit(weight.T, measured[site], curvature, pattern, gradients.get(name))
+            fitted, start, end = self.fit(weight.T, moments_by_site[site], curvature, pattern, gradients.get(name))
             fitted = fitted.T + 0.0  # the sum turns -0.0 into 0.0
             check_kept(name, fitted, zeros, pattern, CANCELLED_SHARE)
-            stored.copy_(fitted)
+            weight_view.copy_(fitted)
             check_no_worse(start, end, f"refitting {name}")
-            return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - started}
+            return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - start_time}
 
         parts = ranks.deal(linears, refit)
         ranks.send_dealt([linear_module(model, name).get_parameter("weight") for _, name in linears])
@@ -212,33 +212,33 @@ class Refit(Step):
         """
         with exact_products():
             target = self.best_weight(weight.float(), moment, curvature)
-        start = sparsegpt(target, curvature, pattern, None)
-        fitted = least_squares(start, target, curvature.damped, self.iterations)
+        sparsegpt_weight = sparsegpt(target, curvature, pattern, None)
+        fitted = least_squares(sparsegpt_weight, target, curvature.damped, self.iterations)
         if self.iterations:
             fitted = better_mask(fitted, target, curvature, pattern, self.exchanges)
-        start, fitted = start.to(weight.dtype), fitted.to(weight.dtype)
-        fitted, metric = better_rows(fitted, start, target, curvature.damped), None
+        sparsegpt_weight, fitted = sparsegpt_weight.to(weight.dtype), fitted.to(weight.dtype)
+        fitted, metric = better_rows(fitted, sparsegpt_weight, target, curvature.damped), None
         if gradients is not None and self.iterations:
             metric = metric_of(gradients.to(weight.device))
         error = partial(error_of, target=target, hessian=curvature.damped, metric=metric)
-        before, candidates = error(start), [(fitted, error(fitted))]
+        sparsegpt_error, candidates = error(sparsegpt_weight), [(fitted, error(fitted))]
         if metric is not None:
             coupled = coupled_least_squares(fitted.float(), target, curvature.damped, metric, self.metric_rounds)
             coupled = coupled.to(weight.dtype)
-            candidates = [(coupled, error(coupled)), *candidates, (start, before)]
-        best, after = min(candidates, key=lambda candidate: candidate[1])
-        size = max(error(torch.zeros_like(target)), torch.finfo(torch.float32).tiny)
-        return best, before / size, after / size
+            candidates = [(coupled, error(coupled)), *candidates, (sparsegpt_weight, sparsegpt_error)]
+        best, best_error = min(candidates, key=lambda candidate: candidate[1])
+        zero_error = max(error(torch.zeros_like(target)), torch.finfo(torch.float32).tiny)
+        return best, sparsegpt_error / zero_error, best_error / zero_error
 
     def best_weight(self, weight: Tensor, moment: Moments, curvature: Curvature) -> Tensor:
         """Returns ``W*``, float32 ``[out_features, in_features]``: the least-squares solution without a mask."""
         if moment.shift is None or not (self.dense_targets or self.residual_targets):
             return weight
-        lacking = self.dense_targets * (weight @ moment.shift)
+        target_cross_moment = self.dense_targets * (weight @ moment.shift)
         if moment.residual_shift is not None:
-            lacking += self.residual_targets * moment.residual_shift
-        return weight + lacking @ curvature.inverse
+            target_cross_moment += self.residual_targets * moment.residual_shift
+        return weight + target_cross_moment @ curvature.inverse
 
     def words(self, outcome: Outcome) -> list[tuple[str, str]]:
-        start, end = (fmean(part[when] for part in outcome.parts) for when in ("start", "end"))
+        start, end = (fmean(part[key] for part in outcome.parts) for key in ("start", "end"))
         return [("refit: error", f"{start:.4f} to {end:.4f} (mean of {len(outcome.parts)} linears)")]
