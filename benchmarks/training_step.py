@@ -55,7 +55,7 @@ def main() -> None:
             for mixed in [False, True] * (1 + args.repeats):
                 started = time.process_time()
                 parameters.begin(RATE, loss_scale(samples.tokens))
-                parameters.forget(parameters.changes_at_once)
+                parameters.forget(parameters.updates_in_backward)
                 with mixed_precision(model) if mixed else nullcontext():
                     (objective.of(model, samples, torch.tensor([0])) * parameters.scale).backward()
                 parameters.finish()

@@ -11,7 +11,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.methods.train.kept_weights import KeptWeights
-from permtriton.methods.train.trainer import rate_at, split
+from permtriton.methods.train.trainer import rate_at, split_held_out
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 
@@ -40,7 +40,7 @@ def test_the_kept_weights_move_and_the_loss_falls():
     assert progress.steps == [0, *[1] * (3 * STEPS)]
     assert progress.total == 3 * STEPS
     assert "held-out" in progress.notes[-1]
-    held_out = split(10, 0)[1]
+    held_out = split_held_out(10, 0)[1]
     assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-5)
     assert result.history[result.kept].held_out < result.history[0].held_out
     json.dumps(result.rows, allow_nan=False)
@@ -51,7 +51,7 @@ def test_the_kept_weights_move_and_the_loss_falls():
 def test_steps_are_those_of_the_optimizer_on_masked_gradients_relative_to_the_weights(optimizer):
     pruned = tiny()
     pruned.distill(epochs=1, optimizer=optimizer)
-    result, rows = pruned.trained_weights(), split(10, 0)[0]
+    result, rows = pruned.trained_weights(), split_held_out(10, 0)[0]
     pruned.reset()
     groups = [{"params": weight} for weight in pruned.weights.values()]
     eps = {"eps": (1e-18, 0.0)} if optimizer == "adafactor" else {}  # torch's is larger than these mean squares
@@ -86,8 +86,8 @@ def test_a_weight_that_is_stored_transposed_is_trained_as_any_other(optimizer, c
         with kept.trainable(linear):
             for gradient in gradients:
                 kept.begin(0.1, 1.0)
-                kept.forget(at_once=not collected)
-                kept.take("linear", gradient)
+                kept.forget(in_one_pass=not collected)
+                kept.receive_gradient("linear", gradient)
                 kept.finish()
         kept.check()
         results.append(weight.detach().clone())
@@ -111,8 +111,8 @@ def test_a_step_leaves_no_kept_weight_at_zero(dtype, value, monkeypatch):
     kept = KeptWeights({"linear": weight}, "adam")
     with kept.trainable(linear):
         kept.begin(1.0, 1.0)
-        kept.forget(at_once=True)
-        kept.take("linear", weight.detach().clone())
+        kept.forget(in_one_pass=True)
+        kept.receive_gradient("linear", weight.detach().clone())
         kept.finish()
     assert torch.equal(weight != 0, before)
     assert weight.abs().max() < 1e-7
@@ -143,7 +143,7 @@ def test_a_harmful_learning_rate_keeps_the_start():
 
 def test_held_out_sequences_are_not_trained_on():
     pruned = tiny()
-    rows, held_out = split(10, 0)
+    rows, held_out = split_held_out(10, 0)
     assert sorted([*rows.tolist(), *held_out.tolist()]) == list(range(10))
     seen: set[int] = set()
     loss = pruned.objective.loss

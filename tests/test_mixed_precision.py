@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from permtriton import CompileConfig, config_from
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.methods.train.trainer import split
+from permtriton.methods.train.trainer import split_held_out
 from permtriton.running.backward import checkpointed
 from permtriton.running.mixed_precision import AMX, FEW, NARROW, exact_products, mixed_precision, rounded_products
 
@@ -150,7 +150,7 @@ def test_steps_multiply_as_the_config_says_and_measure_in_float32(step, mixed):
     with Products() as products:
         result = STEPS[step](pruned, mixed_precision=mixed)
     assert (torch.bfloat16 in products.counts) == mixed
-    held_out = torch.arange(1) if step == "tune" else split(10, 0)[1]
+    held_out = torch.arange(1) if step == "tune" else split_held_out(10, 0)[1]
     assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-4)
 
 

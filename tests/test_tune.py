@@ -92,7 +92,7 @@ def test_vectors_and_scales_move_and_the_loss_falls():
     assert moved == expected
     assert pruned.loss() < 0.97 * before
     assert result.kept == 4
-    held = torch.arange(Tune.held_out(len(IDS)))
+    held = torch.arange(Tune.num_held_out(len(IDS)))
     assert pruned.loss(held) == pytest.approx(result.history[-1].held_out, rel=1e-5)
     assert result.history[-1].held_out < result.history[0].held_out
     assert progress.steps == [0, *[1] * 8]
@@ -163,7 +163,7 @@ def test_no_sample_is_read_twice_and_held_out_ones_are_not_trained_on():
 @pytest.mark.slow
 def test_in_half_precision_folded_scales_are_never_worse(dtype):
     pruned = pruned_tiny(dtype)
-    start, held = parameters(pruned.model), torch.arange(Tune.held_out(len(IDS)))
+    start, held = parameters(pruned.model), torch.arange(Tune.num_held_out(len(IDS)))
     before = pruned.loss(held)
     with only_vectors_and_scales_change(pruned, 4 * torch.finfo(dtype).eps):
         tuned(pruned)

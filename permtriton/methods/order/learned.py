@@ -128,9 +128,10 @@ class Learned(Step):
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         one_layer = sizes.checkpointing and sizes.low_memory
-        masked = (sizes.pruned // sizes.layers if one_layer else sizes.pruned) * 2 * sizes.element  # and gradients
-        permutations = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in sizes.spaces)
-        return (Memory(sizes.gradients + masked + permutations + sizes.mask, sizes.targets),)
+        # Of weights and gradients.
+        masked_bytes = (sizes.pruned // sizes.layers if one_layer else sizes.pruned) * 2 * sizes.element
+        permutation_bytes = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in sizes.spaces)
+        return (Memory(sizes.gradients + masked_bytes + permutation_bytes + sizes.mask, sizes.targets),)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD + 7 * self.epochs if self.gradient == "placement" else 6.5 * self.epochs
@@ -144,11 +145,11 @@ class Learned(Step):
 
     def run(self, run: Run) -> Outcome:
         indices, outcome = self.learn(run)
-        start, kept = (outcome.history[number]["loss"] for number in (0, outcome.kept or 0))
+        start_loss, kept_loss = (outcome.history[number]["loss"] for number in (0, outcome.kept or 0))
         if self.keep == "best":
-            check_no_worse(start, kept, "learning")
+            check_no_worse(start_loss, kept_loss, "learning")
         run.reorder(indices)
-        run.promise(self, kept)
+        run.promise(self, kept_loss)
         return outcome
 
     @torch.enable_grad()
@@ -179,11 +180,11 @@ class Learned(Step):
 
         Spaces that are read outside the layers of the model are not learned.
         """
-        first = 0
+        first_layer = 0
         if self.last_layers is not None:
-            first = max(site.layer for site in plan.sites) + 1 - self.last_layers
-        free = (space for space in plan.spaces if not space.frozen)
-        return [space for space in free if all(site.layer >= first for site in plan.sites_of(space))]
+            first_layer = max(site.layer for site in plan.sites) + 1 - self.last_layers
+        movable_spaces = (space for space in plan.spaces if not space.frozen)
+        return [space for space in movable_spaces if all(site.layer >= first_layer for site in plan.sites_of(space))]
 
     def relaxation(self, spaces: Sequence[ChannelSpace], seed: int, device: torch.device) -> Relaxation:
         return Relaxation(
@@ -197,12 +198,12 @@ class Learned(Step):
         )
 
     def _nothing_learns(self) -> str:
-        why = (
+        reason = (
             "none of this model's channels may move (see permtriton inspect)"
             if self.last_layers is None
             else f"with learn_layers {self.layers}, all channels that may move are read in earlier layers, too"
         )
-        return f"no permutation is left to learn: {why}; remove the step learned from the recipe"
+        return f"no permutation is left to learn: {reason}; remove the step learned from the recipe"
 
 
 class OrderTrainer:
@@ -223,31 +224,31 @@ class OrderTrainer:
         indices, outcome = self._load(state)
         history = outcome.history
         advance((len(history) - 1) * self.steps_per_epoch)
-        for number in range(len(history), self._options.epochs + 1):
-            started, done = time.perf_counter(), number * self.steps_per_epoch
-            for loss in self.epoch(number):
+        for epoch in range(len(history), self._options.epochs + 1):
+            start_time, steps_done = time.perf_counter(), epoch * self.steps_per_epoch
+            for loss in self.epoch(epoch):
                 advance(1, f"loss {loss:.4f}, base {history[0]['loss']:.4f}")
-            hard = self.indices(done)
-            loss, tau = self.hard_loss(hard), self.tau(done)
-            history.append(_row(number, loss, hard, tau, time.perf_counter() - started))
+            hard_indices = self.indices(steps_done)
+            loss, tau = self.hard_loss(hard_indices), self.tau(steps_done)
+            history.append(_row(epoch, loss, hard_indices, tau, time.perf_counter() - start_time))
             if self._options.keep == "last" or loss < history[outcome.kept or 0]["loss"]:
-                indices, outcome.kept = hard, number
+                indices, outcome.kept = hard_indices, epoch
             if state is not None:
                 self._save(state, indices, outcome)
         return indices, outcome
 
     def _load(self, state: StateFile | None) -> tuple[dict[str, Tensor], Outcome]:
         """Restores what `_save` wrote; returns the best order so far (at first, the base order) and the outcome."""
-        if state is None or (stored := state.read()) is None:
-            base = {name: identity(units) for name, units in self._relaxation.units.items()}
-            row = _row(0, self.hard_loss(base), base, self._options.tau_start, 0.0)
-            return base, Outcome("epoch", [row], kept=0)
-        tensors, texts = stored
-        restored = {"state": {}, "param_groups": self._optimizer.state_dict()["param_groups"]}
+        if state is None or (saved_state := state.read()) is None:
+            base_indices = {name: identity(units) for name, units in self._relaxation.units.items()}
+            row = _row(0, self.hard_loss(base_indices), base_indices, self._options.tau_start, 0.0)
+            return base_indices, Outcome("epoch", [row], kept=0)
+        tensors, texts = saved_state
+        optimizer_state = {"state": {}, "param_groups": self._optimizer.state_dict()["param_groups"]}
         for number, parameter in enumerate(self._relaxation.parameters()):
             parameter.data.copy_(tensors[f"parameter.{number}"])
-            restored["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
-        self._optimizer.load_state_dict(restored)
+            optimizer_state["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
+        self._optimizer.load_state_dict(optimizer_state)
         outcome = Outcome("epoch", json.loads(texts["history"]), int(texts["kept"]))
         self._run.progress.say(f"continuing after epoch {len(outcome.history) - 1} of an interrupted run")
         return {name: tensors[f"index.{name}"] for name in self._relaxation.units}, outcome
@@ -280,34 +281,34 @@ class OrderTrainer:
 
     def epoch(self, number: int) -> Iterator[float]:
         order = epoch_order(len(self._samples), self._run.config.seed, number)
-        for offset, rows in enumerate(order.split(self._options.batch_size)):
-            yield self.step(rows, (number - 1) * self.steps_per_epoch + offset)
+        for offset, sequence_indices in enumerate(order.split(self._options.batch_size)):
+            yield self.step(sequence_indices, (number - 1) * self.steps_per_epoch + offset)
 
     def step(self, rows: Tensor, step: int) -> float:
-        total = self._options.epochs * self.steps_per_epoch
+        total_steps = self._options.epochs * self.steps_per_epoch
         for group in self._optimizer.param_groups:
-            group["lr"] = self._options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
-        soft = self._relaxation.soft(self.tau(step))
-        index = self._relaxation.assign(soft)
+            group["lr"] = self._options.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total_steps))
+        soft_permutations = self._relaxation.soft(self.tau(step))
+        index = self._relaxation.assign(soft_permutations)
         ranks.send_from_first([index])
         scale = loss_scale(rows.numel() * self._samples.tokens)
 
         def backward(size: int) -> list[Tensor]:
             # Curvature is scaled like the gradient: all passes and ranks together add that of the whole batch once.
             passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
-            self._masks.set(
-                index, soft, scale / passes
-            )  # also drops the gradients of an attempt that ran out of memory
+            # This also drops the gradients of an attempt that ran out of memory.
+            self._masks.set(index, soft_permutations, scale / passes)
             return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
 
         losses = self._with_memory(backward)
         losses.append(self._masks.backward(scale))
-        *parts, largest = torch.stack(losses).tolist()  # the host waits for the GPU only here, once all work is queued
-        loss_sum = self._check(ranks.total(sum(parts)))
-        if not 0 < largest < math.inf:
+        # The host waits for the GPU only here, once all work is queued.
+        *partial_losses, largest_gradient = torch.stack(losses).tolist()
+        loss_sum = self._check(ranks.total(sum(partial_losses)))
+        if not 0 < largest_gradient < math.inf:
             raise CalibrationError(
-                f"the largest gradient of the permutations is {largest}: nothing can be learned in this dtype; try "
-                "`dtype=float32` or bfloat16"
+                f"the largest gradient of the permutations is {largest_gradient}: nothing can be learned in this dtype; "
+                "try `dtype=float32` or bfloat16"
             )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -323,16 +324,16 @@ class OrderTrainer:
 
         return self._check(self._with_memory(mean))
 
-    def _with_memory(self, work: Callable[[int], Result]) -> Result:
-        """Returns ``work(size)`` with a micro-batch that fits in memory; as a last resort, keeps no masked weights."""
+    def _with_memory(self, compute: Callable[[int], Result]) -> Result:
+        """Returns ``compute(size)`` with a micro-batch that fits in memory; at worst, keeps no masked weights."""
         try:
-            return self._micro_batch.run(work)
+            return self._micro_batch.run(compute)
         except MemoryTooSmallError:
             if not self._masks.keep:
                 raise
         self._masks.stop_keeping()
         self._micro_batch = MicroBatch(self._run.config.micro_batch_size)
-        return self._micro_batch.run(work)
+        return self._micro_batch.run(compute)
 
     def _check(self, loss: float) -> float:
         return finite(loss, "learning loss", self._model.dtype)

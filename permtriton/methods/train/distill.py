@@ -18,7 +18,7 @@ from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, GENERATED, Outcome
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
-from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, held_out, split, with_held_out
+from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, num_held_out, num_to_draw, split_held_out
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import epoch_order
 
@@ -82,7 +82,7 @@ class Distill(TrainingStep):
 
     @property
     def fresh_samples(self) -> int:
-        return with_held_out(self.steps * self.batch_size) if self.steps else 0
+        return num_to_draw(self.steps * self.batch_size) if self.steps else 0
 
     @property
     def _in_one_round(self) -> bool:
@@ -108,11 +108,11 @@ class Distill(TrainingStep):
         moments = 2 * FLOAT32 if self.optimizer == "adam" else 0
         return sizes.pruned * (moments + (HALF if sizes.element < FLOAT32 else 0))
 
-    def _epochs(self, calibration: int, read: int) -> int:
+    def _epochs(self, calibration: int, sequences: int) -> int:
         """Returns the number of epochs: more where the text has too few further samples."""
         if self.steps:
-            return ceil(self.steps * self.batch_size / max(read - held_out(read), 1))
-        return max(self.epochs, round(self.epochs * (1 + self.further) * calibration / read))
+            return ceil(self.steps * self.batch_size / max(sequences - num_held_out(sequences), 1))
+        return max(self.epochs, round(self.epochs * (1 + self.further) * calibration / sequences))
 
     @torch.enable_grad()
     def run(self, run: Run) -> Outcome:
@@ -121,21 +121,21 @@ class Distill(TrainingStep):
             names = [name for _, name in run.plan.linears()]
             weights = weights_of(model, names)
             # A shared weight gets its gradient in parts: then all of it must be there before the weight changes.
-            alone = len(weights) == len(names) and all(site.num_calls == 1 for site in run.plan.sites)
-            kept = KeptWeights(weights, self.optimizer, run.store, changes_at_once=alone)
+            unshared = len(weights) == len(names) and all(site.num_calls == 1 for site in run.plan.sites)
+            kept_weights = KeptWeights(weights, self.optimizer, run.store, updates_in_backward=unshared)
             schedule = self._schedule(samples, self._epochs(len(run.samples), len(samples)), run.config.seed)
-            trainer = Trainer(run, self, kept, schedule)
+            trainer = Trainer(run, self, kept_weights, schedule)
             with trainer.context():
                 return trainer.run()
 
     def _schedule(self, samples: Samples, epochs: int, seed: int) -> Schedule:
         """Returns epochs over all samples but those held out."""
-        rows, others = split(len(samples), seed)
-        orders = (epoch_order(rows.numel(), seed, number) for number in range(1, epochs + 1))
-        batches = [rows[order].split(self.batch_size) for order in orders]
+        trained, held_out = split_held_out(len(samples), seed)
+        orders = (epoch_order(trained.numel(), seed, number) for number in range(1, epochs + 1))
+        batches = [trained[order].split(self.batch_size) for order in orders]
         if self.steps:
             batches = [tuple(chain.from_iterable(batches))[: self.steps]]
         # Rounds are longer where the held-out sequences are many, so that measuring these stays a small part.
-        steps = max(ROUND, 3 * others.numel() // self.batch_size)
-        rounds = [epoch[start : start + steps] for epoch in batches for start in range(0, len(epoch), steps)]
-        return Schedule(rounds, others, samples.tokens, self.learning_rate)
+        length = max(ROUND, 3 * held_out.numel() // self.batch_size)
+        rounds = [epoch[start : start + length] for epoch in batches for start in range(0, len(epoch), length)]
+        return Schedule(rounds, held_out, samples.tokens, self.learning_rate)

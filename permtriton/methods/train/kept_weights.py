@@ -52,16 +52,16 @@ class KeptWeights(Trainable):
         optimizer: OptimizerKind = "adam",
         store: Store = MEMORY,
         *,
-        changes_at_once: bool = True,
+        updates_in_backward: bool = True,
     ) -> None:
         super().__init__(weights)
-        self.changes_at_once = changes_at_once
+        self.updates_in_backward = updates_in_backward
         self._patterns = {name: _fingerprint(weight) for name, weight in weights.items()}
         self._kind, self._store = optimizer, store
         self._optimizers: dict[str, _Optimizer] = {}
         self._gradients: dict[str, Tensor] = {}
         self._changed: set[str] = set()
-        self._at_once = False
+        self._in_one_pass = False
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
@@ -75,17 +75,17 @@ class KeptWeights(Trainable):
         super().begin(rate, scale)
         self._changed.clear()
 
-    def forget(self, at_once: bool) -> None:
-        super().forget(at_once)
+    def forget(self, in_one_pass: bool) -> None:
+        super().forget(in_one_pass)
         self._gradients.clear()
-        self._at_once = at_once
+        self._in_one_pass = in_one_pass
 
-    def take(self, name: str, gradient: Tensor) -> None:
+    def receive_gradient(self, name: str, gradient: Tensor) -> None:
         if name in self._changed:  # by an attempt whose memory ran out later on
             return
         mask = _mask(self._parameters[name]).to(gradient.dtype)  # products with booleans are slower
         gradient = (gradient * mask).to(_wide(gradient.dtype))
-        if self._at_once:
+        if self._in_one_pass:
             self._change(name, gradient)
         elif name in self._gradients:
             self._gradients[name] += gradient.to(self._gradients[name].device)

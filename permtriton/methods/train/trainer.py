@@ -78,27 +78,27 @@ class Trainable(ABC):
     """Parameters of a model that are trained, and how a step changes them. Use it inside `trainable`.
 
     Attributes:
-        changes_at_once: whether a step may change a parameter as soon as its gradient is known.
+        updates_in_backward: whether a step may change a parameter as soon as its gradient is known.
         rate: learning rate of the present step.
         scale: loss scale of the present step; its gradients are multiplied by it, too.
     """
 
-    changes_at_once = False
+    updates_in_backward = False
     rate = scale = 1.0
-    _ignores = False
+    _ignores_gradients = False
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = dict(parameters)
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
-        """Inside the context, backward passes hand the parameters' gradients to `take` and leave none in the model."""
+        """Inside the context, backward passes give `receive_gradient` the gradients, and leave none in the model."""
         with frozen(model), ExitStack() as hooks:
             try:
                 for name, parameter in self._parameters.items():
                     parameter.grad = None
                     parameter.requires_grad_(True)
-                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(self._take, name)))
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(self._receive, name)))
                 yield
             finally:
                 for parameter in self._parameters.values():
@@ -106,32 +106,32 @@ class Trainable(ABC):
                     parameter.requires_grad_(False)
 
     @torch.no_grad()
-    def _take(self, name: str, parameter: Tensor) -> None:
+    def _receive(self, name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if not self._ignores:
-            self.take(name, parameter.grad)
+        if not self._ignores_gradients:
+            self.receive_gradient(name, parameter.grad)
         parameter.grad = None
 
     @contextmanager
     def ignored_gradients(self) -> Iterator[None]:
-        self._ignores = True
+        self._ignores_gradients = True
         try:
             yield
         finally:
-            self._ignores = False
+            self._ignores_gradients = False
 
     @abstractmethod
-    def take(self, name: str, gradient: Tensor) -> None:
+    def receive_gradient(self, name: str, gradient: Tensor) -> None:
         """Receives the gradient of a parameter, during the backward pass that computes it."""
 
     def begin(self, rate: float, scale: float) -> None:
         self.rate, self.scale = rate, scale
 
-    def forget(self, at_once: bool) -> None:
+    def forget(self, in_one_pass: bool) -> None:
         """Forgets the gradients of a backward pass that failed, or of a step that is over.
 
         Args:
-            at_once: whether the next backward pass has all gradients of the step, which then need not be collected.
+            in_one_pass: whether the next backward pass has all gradients of the step, which then need not be collected.
         """
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -168,30 +168,30 @@ class Trainable(ABC):
 class Trainer:
     """Runs a schedule and keeps the best round by held-out loss; use `run` and `held_out_loss` inside `context`."""
 
-    def __init__(self, run: Run, step: TrainingStep, trained: Trainable, schedule: Schedule) -> None:
+    def __init__(self, run: Run, step: TrainingStep, trainable: Trainable, schedule: Schedule) -> None:
         samples, objective = run.samples_for(step).to(run.model.device, run.model.dtype), run.objective(step)
         self._loss_of = partial(objective.of, run.model, samples)  # indices of sequences -> their mean loss
-        self._run, self._trained, self._schedule, self._what = run, trained, schedule, step.name
+        self._run, self._trainable, self._schedule, self._step_name = run, trainable, schedule, step.name
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
-        self.best = trained.snapshot()
+        self.best_snapshot = trainable.snapshot()
 
     @contextmanager
     def context(self) -> Iterator[None]:
         """Inside the context, backward passes give the gradients of what is trained."""
         model, config = self._run.model, self._run.working_config
         # A layer that comes to the GPU only while it runs is run again in the backward pass.
-        again = config.activation_checkpointing or self._run.store.onloads
-        with self._trained.trainable(model), checkpointed(layer_modules(model, self._run.plan) if again else []):
+        recompute = config.activation_checkpointing or self._run.store.onloads
+        with self._trainable.trainable(model), checkpointed(layer_modules(model, self._run.plan) if recompute else []):
             yield
 
     def run(self) -> Outcome:
-        state, progress = self._run.state(StateFile, self._what), self._run.progress
+        state, progress = self._run.state(StateFile, self._step_name), self._run.progress
         outcome = self._load(state)
-        done = max(len(outcome.history) - 1, 0)
+        rounds_done = max(len(outcome.history) - 1, 0)
         if outcome.history:
-            progress.say(f"{self._what}: continuing after round {done} of an interrupted run")
-        with progress.stage(self._what, self._schedule.steps) as advance:
-            advance(self._schedule.steps_until(done))
+            progress.say(f"{self._step_name}: continuing after round {rounds_done} of an interrupted run")
+        with progress.stage(self._step_name, self._schedule.steps) as advance:
+            advance(self._schedule.steps_until(rounds_done))
             self._fit(outcome, advance, state)
         return outcome
 
@@ -203,64 +203,64 @@ class Trainer:
         note = f", last held-out {history[-1]['held_out']:.4f}"
         if len(history) <= len(rounds):
             self._find_size(rounds[0][0])
-        for number in range(len(history), len(rounds) + 1):
-            started, done = time.perf_counter(), self._schedule.steps_until(number - 1)
+        for round_number in range(len(history), len(rounds) + 1):
+            start_time, steps_done = time.perf_counter(), self._schedule.steps_until(round_number - 1)
             losses: list[float] = []
-            for step, rows in enumerate(rounds[number - 1], start=done):
+            for step, sequence_indices in enumerate(rounds[round_number - 1], start=steps_done):
                 if losses:  # the last step is reported below, with the held-out loss
                     advance(1, f"loss {losses[-1]:.4f}{note}")
-                losses.append(self._step(rows, step))
-            held_out, mean = self.held_out_loss(), sum(losses) / len(losses)
-            seconds = time.perf_counter() - started
-            history.append({"round": number, "loss": mean, "held_out": held_out, "seconds": seconds})
-            if held_out < history[outcome.kept or 0]["held_out"]:
-                self.best = {}  # frees the old snapshot before the next one is made
-                outcome.kept, self.best = number, self._trained.snapshot()
-            note = f", held-out {held_out:.4f} (was {history[0]['held_out']:.4f})"
+                losses.append(self._step(sequence_indices, step))
+            held_out_loss, mean_loss = self.held_out_loss(), sum(losses) / len(losses)
+            seconds = time.perf_counter() - start_time
+            history.append({"round": round_number, "loss": mean_loss, "held_out": held_out_loss, "seconds": seconds})
+            if held_out_loss < history[outcome.kept or 0]["held_out"]:
+                self.best_snapshot = {}  # frees the old snapshot before the next one is made
+                outcome.kept, self.best_snapshot = round_number, self._trainable.snapshot()
+            note = f", held-out {held_out_loss:.4f} (was {history[0]['held_out']:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
             self._save(state, outcome)
-        self._trained.check()
-        self._trained.write(self.best)
-        self._trained.check()
-        when = f"{self._what}, held out, when its weights were kept"
-        check_loss(history[outcome.kept or 0]["held_out"], self.held_out_loss(), self._trained.dtype, when)
+        self._trainable.check()
+        self._trainable.write(self.best_snapshot)
+        self._trainable.check()
+        description = f"{self._step_name}, held out, when its weights were kept"
+        check_loss(history[outcome.kept or 0]["held_out"], self.held_out_loss(), self._trainable.dtype, description)
 
-    def _step(self, rows: Tensor, step: int) -> float:
+    def _step(self, sequence_indices: Tensor, step: int) -> float:
         rate = self._schedule.learning_rate * rate_at(step, self._schedule.steps)
-        self._trained.begin(rate, loss_scale(rows.numel() * self._schedule.tokens))
+        self._trainable.begin(rate, loss_scale(sequence_indices.numel() * self._schedule.tokens))
         try:
-            total = self._check(ranks.total(self._run_backward(rows)))
-            self._trained.finish()
+            loss = self._check(ranks.total(self._run_backward(sequence_indices)))
+            self._trainable.finish()
         except FloatingPointError as error:
             raise self._not_finite(f"gradient of {error}") from error
-        return total
+        return loss
 
-    def _run_backward(self, rows: Tensor) -> float:
+    def _run_backward(self, sequence_indices: Tensor) -> float:
         with mixed_precision(self._run.model, self._run.config.mixed_precision):
-            return self._micro_batch.run(partial(self._backward, rows))
+            return self._micro_batch.run(partial(self._backward, sequence_indices))
 
-    def _backward(self, rows: Tensor, size: int) -> float:
-        """Runs forward and backward on ``rows``, ``size`` at a time; returns this rank's part of the mean loss."""
-        parts = ranks.parts(rows, size)
-        at_once = self._trained.changes_at_once and ranks.count() == len(parts) == 1
-        self._trained.forget(at_once)
+    def _backward(self, sequence_indices: Tensor, size: int) -> float:
+        """Runs forward and backward on the sequences, ``size`` at a time; returns this rank's part of the mean loss."""
+        parts = ranks.parts(sequence_indices, size)
+        in_one_pass = self._trainable.updates_in_backward and ranks.count() == len(parts) == 1
+        self._trainable.forget(in_one_pass)
         total = 0.0
         for part in parts:
-            loss = with_gradients(self._loss_of(part), self._run.model) * (part.numel() / rows.numel())
+            loss = with_gradients(self._loss_of(part), self._run.model) * (part.numel() / sequence_indices.numel())
             total += float(loss.detach())
-            if at_once:
+            if in_one_pass:
                 self._check(total)
-            (loss * self._trained.scale).backward()
+            (loss * self._trainable.scale).backward()
         return total
 
-    def _find_size(self, rows: Tensor) -> None:
+    def _find_size(self, indices: Tensor) -> None:
         """Lowers the micro-batch size to what fits in memory, by a backward pass that changes no weight.
 
         Where weights change during the backward pass, running out of memory would leave a step half done.
         """
-        if self._trained.changes_at_once and ranks.count() == 1 and 1 < rows.numel() <= self._micro_batch.size:
-            with self._trained.ignored_gradients():
-                self._run_backward(rows)
+        if self._trainable.updates_in_backward and ranks.count() == 1 and 1 < indices.numel() <= self._micro_batch.size:
+            with self._trainable.ignored_gradients():
+                self._run_backward(indices)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -274,20 +274,20 @@ class Trainer:
 
     def _save(self, state: StateFile | None, outcome: Outcome) -> None:
         if state is not None:
-            tensors = {f"best.{name}": values for name, values in self.best.items()}
+            tensors = {f"best.{name}": values for name, values in self.best_snapshot.items()}
             if len(outcome.history) <= len(self._schedule.rounds):  # after the last one, the best weights are enough
-                tensors |= self._trained.state()
+                tensors |= self._trainable.state()
             state.write(tensors, {"history": json.dumps(outcome.history), "kept": json.dumps(outcome.kept)})
 
     def _load(self, state: StateFile | None) -> Outcome:
         """Restores what `_save` wrote, and returns the outcome so far."""
-        if state is None or (stored := state.read()) is None:
+        if state is None or (saved_state := state.read()) is None:
             return Outcome("round", kept=0)
-        tensors, texts = stored
+        tensors, texts = saved_state
         outcome = Outcome("round", json.loads(texts["history"]), json.loads(texts["kept"]))
         if len(outcome.history) <= len(self._schedule.rounds):
-            self._trained.restore(tensors, self._schedule.steps_until(len(outcome.history) - 1))
-        self.best = {name: tensors[f"best.{name}"] for name in self.best}
+            self._trainable.restore(tensors, self._schedule.steps_until(len(outcome.history) - 1))
+        self.best_snapshot = {name: tensors[f"best.{name}"] for name in self.best_snapshot}
         return outcome
 
     def _check(self, loss: float) -> float:
@@ -295,9 +295,9 @@ class Trainer:
             raise self._not_finite("loss")
         return loss
 
-    def _not_finite(self, what: str) -> CalibrationError:
+    def _not_finite(self, subject: str) -> CalibrationError:
         return CalibrationError(
-            f"{self._what}: the {what} is not finite: activations overflow (try `dtype=float32`), "
+            f"{self._step_name}: the {subject} is not finite: activations overflow (try `dtype=float32`), "
             f"the learning rate {self._schedule.learning_rate:g} is too high, or the weights are damaged"
         )
 
@@ -310,7 +310,7 @@ def rate_at(step: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warm_up + 1) / (total - warm_up + 1)))
 
 
-def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
+def split_held_out(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     """Returns the indices of the sequences to train on, and of those held out.
 
     A single sequence is both: its loss decides which round is kept.
@@ -318,15 +318,15 @@ def split(sequences: int, seed: int) -> tuple[Tensor, Tensor]:
     if sequences == 1:
         return torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(seed))
-    count = held_out(sequences)
+    count = num_held_out(sequences)
     return order[count:].sort().values, order[:count].sort().values
 
 
-def held_out(sequences: int) -> int:
+def num_held_out(sequences: int) -> int:
     """Returns how many of ``sequences`` (at least 2) are held out to choose the round to keep."""
     return min(max(int(HELD_OUT * sequences), 1), MOST_HELD_OUT)
 
 
-def with_held_out(trained: int) -> int:
-    """Returns the number to draw so that ``trained`` remain after the held-out split."""
-    return trained + min(max(int(trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)
+def num_to_draw(num_trained: int) -> int:
+    """Returns the number to draw so that ``num_trained`` remain after the held-out split."""
+    return num_trained + min(max(int(num_trained * HELD_OUT / (1 - HELD_OUT)), 1), MOST_HELD_OUT)

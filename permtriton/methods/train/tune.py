@@ -75,7 +75,7 @@ class Tune(TrainingStep):
         return self.trained + min(ceil(self.trained / TRAINED_PER_HELD_OUT), MOST_HELD_OUT)
 
     @staticmethod
-    def held_out(samples: int) -> int:
+    def num_held_out(samples: int) -> int:
         """Returns how many of so many samples decide which round is kept."""
         return min(max(samples // (TRAINED_PER_HELD_OUT + 1), 1), MOST_HELD_OUT)
 
@@ -95,7 +95,7 @@ class Tune(TrainingStep):
         with run.placed_model() as model:
             values = TunedValues(model, run.plan)
             trainer = Trainer(run, self, values, self._schedule(run.samples_for(self)))
-            start = trainer.best
+            start = trainer.best_snapshot
             with trainer.context():
                 outcome = trainer.run()
                 self._fold(run.store, trainer, values, start, outcome)
@@ -105,12 +105,12 @@ class Tune(TrainingStep):
         self, store: Store, trainer: Trainer, values: "TunedValues", start: Mapping[str, Tensor], outcome: Outcome
     ) -> None:
         """Folds the scales into the weights; gives all back where their rounding outweighs what was gained."""
-        before = values.fold(store)
+        unscaled_weights = values.fold(store)
         best, folded = outcome.history[outcome.kept or 0]["held_out"], trainer.held_out_loss()
         if values.dtype.itemsize >= 4:  # in half precision, rounding may change a small loss by any share of it
             check_loss(best, folded, values.dtype, "tune, held out, before its scales were folded into the weights")
         if folded > outcome.history[0]["held_out"]:
-            values.unfold(before)
+            values.unfold(unscaled_weights)
             values.write(start)
             outcome.kept = 0
 
@@ -119,12 +119,12 @@ class Tune(TrainingStep):
 
         The samples are in random order already. A single one is both trained on and held out.
         """
-        first = self.held_out(len(samples))
-        rows = torch.arange(first if len(samples) > 1 else 0, len(samples))
+        num_held_out = self.num_held_out(len(samples))
+        rows = torch.arange(num_held_out if len(samples) > 1 else 0, len(samples))
         batches = rows[torch.arange(self.trained) % rows.numel()].split(self.batch_size)
-        ends = [round(self.steps * number / ROUNDS) for number in range(ROUNDS + 1)]
+        ends = [round(self.steps * part / ROUNDS) for part in range(ROUNDS + 1)]
         rounds = [batches[start:end] for start, end in pairwise(ends) if end > start]
-        return Schedule(rounds, torch.arange(first), samples.tokens, self.learning_rate)
+        return Schedule(rounds, torch.arange(num_held_out), samples.tokens, self.learning_rate)
 
 
 class TunedValues(Trainable):
@@ -140,19 +140,19 @@ class TunedValues(Trainable):
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
-        own = {id(each) for part in body_of(model) for each in part.parameters()}
-        vectors = {name: each for name, each in model.named_parameters() if each.ndim == 1 and id(each) in own}
-        super().__init__({name: each for name, each in vectors.items() if name not in plan.untraced})
+        body_ids = {id(parameter) for part in body_of(model) for parameter in part.parameters()}
+        vectors = {name: p for name, p in model.named_parameters() if p.ndim == 1 and id(p) in body_ids}
+        super().__init__({name: vector for name, vector in vectors.items() if name not in plan.untraced})
         self._linears, self._dtype = _linears(model, plan), model.dtype
         starts = {name: vector.detach() for name, vector in self._parameters.items()}
-        starts |= {name: torch.zeros_like(weight_in_out(each[0])[0]) for name, each in self._linears.items()}
+        starts |= {name: torch.zeros_like(weight_in_out(linears[0])[0]) for name, linears in self._linears.items()}
         self.values = {
             name: start.to(model.device, torch.promote_types(start.dtype, torch.float32), copy=True).requires_grad_()
             for name, start in starts.items()
         }
-        every = dict(model.named_parameters(remove_duplicate=False))
-        beside = {name: every.get(f"{name.removesuffix('bias')}weight") for name in self.values}
-        groups = [{"params": [values], "pace": _pace(values, beside[name])} for name, values in self.values.items()]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        weights = {name: parameters.get(f"{name.removesuffix('bias')}weight") for name in self.values}
+        groups = [{"params": [values], "pace": _pace(values, weights[name])} for name, values in self.values.items()]
         self._optimizer = torch.optim.Adam(groups, foreach=False)
         for values in self.values.values():
             moments = {key: torch.zeros_like(values, requires_grad=False) for key in MOMENTS}
@@ -175,13 +175,13 @@ class TunedValues(Trainable):
 
         return scaled
 
-    def take(self, name: str, gradient: Tensor) -> None:
+    def receive_gradient(self, name: str, gradient: Tensor) -> None:
         values = self.values[name]
         gradient = gradient.to(values)
         values.grad = gradient if values.grad is None else values.grad + gradient
 
-    def forget(self, at_once: bool) -> None:
-        super().forget(at_once)
+    def forget(self, in_one_pass: bool) -> None:
+        super().forget(in_one_pass)
         self._optimizer.zero_grad()
 
     @torch.no_grad()
@@ -234,20 +234,20 @@ class TunedValues(Trainable):
 
         A weight that would be rounded to 0 keeps its value.
         """
-        before = {}
+        unscaled_weights = {}
         for name, linears in self._linears.items():
             weight = weight_in_out(linears[0])
             factor = self.values[name].exp().to(weight.device)
-            before[name] = store.moved(weight.to("cpu", copy=True))
+            unscaled_weights[name] = store.moved(weight.to("cpu", copy=True))
             scaled = (weight * factor).to(weight.dtype)
             weight.copy_(torch.where(scaled == 0, weight, scaled))
             self.values[name].zero_()
-        return before
+        return unscaled_weights
 
     @torch.no_grad()
-    def unfold(self, before: Mapping[str, Tensor]) -> None:
+    def unfold(self, unscaled_weights: Mapping[str, Tensor]) -> None:
         for name, linears in self._linears.items():
-            weight_in_out(linears[0]).copy_(before[name])
+            weight_in_out(linears[0]).copy_(unscaled_weights[name])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -256,8 +256,8 @@ class TunedValues(Trainable):
 
 def _pace(values: Tensor, weight: Tensor | None) -> float:
     """Returns what the learning rate is relative to: the size of values, or if all are 0, of the weight beside them."""
-    given = (each.detach().to(values.dtype) for each in (values, weight) if each is not None)
-    return next(filter(None, (float(each.square().mean().sqrt()) for each in given)), 1.0)
+    tensors = (tensor.detach().to(values.dtype) for tensor in (values, weight) if tensor is not None)
+    return next(filter(None, (float(tensor.square().mean().sqrt()) for tensor in tensors)), 1.0)
 
 
 def _linears(model: PreTrainedModel, plan: Plan) -> dict[str, list[nn.Module]]:
