@@ -101,8 +101,8 @@ def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
     if packet in (aten.view, aten.view_as, aten._unsafe_view):  # the strides of ids may differ from those of the data
         target = aten.reshape_as.default if packet is aten.view_as else aten.reshape.default
     if isinstance(x, Crossed):
-        others = fx.node.map_aggregate((args[1:], kwargs), c.ids_of)
-        return mapped(c, x, lambda part: c.compact_repeats(target(part, *others[0], **others[1])))
+        with_ids = fx.node.map_aggregate((args[1:], kwargs), c.ids_of)
+        return mapped(c, x, lambda part: c.compact_repeats(target(part, *with_ids[0], **with_ids[1])))
     args, kwargs = fx.node.map_aggregate((args, kwargs), c.ids_of)
     return c.compact_repeats(target(*args, **kwargs))
 
@@ -114,23 +114,23 @@ def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in args[0]
     ):
         return joined_weights(c, args[0], dim)
-    several = {len(parts_of(c, x)) for x in args[0] if isinstance(x, Crossed)}
-    operands = args[0] if len(several) == 1 else [c.ids_of(x) for x in args[0]]
-    count = several.pop() if len(several) == 1 else 1
+    part_counts = {len(parts_of(c, x)) for x in args[0] if isinstance(x, Crossed)}
+    operands = args[0] if len(part_counts) == 1 else [c.ids_of(x) for x in args[0]]
+    count = part_counts.pop() if len(part_counts) == 1 else 1
     split = [parts_of(c, x) for x in operands]
     split = [parts if len(parts) == count else _repeated(c, parts[0], count) for parts in split]
     results = []
     for parts in zip(*split, strict=True):
-        known = [part for part in parts if part.numel() and c.all_channels(part)]
-        if len(known) < len(parts) and known and not any(differs(part)[dim] for part in known):
-            first = known[0].narrow(dim, 0, 1)
+        channel_parts = [part for part in parts if part.numel() and c.all_channels(part)]
+        if len(channel_parts) < len(parts) and channel_parts and not any(differs(part)[dim] for part in channel_parts):
+            channel = channel_parts[0].narrow(dim, 0, 1)
             parts = tuple(
-                first.expand(part.shape)
+                channel.expand(part.shape)
                 if part.numel() and not any(differs(part)) and not c.any_channel(part)
                 else part
                 for part in parts
             )
-            c.touch(first)
+            c.touch(channel)
         results.append(c.compact_repeats(torch.cat(parts, dim)))
     return joined(results)
 
@@ -152,7 +152,7 @@ def _along(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     args, kwargs = fx.node.map_aggregate((args, kwargs), c.ids_of)
     x = args[0]
     result = target(*args, **kwargs)
-    parts = _listed(result)
+    parts = _as_list(result)
     if len(parts) == 1 and parts[0].shape == x.shape and packet not in _REORDERING:
         return result
     position = ALONG.get(packet, 1)
@@ -166,8 +166,8 @@ def _along(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
     for dim in [dims] if isinstance(dims, int) else dims:
         tokens = c.occurrences(x, dim)
         if tokens is not None:
-            for part, taken in zip(parts, _listed(target(tokens, *args[1:], **kwargs)), strict=True):
-                c.add_opaque_context(part, taken, f"{target} takes different tokens of some of them")
+            for part, positions in zip(parts, _as_list(target(tokens, *args[1:], **kwargs)), strict=True):
+                c.add_opaque_context(part, positions, f"{target} takes different tokens of some of them")
     for part in parts:
         c.touch(part)
     return c.compact_repeats(result) if isinstance(result, Tensor) else [c.compact_repeats(part) for part in parts]
@@ -195,21 +195,21 @@ def _pad(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     mode = kwargs.get("mode", args[2] if len(args) > 2 and isinstance(args[2], str) else "constant")
     c.touch(ids)
     constant = c.new_ids(())
-    for number in range(len(pad) // 2):
-        dim = ids.ndim - 1 - number
-        before, after = pad[2 * number : 2 * number + 2]
-        if before == after == 0:
+    for pair in range(len(pad) // 2):
+        dim = ids.ndim - 1 - pair
+        left, right = pad[2 * pair : 2 * pair + 2]
+        if left == right == 0:
             continue
         if not differs(ids)[dim] and c.all_channels(ids):
             shape = list(ids.shape)
-            shape[dim] += before + after
+            shape[dim] += left + right
             ids = ids.narrow(dim, 0, 1).expand(shape)
         elif mode != "constant":
             return c.barrier(f"{target} by {mode} among channels", (args, kwargs))
         else:
-            kept = (ids, dim, max(-before, 0), ids.shape[dim] - max(-after, 0))
-            cut = _along(c, aten.slice.Tensor, kept, {})
-            ends = [constant.expand(*cut.shape[:dim], max(n, 0), *cut.shape[dim + 1 :]) for n in (before, after)]
+            bounds = (ids, dim, max(-left, 0), ids.shape[dim] - max(-right, 0))
+            cut = _along(c, aten.slice.Tensor, bounds, {})
+            ends = [constant.expand(*cut.shape[:dim], max(n, 0), *cut.shape[dim + 1 :]) for n in (left, right)]
             ids = torch.cat([ends[0], cut, ends[1]], dim)
     return ids
 
@@ -246,7 +246,7 @@ def _constant_value(node: fx.Node) -> Tensor | None:
     return None if value.is_meta else value.cpu()
 
 
-def _listed(result: Any) -> list[Tensor]:
+def _as_list(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
@@ -276,8 +276,8 @@ def _elementwise(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str
 def _prelu(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A leaky ReLU with a learned slope, for each channel of dimension 1 or for all."""
     x, weight = args
-    several = isinstance(weight, ParameterValue) and math.prod(weight.shape) > 1
-    return combine(c, [x, weight.with_dims([0, *[None] * (c.ids_of(x).ndim - 2)]) if several else weight])
+    per_channel = isinstance(weight, ParameterValue) and math.prod(weight.shape) > 1
+    return combine(c, [x, weight.with_dims([0, *[None] * (c.ids_of(x).ndim - 2)]) if per_channel else weight])
 
 
 def _glu(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

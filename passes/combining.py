@@ -34,9 +34,9 @@ def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any
 
 def combine(c: Channels, operands: Sequence[Any]) -> Any:
     """Returns the ids of a function of several operands, element by element, after broadcasting them."""
-    known = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
+    inputs = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
     ids = [
-        [c.ids_of(operand, _carrying(c, operand, known))]
+        [c.ids_of(operand, _carrying(c, operand, inputs))]
         if isinstance(operand, ParameterValue)
         else parts_of(c, operand)
         for operand in operands
@@ -44,7 +44,7 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
     parameters = [isinstance(operand, ParameterValue) for operand in operands]
     shape = torch.broadcast_shapes(*(parts[0].shape for parts in ids))
     if not any(c.any_channel(part) for parts in ids for part in parts):
-        return _opaque(c, shape, known)
+        return _opaque(c, shape, inputs)
     result = [part.expand(shape) for part in ids[0]]
     varies = _varies(ids[0], shape)
     for part in result:
@@ -53,7 +53,7 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
         others, others_vary = [part.expand(shape) for part in ids[number]], _varies(ids[number], shape)
         _keep_order(c, result, others, others_vary)
         _keep_order(c, others, result, varies)
-        varies = [any(both) for both in zip(varies, others_vary, strict=True)]
+        varies = [any(pair) for pair in zip(varies, others_vary, strict=True)]
         for part in ids[number]:
             c.touch(part)
             result = _met(c, result, part.expand(shape), parameters[0] or parameters[number])
@@ -88,12 +88,12 @@ def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], 
     """
     if not any(c.any_channel(other) for other in others):
         return  # each then meets the other's values one by one
-    move = [any(differing) for differing in zip(*(_channels_differ(c, other) for other in others), strict=True)]
+    moving = [any(differing) for differing in zip(*(_channels_differ(c, other) for other in others), strict=True)]
     for part in parts:
         if not c.any_channel(part):
             continue
-        meets = zip(_channels_differ(c, part), others_vary, move, strict=True)
-        fixed = [differ and vary and not moves for differ, vary, moves in meets]
+        meetings = zip(_channels_differ(c, part), others_vary, moving, strict=True)
+        fixed = [differ and vary and not moves for differ, vary, moves in meetings]
         if any(fixed):
             places = c.new_ids(tuple(size if fix else 1 for size, fix in zip(part.shape, fixed, strict=True)))
             c.add_opaque_context(part, places, f"{c.node.target} combines each with values that do not move with it")
@@ -123,8 +123,8 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
             remaining.append(part)
         elif finer or coarser:
             c.cross(part, other)
-            few, other = (other, part) if finer else (part, other)
-            c.separate(few, f"{c.node.target} gives each a run of channels of its own")
+            coarse, other = (other, part) if finer else (part, other)
+            c.separate(coarse, f"{c.node.target} gives each a run of channels of its own")
         else:
             other = c.join(part, other, attached)
     return [*remaining, other]

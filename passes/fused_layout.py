@@ -133,16 +133,16 @@ class _NormFinder:
         norm, readers = self._modules.get(path), _weights_that_read(source)
         if not path or norm is None or readers is None or source.meta["val"].shape[-1] != site.channels:
             return None, []
-        read = norm_input(source, path)
-        if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or read is None:
+        norm_source = norm_input(source, path)
+        if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or norm_source is None:
             return None, []  # it runs more than once, or on more than one activation
         if self._may_be_bypassed(path):
             return None, []
         variant = match_norm(norm, site.channels)
         if variant is None:
             return None, []
-        decides = norm.get_parameter("weight") if variant.kind == "rms" else read.meta["val"]
-        if source.meta["val"].dtype != decides.dtype:
+        dtype_source = norm.get_parameter("weight") if variant.kind == "rms" else norm_source.meta["val"]
+        if source.meta["val"].dtype != dtype_source.dtype:
             return None, []  # where dtypes are mixed, it rounds otherwise than the norm that would replace it
         weights = {f"{name}.weight" for name in site.linears}
         if self._untraced.reach([f"{path}.weight", *readers, *weights], [site]):

@@ -102,11 +102,11 @@ def input_dim(weight: fx.Node) -> int:
 def source_of(node: fx.Node) -> fx.Node:
     """Returns the node before all reshaping: walks back over operators that keep the channels of the last dimension."""
     while getattr(node.target, "overloadpacket", None) in RESHAPING:
-        before = node.args[0]
-        assert isinstance(before, fx.Node)
-        if before.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if source.meta["val"].shape[-1] != node.meta["val"].shape[-1]:
             break
-        node = before
+        node = source
     return node
 
 
@@ -220,22 +220,22 @@ def norm_input(source: fx.Node, module: str) -> fx.Node | None:
     """Returns the only activation that a module reads, or None where there are several."""
     inside, waiting, inputs = {source}, [source], set()
     while waiting:
-        for before in waiting.pop().all_input_nodes:
-            if before.op != "get_attr" and before not in inside:
-                if module_path(before) == module:
-                    inside.add(before)
-                    waiting.append(before)
+        for producer in waiting.pop().all_input_nodes:
+            if producer.op != "get_attr" and producer not in inside:
+                if module_path(producer) == module:
+                    inside.add(producer)
+                    waiting.append(producer)
                 else:
-                    inputs.add(before)
+                    inputs.add(producer)
     return inputs.pop() if len(inputs) == 1 else None
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Inside the context, torch uses one thread: waiting for others on a busy machine takes longer than small work."""
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)

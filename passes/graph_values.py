@@ -29,8 +29,8 @@ class ParameterValue:
     def permuted(self, index: Tensor, dim: int) -> "ParameterValue":
         """Returns the parameter with one dimension in the order of ``index``."""
         orders, dim = list(self.orders), dim % len(self.shape)
-        before = orders[dim]
-        orders[dim] = index if before is None else before[index]
+        order = orders[dim]
+        orders[dim] = index if order is None else order[index]
         return replace(self, orders=tuple(orders))
 
     def with_dims(self, dims: Sequence[int | None]) -> "ParameterValue":
@@ -57,12 +57,12 @@ class ParameterValue:
             return None
         if not isinstance(result, Tensor) or result.numel() != sample.numel():
             return None
-        left = {stride: dim for dim, stride in enumerate(sample.stride())}
+        remaining = {stride: dim for dim, stride in enumerate(sample.stride())}
         dims: list[int | None] = []
         for size, stride in zip(result.shape, result.stride(), strict=True):
-            dim = left.get(stride)
+            dim = remaining.get(stride)
             if dim is not None and self.shape[dim] == size:
-                dims.append(left.pop(stride))
+                dims.append(remaining.pop(stride))
             elif size == 1:
                 dims.append(None)
             else:

@@ -30,11 +30,11 @@ def insert_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) 
     return graph_module
 
 
-def _gathered(activation: fx.Node, index: fx.Node, gather: Gather, before: fx.Node) -> fx.Node:
+def _gathered(activation: fx.Node, index: fx.Node, gather: Gather, call: fx.Node) -> fx.Node:
     """Returns the activation in the site's order; linears that read the same node share one gather."""
     for user in activation.users:
         if user.target is PERMUTE and user.meta.get(SITE) == gather.site and user.args[1] is index:
             return user
-    permuted = call_before(before, PERMUTE, (activation, index), activation.meta["val"])
+    permuted = call_before(call, PERMUTE, (activation, index), activation.meta["val"])
     permuted.meta[SITE] = gather.site
     return permuted

@@ -34,15 +34,15 @@ def _linear(c: Channels, x: Any, weight: Any, bias: Any = None) -> Any:
 
 def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
     """Joins dimension 1 of a weight with the last dimension of what it is multiplied with, and records the product."""
-    columns, stored = c.axis(weight, 1), weight.dims[1]
+    columns, in_dim = c.axis(weight, 1), weight.dims[1]
     channels, problem = c.channels_of(x)
     if problem:
         c.separate(x, problem)
         c.separate(columns, problem)
     else:
         c.unite(columns, channels, attached=True)
-    assert stored is not None
-    c.linears.append(LinearCall(weight.name, stored, c.node, _source(c.node, weight.name), problem))
+    assert in_dim is not None
+    c.linears.append(LinearCall(weight.name, in_dim, c.node, _source(c.node, weight.name), problem))
 
 
 def _one_order(c: Channels, x: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ def _rank(value: Any) -> int:
 def _einsum(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A product of tensors, each with a letter per dimension, summed over the letters that the result lacks."""
     equation, operands = args[0].replace(" ", ""), args[1]
-    inputs, arrow, kept = equation.partition("->")
+    inputs, arrow, result_letters = equation.partition("->")
     terms = inputs.split(",")
-    if not arrow or "." in equation or any(len(set(term)) != len(term) for term in [*terms, kept]):
+    if not arrow or "." in equation or any(len(set(term)) != len(term) for term in [*terms, result_letters]):
         return c.barrier(f"{target} {equation}", (args, kwargs))
-    letters = kept + "".join(dict.fromkeys(letter for letter in inputs if letter not in kept + ","))
+    letters = result_letters + "".join(dict.fromkeys(letter for letter in inputs if letter not in result_letters + ","))
 
     def spread(term: str) -> Callable[[Tensor], Tensor]:
         def view(ids: Tensor) -> Tensor:
@@ -112,17 +112,17 @@ def _einsum(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
         else mapped(c, operand, spread(term))
         for term, operand in zip(terms, operands, strict=True)
     ]
-    summed = list(range(len(kept), len(letters)))
+    summed_dims = list(range(len(result_letters), len(letters)))
     result = combine(c, aligned)
-    return contracted(c, result, summed, keep=False) if summed else result
+    return contracted(c, result, summed_dims, keep=False) if summed_dims else result
 
 
 def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A convolution: a product at every position of its kernel, for all channels, for each group or for each one."""
     named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
     weight, groups, bias = named["weight"], named.get("groups", 1), named.get("bias")
-    known = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
-    if not known or (groups == 1 and weight.dims[1] is None) or named.get("transposed"):
+    is_stored = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
+    if not is_stored or (groups == 1 and weight.dims[1] is None) or named.get("transposed"):
         return c.barrier(f"{target} with a computed or transposed weight", (args, kwargs))
     x, rows = c.ids_of(named["input"]), c.axis(weight, 0)
     kernel = len(weight.shape) - 2
@@ -141,10 +141,10 @@ def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stri
     rows, shape, kernel = c.axis(weight, 0), c.node.meta["val"].shape, len(weight.shape) - 2
     problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
     for dim in range(-kernel, 0):
-        alone = weight.shape[dim] == 1 and shape[dim] == x.shape[dim] and set(stride) == {1}
-        if not alone and differs(x)[dim]:
+        is_pointwise = weight.shape[dim] == 1 and shape[dim] == x.shape[dim] and set(stride) == {1}
+        if not is_pointwise and differs(x)[dim]:
             problem = problem or "its input mixes tokens into channels"
-        elif not alone:
+        elif not is_pointwise:
             x = x.narrow(dim, 0, 1)
     if not problem:
         return combine(c, [x.expand(*shape), weight.with_dims([0, *[None] * kernel])])

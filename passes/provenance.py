@@ -209,9 +209,9 @@ class _Interpreter(fx.Interpreter):
         packet = getattr(node.target, "overloadpacket", None)
         if packet in SUMS_OF_PRODUCTS:
             return not self._zeros.isdisjoint(node.all_input_nodes)
-        moves = packet in SAME or packet in LAYOUT or packet in ALONG
-        one = isinstance(node.meta.get("val"), Tensor)
-        return packet in ZERO or (moves and one and self._zeros.issuperset(node.all_input_nodes))
+        moves_values = packet in SAME or packet in LAYOUT or packet in ALONG
+        is_tensor = isinstance(node.meta.get("val"), Tensor)
+        return packet in ZERO or (moves_values and is_tensor and self._zeros.issuperset(node.all_input_nodes))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._channels.barrier(f"module {target}", (args, kwargs))

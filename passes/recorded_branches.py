@@ -48,7 +48,7 @@ class Answers(TorchFunctionMode):
     def __init__(self, earlier: "Answers | None" = None) -> None:
         super().__init__()
         self.takes_all = False
-        self._given = earlier
+        self._earlier = earlier
         self._answers: defaultdict[Place, deque[Any]] = defaultdict(deque)
 
     def __torch_function__(
@@ -68,12 +68,12 @@ class Answers(TorchFunctionMode):
 
     def _answer(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         place = _place()
-        if self._given is None:
+        if self._earlier is None:
             answer = function(*args, **kwargs)
             self._answers[place].append(answer)
             return answer
-        left = self._given._answers[place]
-        return left.popleft() if left else function(*args, **kwargs)
+        remaining = self._earlier._answers[place]
+        return remaining.popleft() if remaining else function(*args, **kwargs)
 
     def same(self, other: "Answers") -> bool:
         """Whether both have written down the same answers."""

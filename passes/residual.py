@@ -26,13 +26,13 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
     is added, and where no module of the layer that ran before the linear has read the same rows, in the same order, and
     nothing else.
     """
-    inside: dict[str, list[fx.Node]] = defaultdict(list)
+    nodes_by_module: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function":
-            inside[module_name(node)].append(node)  # of all calls: whatever one of them reads counts
-    holders = {path[: dot.start()] for path in inside for dot in re.finditer(r"\.", path)}
+            nodes_by_module[module_name(node)].append(node)  # of all calls: whatever one of them reads counts
+    holders = {path[: dot.start()] for path in nodes_by_module for dot in re.finditer(r"\.", path)}
     readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)  # activation -> first node and name of each
-    for path, nodes in inside.items():
+    for path, nodes in nodes_by_module.items():
         before = {before_it for node in nodes for before_it in node.all_input_nodes if module_name(before_it) != path}
         inputs = {source_of(value) for value in before if value.op != "get_attr"}
         if len(inputs) == 1 and path not in holders:  # what a module with submodules computes need not read its input
@@ -46,8 +46,8 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
         if len(paths) != 1 or {module_name(user) for user in node.users} != paths:
             return None, ""
         (path,) = paths
-        ends = [value for value in inside[path] if any(module_name(user) != path for user in value.users)]
-        return (ends[0] if len(ends) == 1 else None), path
+        outputs = [value for value in nodes_by_module[path] if any(module_name(user) != path for user in value.users)]
+        return (outputs[0] if len(outputs) == 1 else None), path
 
     def reader(product: fx.Node, layer: str) -> Residual:
         residual, factor = _added_to(product)

@@ -29,10 +29,10 @@ def routed_nodes(graph: fx.Graph) -> set[fx.Node]:
     computed: set[fx.Node] = set()  # by a weight
     selected: set[fx.Node] = set()
     for node in graph.nodes:
-        packet, before = getattr(node.target, "overloadpacket", None), node.all_input_nodes
-        if (node.op == "get_attr" and node.target in parameters) or not computed.isdisjoint(before):
+        packet, inputs = getattr(node.target, "overloadpacket", None), node.all_input_nodes
+        if (node.op == "get_attr" and node.target in parameters) or not computed.isdisjoint(inputs):
             computed.add(node)
-        rows = before[:1] if packet in WRITES_INTO else before
+        rows = inputs[:1] if packet in WRITES_INTO else inputs
         if not (computed if packet is SELECTS else selected).isdisjoint(rows):
             selected.add(node)
     return selected
@@ -50,10 +50,10 @@ def ranked_products(graph: fx.Graph, products: Collection[fx.Node]) -> set[fx.No
     waiting = [node for node in graph.nodes if _ranks(node)]
     ranking: set[fx.Node] = set()
     while waiting:
-        before = activations.intersection(waiting.pop().all_input_nodes)
-        if len(before) == 1:
-            ranking |= before.intersection(products)
-            waiting += before.difference(products)
+        inputs = activations.intersection(waiting.pop().all_input_nodes)
+        if len(inputs) == 1:
+            ranking |= inputs.intersection(products)
+            waiting += inputs.difference(products)
     return ranking
 
 

@@ -54,12 +54,12 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
     if any(differs(x)[position] for position in dims) or not c.all_channels(x):
         return None
     c.touch(x)
-    rest = x
+    row_ids = x
     for _ in dims:
-        rest = rest.select(dim, 0)
-    for _ in range(len(shape) - rest.ndim):
-        rest = rest.unsqueeze(dim)
-    return rest.expand([size if isinstance(size, int) else 1 for size in shape])
+        row_ids = row_ids.select(dim, 0)
+    for _ in range(len(shape) - row_ids.ndim):
+        row_ids = row_ids.unsqueeze(dim)
+    return row_ids.expand([size if isinstance(size, int) else 1 for size in shape])
 
 
 def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

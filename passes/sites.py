@@ -71,12 +71,12 @@ def find_sites(
         readers = [site for site in sites if site.space is space]
         if not space.frozen and (reason := untraced.reach([axis.parameter for axis in space.axes], readers)):
             space.freeze(reason)
-        fixed = unsaved & {axis.parameter for axis in space.axes}
-        if not space.frozen and fixed:
-            space.freeze(f"{min(fixed)} is not saved with the model, so that its order cannot change")
+        unsaved_parameters = unsaved & {axis.parameter for axis in space.axes}
+        if not space.frozen and unsaved_parameters:
+            space.freeze(f"{min(unsaved_parameters)} is not saved with the model, so that its order cannot change")
     pruned = {name: patterns[name] for site in sites for name in site.linears}
-    located = builder.located(provenance.hidden_labels)
-    return Plan(sites, spaces, pruned, skipped, provenance.barriers, located, tuple(untraced.shapes))
+    hidden_site = builder.located(provenance.hidden_labels)
+    return Plan(sites, spaces, pruned, skipped, provenance.barriers, hidden_site, tuple(untraced.shapes))
 
 
 def _linears(provenance: Provenance, model: nn.Module) -> dict[str, nn.Module]:
@@ -181,17 +181,17 @@ def _skip_the_rest(model: nn.Module, provenance: Provenance, feeding: set[fx.Nod
     """Adds to ``skipped`` the linears that the graph does not call, and weights with more than two dimensions."""
     called = {call.parameter for call in provenance.linears}
     used = {parameter for parameter, _ in provenance.axes}
-    read = {str(node.target) for node in feeding if node.op == "get_attr"}
+    parameters_read = {str(node.target) for node in feeding if node.op == "get_attr"}
 
     def outside(name: str) -> str:
         if name not in used:
             return "not used when the model runs on token ids"
-        return "" if name in read else "does not feed the last hidden state (output head or pooler)"
+        return "" if name in parameters_read else "does not feed the last hidden state (output head or pooler)"
 
     for name, module in model.named_modules():
         if isinstance(module, LINEAR_MODULES) and f"{name}.weight" not in called:
-            tied = any(module.weight is p for n, p in model.named_parameters() if n in called)
-            if not tied:
+            is_tied = any(module.weight is p for n, p in model.named_parameters() if n in called)
+            if not is_tied:
                 barrier = "its weight is read by an operator without a channel rule"
                 skipped.setdefault(name, outside(f"{name}.weight") or barrier)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
@@ -210,10 +210,10 @@ def _other(module: nn.Module) -> str:
 def _ancestors(node: fx.Node) -> set[fx.Node]:
     ancestors, waiting = {node}, [node]
     while waiting:
-        for before in waiting.pop().all_input_nodes:
-            if before not in ancestors:
-                ancestors.add(before)
-                waiting.append(before)
+        for source in waiting.pop().all_input_nodes:
+            if source not in ancestors:
+                ancestors.add(source)
+                waiting.append(source)
     return ancestors
 
 
@@ -221,7 +221,7 @@ def _depths(graph: fx.Graph, products: Collection[fx.Node]) -> dict[fx.Node, int
     """Returns node -> the most ``products`` on one way through the graph to it, itself included."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        depths[node] = max((depths[before] for before in node.all_input_nodes), default=0) + (node in products)
+        depths[node] = max((depths[source] for source in node.all_input_nodes), default=0) + (node in products)
     return depths
 
 
@@ -251,8 +251,8 @@ class _SpaceBuilder:
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
         layers = {layer_of(model, name) for name in names}
-        alone = len(names) == count == 1 and "" not in layers
-        residual, norm = self._residual(model, calls[0].node, *layers) if alone else (Residual(), None)
+        is_only_linear = len(names) == count == 1 and "" not in layers
+        residual, norm = self._residual(model, calls[0].node, *layers) if is_only_linear else (Residual(), None)
         site = Site(
             name,
             tuple(names),
@@ -301,9 +301,9 @@ class _SpaceBuilder:
         if not problem and max(segments) == 1:
             problem = self._provenance.reason(unique)
         space = ChannelSpace.frozen_space(name, segments, problem) if problem else ChannelSpace(name, segments, ())
-        free = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
-        self._space_of[unique[free]] = len(self._spaces)
-        self._unit_of[unique[free]] = np.arange(unique.size)[free]
+        is_new = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
+        self._space_of[unique[is_new]] = len(self._spaces)
+        self._unit_of[unique[is_new]] = np.arange(unique.size)[is_new]
         self._spaces.append(space)
         order = np.argsort(unique)
         return space, order[np.searchsorted(unique, labels, sorter=order)]

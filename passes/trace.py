@@ -144,12 +144,12 @@ def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
 
 
 def _remedy(model: PreTrainedModel) -> str:
-    main, taken = model.main_input_name, inspect.signature(model.forward).parameters
-    if main == "input_ids" or "input_ids" not in taken:
+    main, parameters = model.main_input_name, inspect.signature(model.forward).parameters
+    if main == "input_ids" or "input_ids" not in parameters:
         return "Check config.json, and that transformers alone can run the model"
     others = [
         name
-        for name, parameter in taken.items()
+        for name, parameter in parameters.items()
         if name not in CONTROLS | {main} and parameter.kind is not parameter.VAR_KEYWORD
     ]
     return (
@@ -263,11 +263,11 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
     During an export the model runs on tensors without values. If it stored them, later runs would fail.
     """
-    before = [(vars(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
+    saved = [(vars(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
     try:
         yield
     finally:
-        for attributes, values in before:
+        for attributes, values in saved:
             attributes.clear()
             for name, (value, copied) in values.items():
                 attributes[name] = value
@@ -298,8 +298,8 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
     inputs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     for node in exported.graph.nodes:
         if node.op == "output":
-            kept = [s.kind is OutputKind.USER_OUTPUT for s in exported.graph_signature.output_specs]
-            results = [value for value, keep in zip(node.args[0], kept, strict=True) if keep]
+            is_user_output = [s.kind is OutputKind.USER_OUTPUT for s in exported.graph_signature.output_specs]
+            results = [value for value, keep in zip(node.args[0], is_user_output, strict=True) if keep]
             graph.output(tuple(copies.get(value, value) for value in results))
         elif node.op == "placeholder" and inputs[node.name].kind is not InputKind.USER_INPUT:
             spec = inputs[node.name]
@@ -320,8 +320,8 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
                 attributes[str(node.target)] = getattr(exported.graph_module, str(node.target))
             copies[node] = graph.node_copy(node, copies.__getitem__)
     for node in reversed(graph.nodes):  # remove what is computed for its shape only, as one channel in BART
-        weighs = any(before.op == "get_attr" for before in node.all_input_nodes)
-        if node.op == "call_function" and not node.users and not weighs and not node.is_impure():
+        reads_attribute = any(source.op == "get_attr" for source in node.all_input_nodes)
+        if node.op == "call_function" and not node.users and not reads_attribute and not node.is_impure():
             graph.erase_node(node)
     return fx.GraphModule(attributes, graph, f"{type(model).__name__}Graph")
 

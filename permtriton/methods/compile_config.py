@@ -59,8 +59,8 @@ class CompileConfig(CommonConfig):
 
     @property
     def surplus(self) -> int:
-        extra = (step.extra_per_sample + ceil(step.fresh_samples / self.calibration.samples) for step in self.steps)
-        return max([SURPLUS, *(1 + per_sample for per_sample in extra)])
+        extras = (step.extra_per_sample + ceil(step.fresh_samples / self.calibration.samples) for step in self.steps)
+        return max([SURPLUS, *(1 + per_sample for per_sample in extras)])
 
     @property
     def generated(self) -> int:

@@ -42,17 +42,17 @@ def update_layers(
         walk = LayerWalk(model, plan, run.samples, run.batch_size, run.store)
         for number, layer in enumerate(walk.walk_and_change()):
             weights = weights_of_sites(model, layer.sites)
-            if state is not None and (finished := state.restore(number, weights, plan.patterns)) is not None:
-                parts += finished
+            if state is not None and (restored_parts := state.restore(number, weights, plan.patterns)) is not None:
+                parts += restored_parts
                 advance(num_sequences + 1)
                 continue
             linears = [(site.name, name) for site in layer.sites for name in site.linears]
             results = ranks.deal(linears, _updating(model, curvatures(hessians(model, layer, advance)), update))
             ranks.send_dealt([linear_module(model, name).get_parameter("weight") for _, name in linears])
-            reported = [part for part in results if part is not None]
+            new_parts = [part for part in results if part is not None]
             if state is not None:
-                state.keep(number, weights, plan.patterns, reported)
-            parts += reported
+                state.keep(number, weights, plan.patterns, new_parts)
+            parts += new_parts
             advance()
     return parts
 

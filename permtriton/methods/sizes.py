@@ -149,9 +149,9 @@ class ModelSizes:
     @property
     def gradients(self) -> int:
         """Bytes that forward and backward passes keep."""
-        kept = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
-        together = min(self.micro_batch_size, self.backward_batch or self.micro_batch_size)
-        backward = together * (self.layers * kept + 16 * self.width)
+        channels = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
+        sequences = min(self.micro_batch_size, self.backward_batch or self.micro_batch_size)
+        backward = sequences * (self.layers * channels + 16 * self.width)
         measuring = without_gradients(self.micro_batch_size * self.longest, self.hidden, self.width)
         logits = self.micro_batch_size * self.tokens * self.vocabulary * 4 * FLOAT32
         return max(self.longest * backward * FLOAT32, measuring) + logits

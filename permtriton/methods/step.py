@@ -155,11 +155,11 @@ class Step(Protocol):
         """Returns lines for the table of results, each with its name and its value."""
         lines = []
         if len(outcome.history) > 1:
-            kept = outcome.history[-1 if outcome.kept is None else outcome.kept]
-            measure, words = ("held_out", "loss on other calibration text") if "held_out" in kept else ("loss", "loss")
-            before, after = outcome.history[0][measure], kept[measure]
-            done = f"{outcome.unit} {kept[outcome.unit]} of {len(outcome.history) - 1}"
-            lines.append((f"{self.name}: {words}", f"{before:.4f} to {after:.4f} ({done})"))
-        changed = [(part["name"], f"{part['start']:.4f} to {part['end']:.4f}") for part in outcome.parts]
-        changed += [(name, f"left as it was: {why}") for name, why in outcome.left.items()]
-        return lines + [(f"{self.name}: {name}", values) for name, values in changed]
+            row = outcome.history[-1 if outcome.kept is None else outcome.kept]
+            measure, words = ("held_out", "loss on other calibration text") if "held_out" in row else ("loss", "loss")
+            start_loss, kept_loss = outcome.history[0][measure], row[measure]
+            progress = f"{outcome.unit} {row[outcome.unit]} of {len(outcome.history) - 1}"
+            lines.append((f"{self.name}: {words}", f"{start_loss:.4f} to {kept_loss:.4f} ({progress})"))
+        changes = [(part["name"], f"{part['start']:.4f} to {part['end']:.4f}") for part in outcome.parts]
+        changes += [(name, f"left as it was: {reason}") for name, reason in outcome.left.items()]
+        return lines + [(f"{self.name}: {name}", values) for name, values in changes]

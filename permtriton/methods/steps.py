@@ -35,9 +35,9 @@ def problem_of(kind: Any) -> str:
         return f"does not say its {missing[0]}"
     if not isinstance(kind.stage, Stage):  # type: ignore[attr-defined]
         return f"has the stage {shown(kind.stage)}, expected one of {', '.join(map(str, Stage))}"  # type: ignore[attr-defined]
-    taken = {word: step for step in STEPS for word in (step.name, step.prefix)}
-    if clash := next((word for word in (kind.name, kind.prefix) if taken.get(word, kind) is not kind), ""):  # type: ignore[attr-defined]
-        return f"has the name or prefix {clash} of permtriton's own step {taken[clash].name}: choose another"
+    step_by_word = {word: step for step in STEPS for word in (step.name, step.prefix)}
+    if clash := next((word for word in (kind.name, kind.prefix) if step_by_word.get(word, kind) is not kind), ""):  # type: ignore[attr-defined]
+        return f"has the name or prefix {clash} of permtriton's own step {step_by_word[clash].name}: choose another"
     return ""
 
 

@@ -57,17 +57,17 @@ class KeptOutputs:
     def _forward(self, rows: tuple[int, ...], last: bool, module: nn.Module) -> Callable[..., Any]:
         compute = module.forward
 
-        def forward(*positional: Any, **named: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
             output, versions = self._outputs.get((module, rows), (None, []))
             if versions and versions == _versions(output):
                 return output
-            output = compute(*positional, **named)
+            output = compute(*args, **kwargs)
             self._final &= module not in self._changing
             if self._keep and self._final and not last:
-                kept = pytree.tree_map_only(Tensor, self._keep, output)
-                for inside in module.modules():
-                    self._outputs.pop((inside, rows), None)
-                self._outputs[module, rows] = kept, _versions(kept)
+                kept_output = pytree.tree_map_only(Tensor, self._keep, output)
+                for inner_module in module.modules():
+                    self._outputs.pop((inner_module, rows), None)
+                self._outputs[module, rows] = kept_output, _versions(kept_output)
             return output
 
         return forward
@@ -82,10 +82,10 @@ def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, 
     """Returns the names of the modules of a layer whose outputs may be kept: an ordered set."""
     linears = [linear for site in sites for linear in site.linears]
     experts = {name for site in sites for name in site.linears if site.is_routed or stacked_name(model, name)}
-    watched = experts | {site.residual_reader for site in sites}
-    around = {above for name in watched for above in _modules_around(name)}
+    watched_modules = experts | {site.residual_reader for site in sites}
+    holders = {holder for name in watched_modules for holder in _modules_around(name)}
     candidates = [module for name in linears if name not in experts for module in (name, *_modules_around(name))]
-    return dict.fromkeys(module for module in candidates if module.startswith(f"{layer}.") and module not in around)
+    return dict.fromkeys(module for module in candidates if module.startswith(f"{layer}.") and module not in holders)
 
 
 def _modules_around(name: str) -> list[str]:

@@ -74,7 +74,7 @@ class LayerCalls:
     def _add(self, call: _Call) -> None:
         first = self._leaves[0] if self._leaves else call.leaves
         self._structure = call.structure
-        self._leaves.append([one if same(one, other) else other for one, other in zip(first, call.leaves, strict=True)])
+        self._leaves.append([a if same(a, b) else b for a, b in zip(first, call.leaves, strict=True)])
 
     def __call__(self, hidden: Tensor, rows: Tensor, call_context: CallContext = as_it_is) -> Tensor:
         """Returns the layer's output ``[len(rows), tokens, hidden]`` for sequences of such numbers.
@@ -197,11 +197,11 @@ def _parted(
     running = [layers[name] for name in chain if layers[name] not in forms]
     changed = [weight for layer in running for weight in layer.parameters() if id(weight) in changing]
     with _half_negated(changed), left_out(forms):
-        again = recorded(model, layers, sample)
+        second_calls = recorded(model, layers, sample)
     parts = [chain[:1]]
     for name in chain[1:]:
-        leaves, others = recorded_calls[name][0].leaves, [call.leaves for call in again[name]]
-        if len(others) == 1 and len(leaves) == len(others[0]) and all(map(same, leaves, others[0])):
+        leaves, other_calls = recorded_calls[name][0].leaves, [call.leaves for call in second_calls[name]]
+        if len(other_calls) == 1 and len(leaves) == len(other_calls[0]) and all(map(same, leaves, other_calls[0])):
             parts[-1].append(name)
         else:
             parts.append([name])
@@ -249,21 +249,21 @@ def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: S
 @contextmanager
 def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequences: int) -> Iterator[None]:
     """Inside the context, records calls. Of the hidden states between layers, only the last ones stay in memory."""
-    started: dict[str, _Call] = {}
+    open_calls: dict[str, _Call] = {}
     last: tuple[str, Tensor | None] = ("", None)
 
     def before(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             hidden, leaves, structure, problem = _taken_apart(positional, named, sequences)
             follows = last[0] if hidden is not None and same(hidden, last[1]) else ""
-            started[name] = _Call(None if follows else hidden, leaves, structure, problem, follows)
+            open_calls[name] = _Call(None if follows else hidden, leaves, structure, problem, follows)
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, _inputs: object, output: Any) -> None:
             nonlocal last
-            call, hidden = started.pop(name), _hidden_of(output)
+            call, hidden = open_calls.pop(name), _hidden_of(output)
             if isinstance(hidden, Tensor):
                 last = (name, hidden.detach().clone())
                 calls[name].append(replace(call, form=_form(output)))
@@ -285,8 +285,8 @@ def _form(output: Any) -> Form | None:
     hidden = _hidden_of(output)
     if not all(isinstance(leaf, PLAIN) for leaf in leaves) or sum(isinstance(leaf, Tensor) for leaf in leaves) > 1:
         return None
-    rest = [None if leaf is hidden else leaf for leaf in leaves]
-    return Form(rest, [leaf is hidden for leaf in leaves].index(True), structure, hidden.shape[1:])
+    other_leaves = [None if leaf is hidden else leaf for leaf in leaves]
+    return Form(other_leaves, [leaf is hidden for leaf in leaves].index(True), structure, hidden.shape[1:])
 
 
 def hidden_argument(positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -298,13 +298,13 @@ def _taken_apart(
 ) -> tuple[Tensor | None, list[Any], pytree.TreeSpec, str]:
     """Returns a call's hidden states, its other arguments, their structure, and why it cannot be repeated, if so."""
     hidden = hidden_argument(positional, named)
-    rest_named = {**named, "hidden_states": None} if "hidden_states" in named else named
-    rest = positional if "hidden_states" in named else (None, *positional[1:])
-    leaves, structure = pytree.tree_flatten((rest, rest_named))
+    other_kwargs = {**named, "hidden_states": None} if "hidden_states" in named else named
+    other_args = positional if "hidden_states" in named else (None, *positional[1:])
+    leaves, structure = pytree.tree_flatten((other_args, other_kwargs))
     problem = ""
     if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[0] != sequences:
         problem, hidden = "does not take hidden states [sequences, tokens, hidden]", None
-    for value in (*rest, *rest_named.values()):
+    for value in (*other_args, *other_kwargs.values()):
         if isinstance(value, list | dict):  # layers could hand on values in it
             problem = f"takes a {type(value).__name__}"
     for leaf in leaves:

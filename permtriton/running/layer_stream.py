@@ -50,9 +50,9 @@ class LayerStream:
             assert calls[0].hidden is not None
             self.hidden.append(self._kept(calls[0].hidden))
             self._arguments.append([(call.leaves, call.structure) for call in calls])
-            for (leaves, _), (before, _) in zip(self._arguments[-1], self._arguments[0], strict=True):
-                if len(leaves) == len(before):  # what is equal for all batches is stored once
-                    leaves[:] = [one if same(one, leaf) else leaf for one, leaf in zip(before, leaves, strict=True)]
+            for (leaves, _), (first_leaves, _) in zip(self._arguments[-1], self._arguments[0], strict=True):
+                if len(leaves) == len(first_leaves):  # what is equal for all batches is stored once
+                    leaves[:] = [a if same(a, b) else b for a, b in zip(first_leaves, leaves, strict=True)]
 
     def _kept(self, hidden: Tensor) -> Tensor:
         return self._store.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)

@@ -103,8 +103,8 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type != "cpu":
         nvidia = device.type == "cuda" and torch.version.hip is None
         return nvidia and torch.cuda.get_device_properties(device).major >= 8
-    has = processor()
-    return any(has.get(unit) for unit in UNITS)
+    features = processor()
+    return any(features.get(unit) for unit in UNITS)
 
 
 @contextmanager
@@ -131,9 +131,9 @@ def _rounds(device: torch.device) -> bool:
 
 @contextmanager
 def _precision(name: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
+    old_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(name)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(old_precision)

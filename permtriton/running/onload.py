@@ -146,13 +146,13 @@ class _OnDevice:
 
 @contextmanager
 def _moved_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
-    before = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
-    for module, buffers in before:
+    buffers_by_module = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
+    for module, buffers in buffers_by_module:
         module._buffers.update(
             {name: tensor if tensor is None else tensor.to(device) for name, tensor in buffers.items()}
         )
     try:
         yield
     finally:
-        for module, buffers in before:
+        for module, buffers in buffers_by_module:
             module._buffers.update(buffers)

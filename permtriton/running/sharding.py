@@ -85,8 +85,8 @@ def rows_of_share(weight: Tensor, in_out: bool) -> slice:
     rows = weight.shape[1 if in_out else 0]
     if not is_spread(weight):
         return slice(0, rows)
-    size = -(-rows // ranks.count())  # as torch.chunk divides: the last ranks may hold fewer rows, or none
-    return slice(min(ranks.number() * size, rows), min((ranks.number() + 1) * size, rows))
+    rows_per_rank = -(-rows // ranks.count())  # as torch.chunk divides: the last ranks may hold fewer rows, or none
+    return slice(min(ranks.number() * rows_per_rank, rows), min((ranks.number() + 1) * rows_per_rank, rows))
 
 
 def _around(twin: PreTrainedModel, layers: list[nn.Module]) -> nn.Module:

@@ -61,18 +61,18 @@ class StateFile:
         if not self.path.is_file():
             return None
         try:
-            stored = dict(json.loads(self._open()[1][INPUTS]))
+            saved_inputs = dict(json.loads(self._open()[1][INPUTS]))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise self.damaged(f"its {INPUTS} cannot be read ({type(error).__name__}: {error})") from error
         differences = [
-            line for key, present in self._inputs.items() for line in _differences(key, stored.get(key), present)
+            line for key, present in self._inputs.items() for line in _differences(key, saved_inputs.get(key), present)
         ]
         if differences:
             raise OutputError(
                 f"state {self.path} belongs to another run: {'; '.join(differences)}. To continue that run, give "
                 "it what it had; to start from scratch, use `restart=True`"
             )
-        return str(stored.get("machine"))
+        return str(saved_inputs.get("machine"))
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
         """Returns the tensors and the texts of the state, or None where there is no file. The first rank reads it."""
@@ -96,10 +96,10 @@ class StateFile:
 
     def _replace(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        stored = {**texts, INPUTS: json.dumps(self._inputs)}
-        stored[CHECKSUM] = _sha256(contiguous, stored)
+        metadata = {**texts, INPUTS: json.dumps(self._inputs)}
+        metadata[CHECKSUM] = _sha256(contiguous, metadata)
         try:
-            replace_file(self.path, lambda temporary: save_file(contiguous, temporary, stored))
+            replace_file(self.path, lambda temporary: save_file(contiguous, temporary, metadata))
         except (SafetensorError, OSError) as error:
             raise OutputError(
                 f"state {self.path} cannot be written: {error}; what was stored before is kept: free disk space and "
@@ -130,8 +130,8 @@ class StateFile:
 def layers_beside(path: Path) -> list[Path]:
     """Returns the files of `FinishedLayers` that are there for a path, in the order of the layers."""
     name = re.compile(rf"{re.escape(path.stem)}_(\d+){re.escape(path.suffix)}")
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    numbers = {int(found[1]): path for path in beside if (found := name.fullmatch(path.name))}
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    numbers = {int(match[1]): path for path in siblings if (match := name.fullmatch(path.name))}
     return [numbers[number] for number in sorted(numbers)]
 
 
@@ -169,9 +169,9 @@ class FinishedLayers:
         self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern]
     ) -> list[dict[str, Any]] | None:
         """Writes what `keep` was given into weights, and returns its ``parts``; None where it was not."""
-        if (stored := self._layer(number).read()) is None:
+        if (saved_state := self._layer(number).read()) is None:
             return None
-        tensors, texts = stored
+        tensors, texts = saved_state
         for name, weight in weights.items():
             values, positions = tensors[f"{name}.values"], tensors[f"{name}.positions"]
             weight.copy_(unpack_reference(values, positions, len(weight), patterns[name]).T)
@@ -188,18 +188,18 @@ def _sha256(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:
     return sha256.hexdigest()
 
 
-def _differences(key: str, stored: Any, present: Any) -> list[str]:
-    if key == "machine" or stored == present:
+def _differences(key: str, saved: Any, present: Any) -> list[str]:
+    if key == "machine" or saved == present:
         return []
     if key in DIFFERS:
         return [DIFFERS[key]]
-    if not isinstance(stored, dict):
+    if not isinstance(saved, dict):
         return [f"its {key} cannot be read"]
-    names, common = {*stored, *present}, stored.keys() & present.keys()
-    if "recipe" in common and stored["recipe"] != present["recipe"]:
+    names, common = {*saved, *present}, saved.keys() & present.keys()
+    if "recipe" in common and saved["recipe"] != present["recipe"]:
         names = common  # the recipes say which options one of them lacks
     return [
-        f"{name} was {stored.get(name, 'not there')} and is {present.get(name, 'not there')}"
+        f"{name} was {saved.get(name, 'not there')} and is {present.get(name, 'not there')}"
         for name in sorted(names)
-        if stored.get(name, ...) != present.get(name, ...)
+        if saved.get(name, ...) != present.get(name, ...)
     ]

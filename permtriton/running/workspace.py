@@ -36,11 +36,11 @@ class Workspace:
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Adds the time of the block, a stage of the progress, to ``seconds[stage]``, and returns freed memory."""
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         with self.progress.stage(stage, 0):
             yield
             release_memory()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start_time
 
     def note(self, **inputs: Any) -> None:
         """Notes what decides the results of all that follows."""

@@ -92,9 +92,9 @@ def descending(values: Sequence[Tensor]) -> Iterator[Tensor]:
     For a few large tensors, bubble sort's maxima and minima are much faster than ``torch.topk`` over short rows.
     """
     while values:
-        highest, rest = values[0], []
+        highest, remaining = values[0], []
         for value in values[1:]:
-            rest.append(torch.minimum(highest, value))
+            remaining.append(torch.minimum(highest, value))
             highest = torch.maximum(highest, value)
         yield highest
-        values = rest
+        values = remaining

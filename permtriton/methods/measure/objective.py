@@ -81,11 +81,11 @@ class Head:
             )
 
     def on(self, model: PreTrainedModel) -> "Head":
-        other = copy.copy(self)
+        head = copy.copy(self)
         names = {module: name for name, module in self._model.named_modules()}
-        other._outputs = {model.get_submodule(names[module]): output for module, output in self._outputs.items()}
-        other._model = model
-        return other
+        head._outputs = {model.get_submodule(names[module]): output for module, output in self._outputs.items()}
+        head._model = model
+        return head
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns the logits ``[sequences, tokens, vocabulary]`` of hidden states ``[sequences, tokens, hidden]``."""
@@ -247,15 +247,15 @@ class Objective:
         if order is None:
             return self
         target, order = store.empty(self.target.shape, dtype=self.target.dtype), order.to(self.target.device)
-        for new, present in zip(target, self.target, strict=True):
-            new.copy_(present[..., order])
+        for reordered_state, state in zip(target, self.target, strict=True):
+            reordered_state.copy_(state[..., order])
         return replace(self, target=target)
 
 
-def finite(loss: float, what: str, dtype: torch.dtype) -> float:
+def finite(loss: float, name: str, dtype: torch.dtype) -> float:
     if not math.isfinite(loss):
         raise CalibrationError(
-            f"the {what} is {loss} in {dtype}: activations overflow (try `dtype=float32`), or the weights are damaged"
+            f"the {name} is {loss} in {dtype}: activations overflow (try `dtype=float32`), or the weights are damaged"
         )
     return loss
 

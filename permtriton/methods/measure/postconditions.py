@@ -45,15 +45,15 @@ def retained_importance(
             order.
         present: linear -> what a mask retains in the present order, where that is known.
     """
-    retained_by_name, known = {}, present or {}
+    retained_by_name, known_values = {}, present or {}
     for site, name in plan.linears():
         scores = importances[name].scores(weight_in_out(linear_module(model, name)))
-        pattern, before = plan.patterns[name], known.get(name)
-        if before is None:
-            before = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
+        pattern, present_value = plan.patterns[name], known_values.get(name)
+        if present_value is None:
+            present_value = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
         index = indices.get(site.space.name)
-        chosen = before if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
-        retained_by_name[name] = Retained(float(scores.sum(dtype=torch.float64)), before, chosen)
+        chosen = present_value if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
+        retained_by_name[name] = Retained(float(scores.sum(dtype=torch.float64)), present_value, chosen)
     return retained_by_name
 
 
@@ -74,22 +74,22 @@ def check_retained(promised: Mapping[str, float], kept: Mapping[str, float]) -> 
             )
 
 
-def check_no_worse(start: float, end: float, what: str) -> None:
+def check_no_worse(start: float, end: float, stage: str) -> None:
     """Checks that the order or the weights that were kept are no worse than those that the stage began with."""
     if not end <= start:
         raise VerificationError(
-            f"{what} began with a loss of {start:.6g} and kept one of {end:.6g}, although it must never end worse. "
+            f"{stage} began with a loss of {start:.6g} and kept one of {end:.6g}, although it must never end worse. "
             "Nothing was saved; this is a bug in permtriton, please report it"
         )
 
 
 def check_loss(
-    measured: float, loss: float, dtype: torch.dtype, when: str = "calibration, when the order was chosen"
+    measured: float, loss: float, dtype: torch.dtype, moment: str = "calibration, when the order was chosen"
 ) -> None:
     """Compares the last loss that a stage measured with that of the model that it leaves."""
     tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
     if not abs(loss - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
         raise VerificationError(
-            f"the loss ({when}) was {measured:.6g} and is {loss:.6g} in the pruned model: what was found was not "
+            f"the loss ({moment}) was {measured:.6g} and is {loss:.6g} in the pruned model: what was found was not "
             "applied as it was measured. Nothing was saved; this is a bug in permtriton, please report it"
         )

@@ -105,14 +105,14 @@ class HardMasks:
         def backward(size: int) -> float:
             nonlocal reported
             self.drop_gradients()
-            losses, done = [], 0
+            losses, sequences_done = [], 0
             for loss, count in objective.backward(self._model, samples, torch.arange(len(samples)), size, scale):
                 losses.append(loss)
-                done += count
-                further = done - reported
-                if advance is not None and further > 0:  # less where memory was too small and the pass starts again
-                    advance(further)
-                    reported += further
+                sequences_done += count
+                newly_done = sequences_done - reported
+                if advance is not None and newly_done > 0:  # less where memory was too small and the pass starts again
+                    advance(newly_done)
+                    reported += newly_done
             return sum(to_numbers(losses))
 
         loss = self._check(ranks.total(self._micro_batch.run(backward)))

@@ -77,8 +77,8 @@ class Heuristic(Step):
             return
         # Gradients of a GPU, which row weights follow from, are not the same in every run.
         state = run.state(StateFile, self.name) if self.gradients else None
-        if state is not None and (stored := state.read()) is not None:
-            indices = stored[0]
+        if state is not None and (saved_state := state.read()) is not None:
+            indices = saved_state[0]
         else:
             indices = self.indices(run)
             if state is not None:
@@ -150,16 +150,16 @@ def _two_stages(scores: Tensor, pattern: NMPattern) -> Tensor:
         return unchanged
     by_importance = scores.sum(1).argsort(descending=True, stable=True)
     index = by_importance.view(pattern.group, -1).T.reshape(-1)
-    before, parts = retained(scores, index, pattern), _parts(channels // pattern.group)
+    last_total, parts = retained(scores, index, pattern), _parts(channels // pattern.group)
     generator = torch.Generator().manual_seed(0)
     for _ in range(MAX_SWEEPS * parts):
         for slot in range(pattern.group):
             index = reassigned(scores, index, slot, pattern, generator)
-        after = retained(scores, index, pattern)
-        if after - before <= MIN_GAIN / parts * before:
+        total = retained(scores, index, pattern)
+        if total - last_total <= MIN_GAIN / parts * last_total:
             break
-        before = after
-    return index if after > retained(scores, unchanged, pattern) else unchanged
+        last_total = total
+    return index if total > retained(scores, unchanged, pattern) else unchanged
 
 
 def _parts(groups: int) -> int:
@@ -177,9 +177,9 @@ def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, gen
     if parts > 1:
         chosen = torch.randperm(len(groups), generator=generator)[: len(groups) // parts * parts].to(groups.device)
     members = groups[chosen]
-    others = [scores[members[:, position]] for position in range(pattern.group) if position != slot]
-    threshold = next(islice(descending(others), pattern.kept - 1, None))
-    taken = members[:, slot].view(parts, -1)
-    gain = distances(scores[taken], threshold.view(*taken.shape, -1))
-    groups[chosen, slot] = taken.gather(1, assignment(gain).long()).flatten()
+    staying_scores = [scores[members[:, position]] for position in range(pattern.group) if position != slot]
+    threshold = next(islice(descending(staying_scores), pattern.kept - 1, None))
+    candidates = members[:, slot].view(parts, -1)
+    gain = distances(scores[candidates], threshold.view(*candidates.shape, -1))
+    groups[chosen, slot] = candidates.gather(1, assignment(gain).long()).flatten()
     return groups.flatten()

@@ -307,8 +307,8 @@ class OrderTrainer:
         loss_sum = self._check(ranks.total(sum(partial_losses)))
         if not 0 < largest_gradient < math.inf:
             raise CalibrationError(
-                f"the largest gradient of the permutations is {largest_gradient}: nothing can be learned in this dtype; "
-                "try `dtype=float32` or bfloat16"
+                f"the largest gradient of the permutations is {largest_gradient}: nothing can be learned in this "
+                "dtype; try `dtype=float32` or bfloat16"
             )
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

@@ -98,11 +98,11 @@ class _MaskedWeight(nn.Module):
         return self.gradient(grad, *self._weight)
 
     def gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        given = (self._oriented(grad), self._oriented(weight), self._importance, self.index, self._sizes)
+        arguments = (self._oriented(grad), self._oriented(weight), self._importance, self.index, self._sizes)
         if self._curvature is None:
-            return nm_mask_backward(*given, self._pattern.group, self._group_scale).to(self.soft.dtype)
+            return nm_mask_backward(*arguments, self._pattern.group, self._group_scale).to(self.soft.dtype)
         curvature = RankOneCurvature(self._curvature.row * self._curved, self._curvature.column)
-        return placement(*given, self._pattern, curvature).to(self.soft.dtype)
+        return placement(*arguments, self._pattern, curvature).to(self.soft.dtype)
 
     def _oriented(self, weight: Tensor) -> Tensor:
         return weight.t() if self._in_out else weight

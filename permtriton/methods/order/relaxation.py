@@ -56,8 +56,8 @@ class Relaxation(nn.Module):
         }
         self.owners = [torch.tensor([number for number, _ in blocks[size]], device=device) for size in self.sizes]
         self._starts = [torch.tensor([[first] for _, first in blocks[size]], device=device) for size in self.sizes]
-        inside = [torch.arange(size, device=device) for size in self.sizes]
-        by_size = [(starts + offsets).flatten() for starts, offsets in zip(self._starts, inside, strict=True)]
+        offsets_by_size = [torch.arange(size, device=device) for size in self.sizes]
+        by_size = [(starts + offsets).flatten() for starts, offsets in zip(self._starts, offsets_by_size, strict=True)]
         self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the batches, one after another
         generator = torch.Generator().manual_seed(seed)
         weights = []
@@ -95,12 +95,12 @@ class Relaxation(nn.Module):
         batches = []
         for matrices, starts in zip(soft, self._starts, strict=True):
             try:
-                inside = assignment(matrices)
+                offsets = assignment(matrices)
             except ModelError as error:  # the solver checks every score, so there is no check before it
                 raise CalibrationError(
                     "the permutation logits are no longer finite: lower learning_rate or weight_decay, or raise tau_end"
                 ) from error
-            batches.append((starts + inside).flatten())
+            batches.append((starts + offsets).flatten())
         return torch.cat(batches)[self._order]
 
     def join(self, indices: Mapping[str, Tensor]) -> Tensor:

@@ -122,15 +122,15 @@ class Searched(Step):
             hard_masked(model, run.plan, run.importances(), fisher, run.working_config) as masks,
         ):
             searcher = Searcher(masks, spaces, run.samples, objective.on(model), self)
-            if state is not None and (stored := state.read()) is not None:
-                indices, history = stored[0], json.loads(stored[1]["history"])
+            if state is not None and (saved_state := state.read()) is not None:
+                indices, history = saved_state[0], json.loads(saved_state[1]["history"])
                 run.progress.say(f"continuing after round {history[-1]['round']} of an interrupted run")
             else:
                 indices = {space.name: identity(space.units) for space in spaces}
                 history = [_row(0, searcher.loss(indices), damping=self.damping)]
-            share = ranks.own_rows(len(run.samples)).numel()
-            with run.progress.stage("search", self.rounds * share) as advance:
-                advance((len(history) - 1) * share)
+            num_sequences = ranks.own_rows(len(run.samples)).numel()
+            with run.progress.stage("search", self.rounds * num_sequences) as advance:
+                advance((len(history) - 1) * num_sequences)
                 while not self._finished(history):
                     last, base = history[-1], history[0]["loss"]
                     swaps = f"{last['swaps']} swaps"
@@ -147,10 +147,10 @@ class Searched(Step):
         return weak or len(history) > self.rounds
 
 
-def _row(number: int, loss: float, **known: Any) -> dict[str, Any]:
+def _row(number: int, loss: float, **values: Any) -> dict[str, Any]:
     """Returns the outcome of a round; 0 is the base order."""
-    nothing = {"swaps": 0, "predicted": 0.0, "damping": 0.0, "trials": 0, "moved": 0, "seconds": 0.0}
-    return {"round": number, "loss": loss, **nothing, **known}
+    defaults = {"swaps": 0, "predicted": 0.0, "damping": 0.0, "trials": 0, "moved": 0, "seconds": 0.0}
+    return {"round": number, "loss": loss, **defaults, **values}
 
 
 @dataclass(frozen=True)
@@ -167,13 +167,13 @@ class Swaps:
         return self.gain.numel()
 
     def applied(self, spaces: Sequence[ChannelSpace], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        new = dict(indices)
+        swapped = dict(indices)
         for number, space in enumerate(spaces):
             left, right = self.left[self.space == number], self.right[self.space == number]
             index = indices[space.name].clone()
             index[left], index[right] = indices[space.name][right], indices[space.name][left]
-            new[space.name] = index
-        return new
+            swapped[space.name] = index
+        return swapped
 
 
 class Searcher:
@@ -205,11 +205,11 @@ class Searcher:
             last: the round before.
             advance: called with the number of sequences after each backward pass.
         """
-        started, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
+        start_time, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
         damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), least)
         self._masks.set(indices)
         self._masks.take_gradients(self._objective, self._samples, advance)
-        kept, loss, trials = None, last["loss"], 0
+        swaps, loss, trials = None, last["loss"], 0
         while trials < TRIALS and damping >= least:
             proposed = self.swaps(indices, damping)
             if not proposed.count:
@@ -218,19 +218,19 @@ class Searcher:
             changed = proposed.applied(self._spaces, indices)
             new_loss, trials = self.loss(changed), trials + 1
             if new_loss < last["loss"]:
-                indices, kept, loss = changed, proposed, new_loss
+                indices, swaps, loss = changed, proposed, new_loss
                 break
             damping *= RAISE
         self._masks.drop_gradients()
         row = _row(
             last["round"] + 1,
             loss,
-            swaps=kept.count if kept else 0,
-            predicted=float(kept.gain.sum()) if kept else 0.0,
+            swaps=swaps.count if swaps else 0,
+            predicted=float(swaps.gain.sum()) if swaps else 0.0,
             damping=damping,
             trials=trials,
             moved=sum(moved(index) for index in indices.values()),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - start_time,
         )
         return indices, row
 
@@ -257,7 +257,7 @@ class Searcher:
         totals: list[Tensor] = []
         for terms in self._masks.terms(space, indices, damping, self._samples.positions):
             gains = [swap_gains(terms.of_positions(panel.left), terms.of_positions(panel.right)) for panel in panels]
-            totals = [total.add_(further) for total, further in zip(totals, gains, strict=True)] if totals else gains
+            totals = [total.add_(gain) for total, gain in zip(totals, gains, strict=True)] if totals else gains
         if self._masks.spread:
             ranks.add_up(totals)
         none = torch.empty(0, dtype=torch.int64)
@@ -307,14 +307,14 @@ def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
     ends = torch.stack((left, right))[:, order] // group
     alive = torch.arange(order.numel())  # ranks of the swaps that may still be taken
     groups = int(ends.max()) + 1 if order.numel() else 0
-    taken = []
+    chosen = []
     while alive.numel():
         best = torch.full((groups,), order.numel())
         for end in ends:
             best.scatter_reduce_(0, end[alive], alive, "amin")
         wins = (best[ends[0, alive]] == alive) & (best[ends[1, alive]] == alive)
-        taken.append(alive[wins])
-        used = torch.zeros(groups, dtype=torch.bool)
-        used[ends[:, alive[wins]].flatten()] = True
-        alive = alive[~(used[ends[0, alive]] | used[ends[1, alive]])]
-    return order[torch.cat(taken).sort().values] if taken else order
+        chosen.append(alive[wins])
+        used_groups = torch.zeros(groups, dtype=torch.bool)
+        used_groups[ends[:, alive[wins]].flatten()] = True
+        alive = alive[~(used_groups[ends[0, alive]] | used_groups[ends[1, alive]])]
+    return order[torch.cat(chosen).sort().values] if chosen else order

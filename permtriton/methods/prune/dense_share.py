@@ -65,23 +65,23 @@ class DenseShare(Step):
         The choice is kept, as gradients of a GPU are not the same in every run.
         """
         model, config, state = run.model, run.config, run.workspace.state(StateFile, STATE)
-        stored = None if state is None else state.read()
-        method, left, rows = error_importance(config.importance), dict[str, float](), None
+        saved_state = None if state is None else state.read()
+        method, shares_left, rows = error_importance(config.importance), dict[str, float](), None
 
         def measure(model: PreTrainedModel) -> dict[str, Tensor]:
             given = run.samples, run.batch_size, run.progress, run.store
-            if stored is not None or not inverts_hessians(method) or not config.updates:
+            if saved_state is not None or not inverts_hessians(method) or not config.updates:
                 return site_statistics(model, run.plan, method, *given)
             statistics, shares = statistics_and_shares_left(model, run.plan, *given)
-            left.update(shares)
+            shares_left.update(shares)
             return statistics
 
         run.calibrate(measure)
-        if stored is not None:
-            chosen = json.loads(stored[1]["dense"])
+        if saved_state is not None:
+            chosen = json.loads(saved_state[1]["dense"])
         else:
             rows, errors = row_weights(run), importances_of(model, run.plan, method, run.statistics)
-            chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, left or None)
+            chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, shares_left or None)
             if state is not None:
                 state.write({}, {"dense": json.dumps(chosen)})
         run.workspace.note(dense=chosen)
@@ -108,11 +108,11 @@ def statistics_and_shares_left(
         }
         return curvature.inverse.diagonal().clone().cpu(), shares  # a view would keep the whole inverse
 
-    measured = measure_hessians(model, plan, samples, batch, progress, store, measure)
-    for name, (diagonal, _) in measured.items():
+    result_by_site = measure_hessians(model, plan, samples, batch, progress, store, measure)
+    for name, (diagonal, _) in result_by_site.items():
         check_finite(name, diagonal)
-    statistics = {name: diagonal.to(model.device) for name, (diagonal, _) in measured.items()}
-    return statistics, {name: share for _, shares in measured.values() for name, share in shares.items()}
+    statistics = {name: diagonal.to(model.device) for name, (diagonal, _) in result_by_site.items()}
+    return statistics, {name: share for _, shares in result_by_site.values() for name, share in shares.items()}
 
 
 def _share_left(weight_CO: Tensor, hessian: Tensor, curvature: Curvature, pattern: NMPattern) -> float:
@@ -148,7 +148,7 @@ def most_sensitive(
     """
     sizes: dict[str, int] = {}
     costs: dict[str, float] = {}
-    held: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for _, name in plan.linears():
         weight_CO = weight_in_out(linear_module(model, name))
         stack = stacked_name(model, name)
@@ -156,13 +156,13 @@ def most_sensitive(
         sizes[parameter] = sizes.get(parameter, 0) + weight_CO.numel()
         cost = _cost(weight_CO, importances[name], errors[name], rows[name], plan.patterns[name])
         costs[parameter] = costs.get(parameter, 0.0) + cost * (1.0 if left is None else left[name])
-        held.setdefault(parameter, []).append(name)
-    room, dense = share * sum(sizes.values()), list[str]()
-    for parameter in sorted(costs, key=lambda each: costs[each] / sizes[each], reverse=True):
-        if sizes[parameter] <= room and len(dense) < len(sizes) - 1:
+        names.setdefault(parameter, []).append(name)
+    budget, dense = share * sum(sizes.values()), list[str]()
+    for parameter in sorted(costs, key=lambda p: costs[p] / sizes[p], reverse=True):
+        if sizes[parameter] <= budget and len(dense) < len(sizes) - 1:
             dense.append(parameter)
-            room -= sizes[parameter]
-    return [name for parameter in dense for name in held[parameter]]
+            budget -= sizes[parameter]
+    return [name for parameter in dense for name in names[parameter]]
 
 
 def _cost(

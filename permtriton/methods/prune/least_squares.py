@@ -75,17 +75,17 @@ def _conjugate_gradients(
     inverse = (weight != 0).to(weight.dtype).div_(scale)  # 0 where pruned, so that no direction leaves the mask
     residual = product(target - weight)
     direction = residual * inverse
-    scaled, products = torch.empty_like(direction), torch.empty_like(direction)
-    size = total(torch.mul(residual, direction, out=products))
-    tiny = torch.finfo(size.dtype).tiny
+    preconditioned, products = torch.empty_like(direction), torch.empty_like(direction)
+    norm = total(torch.mul(residual, direction, out=products))
+    tiny = torch.finfo(norm.dtype).tiny
     for _ in range(iterations):
         change = product(direction)
-        step = size / total(torch.mul(direction, change, out=products)).clamp_min(tiny)
+        step = norm / total(torch.mul(direction, change, out=products)).clamp_min(tiny)
         weight.addcmul_(direction, step)
         residual.addcmul_(change, step, value=-1)
-        torch.mul(residual, inverse, out=scaled)
-        before, size = size, total(torch.mul(residual, scaled, out=products))
-        torch.addcmul(scaled, direction, size / before.clamp_min(tiny), out=direction)
+        torch.mul(residual, inverse, out=preconditioned)
+        last_norm, norm = norm, total(torch.mul(residual, preconditioned, out=products))
+        torch.addcmul(preconditioned, direction, norm / last_norm.clamp_min(tiny), out=direction)
     return weight
 
 
@@ -112,22 +112,22 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
     gradient = difference @ hessian
     errors = (gradient * difference).sum(1)
     for _ in range(rounds):
-        tried = exchanged(weight, gradient, curvature, pattern, share)
-        tried = least_squares(tried, target, hessian, FIT_AFTER_EXCHANGE)
-        difference = tried - target
-        changed = difference @ hessian
-        tried_errors = (changed * difference).sum(1)
-        better = (tried_errors < errors).unsqueeze(1)
+        candidate = exchanged(weight, gradient, curvature, pattern, share)
+        candidate = least_squares(candidate, target, hessian, FIT_AFTER_EXCHANGE)
+        difference = candidate - target
+        candidate_gradient = difference @ hessian
+        candidate_errors = (candidate_gradient * difference).sum(1)
+        better = (candidate_errors < errors).unsqueeze(1)
         if not bool(better.any()):
             break
-        weight, gradient = torch.where(better, tried, weight), torch.where(better, changed, gradient)
-        errors, share = torch.where(better[:, 0], tried_errors, errors), torch.where(better[:, 0], share, share / 2)
+        weight, gradient = torch.where(better, candidate, weight), torch.where(better, candidate_gradient, gradient)
+        errors, share = torch.where(better[:, 0], candidate_errors, errors), torch.where(better[:, 0], share, share / 2)
     return weight
 
 
 def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
     """Returns ``fitted``, with rows of ``start`` where these have no larger error: overflow may spoil a fit."""
-    errors = [row_errors(each, target, hessian) for each in (fitted, start)]
+    errors = [row_errors(weight, target, hessian) for weight in (fitted, start)]
     return torch.where((errors[0] < errors[1]).unsqueeze(1), fitted, start)
 
 

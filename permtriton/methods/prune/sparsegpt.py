@@ -57,12 +57,12 @@ class SparseGPT(Step):
 
     def _update(self, run: Run, model: nn.Module, curvature: Curvature, site: str, name: str) -> None:
         """Prunes and updates a linear by the Hessian of its inputs."""
-        stored, pattern, mask = weight_in_out(linear_module(model, name)), run.plan.patterns[name], None
-        weight = stored.to(curvature.damped.device)
+        weight_view, pattern, mask = weight_in_out(linear_module(model, name)), run.plan.patterns[name], None
+        weight = weight_view.to(curvature.damped.device)
         if self.mask == "keep":
             statistic = run.statistics[site].to(weight.device)
             mask = top_n_mask(importance_of(run.config.importance, weight, statistic).scores(weight), pattern).T
         zeros = zeros_in_groups(weight * ~curvature.dead.unsqueeze(1), pattern)
-        updated = sparsegpt(weight.T, curvature, pattern, mask)
-        check_kept(name, updated.T, zeros, pattern, CANCELLED_SHARE)
-        stored.copy_(updated.T).add_(0.0)  # the sum turns -0.0 into 0.0
+        new_weight = sparsegpt(weight.T, curvature, pattern, mask)
+        check_kept(name, new_weight.T, zeros, pattern, CANCELLED_SHARE)
+        weight_view.copy_(new_weight.T).add_(0.0)  # the sum turns -0.0 into 0.0

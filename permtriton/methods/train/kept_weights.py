@@ -156,7 +156,7 @@ class _Optimizer:
     """
 
     def __init__(self, weight: Tensor, kind: OptimizerKind, store: Store) -> None:
-        (*more, rows, columns), wide = weight.shape, _wide(weight.dtype)
+        (*batch_dims, rows, columns), wide = weight.shape, _wide(weight.dtype)
         self._fused = kind == "adam"
         self._values = nn.Parameter(torch.empty(0, dtype=wide))
         self._optimizer: torch.optim.Optimizer
@@ -166,7 +166,7 @@ class _Optimizer:
             shapes = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight.shape)
         else:  # it measures the size of the weight at every step
             self._optimizer = torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
-            self._pace, shapes = 1.0, {"row_var": (*more, rows, 1), "col_var": (*more, 1, columns)}
+            self._pace, shapes = 1.0, {"row_var": (*batch_dims, rows, 1), "col_var": (*batch_dims, 1, columns)}
         self._moments, self._kept = tuple(shapes), _count(weight)
         state = {key: torch.zeros(shape, dtype=wide, device=weight.device) for key, shape in shapes.items()}
         if weight.dtype != wide:
@@ -225,8 +225,8 @@ def _fingerprint(weight: Tensor) -> Tensor:
 
 def _size(weight: Tensor) -> float:
     """Returns the root mean square of the kept weights of a linear; 1 where there are none."""
-    kept = weight.detach().masked_select(_mask(weight)).to(_wide(weight.dtype))
-    return (float(kept.square().mean().sqrt()) if kept.numel() else 0.0) or 1.0
+    kept_weights = weight.detach().masked_select(_mask(weight)).to(_wide(weight.dtype))
+    return (float(kept_weights.square().mean().sqrt()) if kept_weights.numel() else 0.0) or 1.0
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

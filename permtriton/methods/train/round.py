@@ -76,27 +76,27 @@ class Round(Step):
         These, ``start`` and ``end``, are those above, relative to ``tr(W H W^T)``.
         """
         names = [name for _, name in run.plan.linears()]
-        left = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
+        skip_reasons = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
 
         def update(model: nn.Module, hessian: Tensor, _site: str, name: str) -> dict[str, Any] | None:
-            if name in left:
+            if name in skip_reasons:
                 return None
-            stored, started = linear_module(model, name).get_parameter("weight"), time.perf_counter()
-            weight = stored.detach().to(hessian.device).float()
-            found = rounded(weight, hessian, self.sweeps)
-            plain, scale = round_to_fp8(stored.detach())
+            parameter, start_time = linear_module(model, name).get_parameter("weight"), time.perf_counter()
+            weight = parameter.detach().to(hessian.device).float()
+            rounded_weight = rounded(weight, hessian, self.sweeps)
+            plain, scale = round_to_fp8(parameter.detach())
             errors = [
-                float(row_errors(each.to(weight), weight, hessian).sum())
-                for each in (torch.zeros_like(weight), dequantized(plain, scale), found)
+                float(row_errors(candidate.to(weight), weight, hessian).sum())
+                for candidate in (torch.zeros_like(weight), dequantized(plain, scale), rounded_weight)
             ]
-            stored.copy_(found)
+            parameter.copy_(rounded_weight)
             start, end = (error / max(errors[0], torch.finfo(torch.float32).tiny) for error in errors[1:])
-            return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - started}
+            return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - start_time}
 
-        return Outcome(parts=update_layers(run, self.name, _damped, update), left=left)
+        return Outcome(parts=update_layers(run, self.name, _damped, update), left=skip_reasons)
 
     def words(self, outcome: Outcome) -> list[tuple[str, str]]:
-        start, end = (fmean([part[when] for part in outcome.parts] or [0.0]) for when in ("start", "end"))
+        start, end = (fmean([part[key] for part in outcome.parts] or [0.0]) for key in ("start", "end"))
         words = f"{start:.2e}, rounded each alone, to {end:.2e} (mean of {len(outcome.parts)} linears)"
         return [("round: error", words)] + [(f"round: {name}", f"left: {why}") for name, why in outcome.left.items()]
 
@@ -123,19 +123,19 @@ def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
         gradient_CO = hessian @ (q_CO - weight.T)
         for start in list(range(0, len(q_CO), COLUMNS_AT_ONCE)) * sweeps:
             columns = slice(start, start + COLUMNS_AT_ONCE)
-            inside, before = hessian[columns, columns], q_CO[columns].clone()
-            _round_block(q_CO[columns], gradient_CO[columns].clone(), kept_CO[columns], inside, scale.flatten())
-            gradient_CO.addmm_(hessian[:, columns], q_CO[columns] - before)
+            block_hessian, old_block = hessian[columns, columns], q_CO[columns].clone()
+            _round_block(q_CO[columns], gradient_CO[columns].clone(), kept_CO[columns], block_hessian, scale.flatten())
+            gradient_CO.addmm_(hessian[:, columns], q_CO[columns] - old_block)
     return q_CO.T + 0.0  # never -0.0
 
 
 def _round_block(q_CO: Tensor, gradient_CO: Tensor, kept_CO: Tensor, hessian: Tensor, scale: Tensor) -> None:
     """Rounds the weights of some channels anew, in place; those after one see what it has changed at once."""
-    for channel, (q, gradient, kept) in enumerate(zip(q_CO, gradient_CO, kept_CO, strict=True)):
-        wanted = (q - gradient / hessian[channel, channel]) / scale
-        new = wanted.clamp_(-LARGEST, LARGEST).to(FLOAT8).float().mul_(scale).mul_(kept)
-        gradient_CO[channel + 1 :].addr_(hessian[channel, channel + 1 :], new - q)
-        q.copy_(new)
+    for channel, (q, gradient, is_kept) in enumerate(zip(q_CO, gradient_CO, kept_CO, strict=True)):
+        best_value = (q - gradient / hessian[channel, channel]) / scale
+        new_q = best_value.clamp_(-LARGEST, LARGEST).to(FLOAT8).float().mul_(scale).mul_(is_kept)
+        gradient_CO[channel + 1 :].addr_(hessian[channel, channel + 1 :], new_q - q)
+        q.copy_(new_q)
 
 
 def _with_best_scale(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:

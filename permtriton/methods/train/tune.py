@@ -266,10 +266,10 @@ def _linears(model: PreTrainedModel, plan: Plan) -> dict[str, list[nn.Module]]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), []).append(module)
-    inside = {module for part in body_of(model) for module in part.modules()}
+    body_modules = {module for part in body_of(model) for module in part.modules()}
     linears_by_scale = {}
     for name, weight in weights_of(model, [name for _, name in plan.linears()]).items():
         linears = holders[id(weight)]
-        if inside.issuperset(linears) and all(isinstance(linear, LINEAR_MODULES) for linear in linears):
+        if body_modules.issuperset(linears) and all(isinstance(linear, LINEAR_MODULES) for linear in linears):
             linears_by_scale[f"{name}.scale"] = linears
     return linears_by_scale
