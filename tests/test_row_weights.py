@@ -51,7 +51,7 @@ def plain(name: str, power: int) -> Tensor:
 
 
 def order(row_weights: dict[str, Tensor] | None, plan: Plan = PLAN) -> Tensor:
-    run = Known(Linears(), plan, IDS, CompileConfig(), importances=importances(), rows=row_weights)
+    run = Known(Linears(), plan, IDS, CompileConfig(), importances=importances(), row_weights=row_weights)
     return Heuristic("none" if row_weights is None else "fisher").indices(run)["space"]
 
 
