@@ -280,7 +280,7 @@ def exchanged(patch: pytest.MonkeyPatch) -> None:
         dense = {name: linear_module(walk._model, name).weight.detach().clone() for name in linears}
         return walk._walk(layer_walk._with_weights(walk._model, walk._plan, dense), keep, changing=True)
 
-    patch.setattr(LayerWalk, "changing", changing)
+    patch.setattr(LayerWalk, "walk_and_change", changing)
     patch.setattr(LayerWalk, "walk_dense", lambda walk, _values: walk._walk(as_it_is, None, changing=False))
 
 
