@@ -355,8 +355,7 @@ class Channels:
         view = unexpanded(ids)
         unique = view.reshape(-1).numpy()
         if not self._distinct(view):
-            unique = np.unique(unique)
-            unique = unique[unique > 0]
+            unique = np.unique(unique[unique > 0])
         contexts = mix(self.new_ids(unique.shape).numpy().view(np.uint64))
         self.context_changes.append(ContextChange(unique, contexts, reason))
 

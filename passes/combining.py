@@ -57,8 +57,7 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
         for part in ids[number]:
             c.touch(part)
             result = _met(c, result, part.expand(shape), parameters[0] or parameters[number])
-    result = [part for part in result if c.any_channel(part)]
-    return joined([c.renew_ids(part) for part in result])
+    return joined([c.renew_ids(part) for part in result if c.any_channel(part)])
 
 
 def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> Any:
@@ -144,8 +143,7 @@ def _is_run(ids: Tensor, dim: int) -> bool:
     """Whether a dimension holds neighbouring channels, in any order: a permutation must not change the answer."""
     if not differs(ids)[dim]:
         return False
-    others = [0] * (ids.ndim - 1)
-    line = ids.movedim(dim, -1)[*others]
+    line = ids.movedim(dim, -1)[(0,) * (ids.ndim - 1)]
     return bool(line.min() > 0) and int(line.sort().values.diff().min()) == 1
 
 

@@ -7,9 +7,8 @@ from torch import fx
 
 from permtriton.passes.graph import aten
 
-SELECTS = (
-    aten.nonzero_static
-)  # what `permtriton.passes.recorded_branches` puts where a model asks which rows a mask leaves
+# What `permtriton.passes.recorded_branches` puts where a model asks which rows a mask leaves.
+SELECTS = aten.nonzero_static
 # Operators that write rows into their first argument, whose rows the result has.
 WRITES_INTO = {
     aten.index_add, aten.index_copy, aten.index_put, aten.masked_scatter, aten.scatter, aten.scatter_add,

@@ -86,8 +86,7 @@ class LayerWalk:
         self._layer_names = _layer_names_of(model, plan, self._groups)
         self._layers = {name: model.get_submodule(name) for name in self._layer_names if name}
         weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
-        has_several_layers = len(self._layers) > 1
-        chains = find_chains(model, self._layers, samples[:1], weights)[0] if has_several_layers else []
+        chains = find_chains(model, self._layers, samples[:1], weights)[0] if len(self._layers) > 1 else []
         self._chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
 
     def walk_dense(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:

@@ -103,8 +103,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     if device.type != "cpu":
         nvidia = device.type == "cuda" and torch.version.hip is None
         return nvidia and torch.cuda.get_device_properties(device).major >= 8
-    features = processor()
-    return any(features.get(unit) for unit in UNITS)
+    return any(map(processor().get, UNITS))
 
 
 @contextmanager

@@ -128,10 +128,9 @@ class Learned(Step):
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         one_layer = sizes.checkpointing and sizes.low_memory
-        # Of weights and gradients.
-        masked_bytes = (sizes.pruned // sizes.layers if one_layer else sizes.pruned) * 2 * sizes.element
+        weight_and_gradient_bytes = (sizes.pruned // sizes.layers if one_layer else sizes.pruned) * 2 * sizes.element
         permutation_bytes = sum(min(self.block_size, units) * units * FLOAT32 * 6 for units in sizes.spaces)
-        return (Memory(sizes.gradients + masked_bytes + permutation_bytes + sizes.mask, sizes.targets),)
+        return (Memory(sizes.gradients + weight_and_gradient_bytes + permutation_bytes + sizes.mask, sizes.targets),)
 
     def passes(self, sizes: ModelSizes) -> float:
         return BACKWARD + 7 * self.epochs if self.gradient == "placement" else 6.5 * self.epochs
@@ -300,8 +299,7 @@ class OrderTrainer:
             self._masks.set(index, soft_permutations, scale / passes)
             return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
 
-        losses = self._with_memory(backward)
-        losses.append(self._masks.backward(scale))
+        losses = [*self._with_memory(backward), self._masks.backward(scale)]
         # The host waits for the GPU only here, once all work is queued.
         *partial_losses, largest_gradient = torch.stack(losses).tolist()
         loss_sum = self._check(ranks.total(sum(partial_losses)))
