@@ -38,7 +38,8 @@ CHECKS: dict[str, tuple[Any, str]] = {
     "passes, with their verification": (run, "run_passes"),
     "the proof after the last step": (compiler, "prove"),
     "the permuted model against the dense outputs": (Reference, "check"),
-    "the saved folder": (save, "verify_checkpoint"),
+    "the saved folder": (save, "verify_tensors"),
+    "the saved folder, loaded again": (save, "compare_reloaded"),
 }
 
 

@@ -54,8 +54,14 @@ def main_table(results: Path) -> str:
 
 
 def table(results: Path, name: str) -> str:
-    """Returns the rows of one comparison."""
+    """Returns the rows of one comparison. Text, machine and versions are those of the main table, which names them.
+
+    Raises:
+        ValueError: they are not.
+    """
     report = _read(results / "reproduce" / f"{name}.json")
+    if (found := _run(report)) != (main := _run(_read(results / "reproduce" / "table.json"))):
+        raise ValueError(f"{name}.json was measured on {found} table.json on {main}")
     dense, *rows = report["rows"]
     with_setting, tasks = report["ablation"] is not None, list(dense["tasks"])
     lines = [
@@ -69,7 +75,7 @@ def table(results: Path, name: str) -> str:
         f"method | {'setting | ' * with_setting}perplexity | KL | {''.join(f'{task} | ' for task in tasks)}seconds"
     )
     accuracy = "".join(f", {task} {value:.2f}" for task, value in dense["tasks"].items())
-    return _table(heading, lines, f"Dense: {dense['mean']:.3f}{accuracy}. {_run(report)}")
+    return _table(heading, lines, f"Dense: {dense['mean']:.3f}{accuracy}.")
 
 
 def _run(report: Mapping[str, Any]) -> str:

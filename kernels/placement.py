@@ -33,15 +33,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
 from permtriton.kernels.nm_mask import group_ranks
 from permtriton.kernels.operator import operator
-from permtriton.kernels.swap_gains import (
-    ALIGN,
-    RankOneCurvature,
-    SwapTerms,
-    _added,
-    for_each,
-    row_major,
-    swap_terms,
-)
+from permtriton.kernels.swap_gains import ALIGN, RankOneCurvature, SwapTerms, _added, for_each, row_major, swap_terms
 from permtriton.util.sparsity import NMPattern
 
 AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, near the core on a CPU

@@ -58,10 +58,7 @@ CONFIGS: tuple[Config, ...] = (
     Config({"WIDTH": 16}, num_warps=1),
     Config({"WIDTH": 32}, num_warps=2),
 )
-BACKWARD_CONFIGS: tuple[Config, ...] = (
-    Config({"WIDTH": 32}, num_warps=2),
-    Config({"WIDTH": 32}, num_warps=4),
-)
+BACKWARD_CONFIGS: tuple[Config, ...] = (Config({"WIDTH": 32}, num_warps=2), Config({"WIDTH": 32}, num_warps=4))
 
 
 def sinkhorn_reference(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -40,11 +40,7 @@ class PassResult:
 
 
 def permutation_passes(moves: Sequence[Move]) -> tuple[Pass, ...]:
-    return (
-        partial(insert_permutations, moves=moves),
-        partial(fuse_permutations, moves=moves),
-        cancel_permutations,
-    )
+    return (partial(insert_permutations, moves=moves), partial(fuse_permutations, moves=moves), cancel_permutations)
 
 
 def pruning_passes(plan: Plan, importances: Mapping[str, ImportanceFactors]) -> tuple[Pass, ...]:

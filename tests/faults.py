@@ -350,9 +350,7 @@ FAULTS: dict[str, Fault] = {
         replaced(apply, "_permute_norm", lambda f, model, e: f(model, dataclasses.replace(e, index=inverse(e.index)))),
         FOLDING, options=FUSED,
     ),
-    "epsilon of a norm lost": Fault(
-        other_moves(other_eps), "outputs differ", options=FUSED, dtype=torch.bfloat16,
-    ),
+    "epsilon of a norm lost": Fault(other_moves(other_eps), "outputs differ", options=FUSED, dtype=torch.bfloat16),
     "router not permuted": Fault(without("gate.weight"), "choices of experts|" + FOLDING, model="mixtral"),
     "fold of an expert that no sample reaches forgotten": Fault(
         other_moves(without_upstream("layers.0.mlp.experts.6.gate_up_proj")), "joins channels|joined", model="mixtral",

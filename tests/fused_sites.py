@@ -11,11 +11,7 @@ def plan_of(name: str, layout: str = "fused") -> Plan:
 
 # Site within a layer -> "nothing" (it is folded), the name of the norm that gathers, or the number of gathers.
 LLAMA_ATTENTION = {"self_attn.q_proj+k_proj+v_proj": "input_layernorm", "self_attn.o_proj": "nothing"}
-LLAMA = {
-    **LLAMA_ATTENTION,
-    "mlp.gate_proj+up_proj": "post_attention_layernorm",
-    "mlp.down_proj": "nothing",
-}
+LLAMA = {**LLAMA_ATTENTION, "mlp.gate_proj+up_proj": "post_attention_layernorm", "mlp.down_proj": "nothing"}
 BERT = {
     "attention.self.query+key+value": 3,
     "attention.output.dense": "nothing",

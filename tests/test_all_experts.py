@@ -4,12 +4,8 @@ import pytest
 import torch
 
 import permtriton
-from permtriton.data.samples import Samples
-from permtriton.methods.measure.statistics import channel_norms
 from permtriton.model.expert_linears import RoutedExperts
-from permtriton.model.experts import measure_all_experts, unstacked_experts
-from permtriton.util.progress import NoProgress
-from permtriton.util.sparsity import NMPattern
+from permtriton.model.experts import unstacked_experts
 
 from . import zoo
 
@@ -87,34 +83,6 @@ def test_every_expert_sees_every_token_and_the_result_is_the_same():
     assert set(read.values()) == {ids.numel()}
     assert len(read) == 5 * len(experts)
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_statistics_are_those_of_all_tokens():
-    """Against each expert, called by itself with what enters the module of the experts."""
-    model, ids = mixture(), zoo.token_ids()
-    plan = permtriton.find_plan(model, NMPattern(2, 4))
-    sites = [site for site in plan.sites if ".layers.0." in f".{site.name}" and "down_proj" in site.linears[0]]
-    assert len(sites) == 5
-    found = {}
-    with unstacked_experts(model):
-        for wanted in (False, True):
-            measure_all_experts(model, wanted)
-            found[wanted] = channel_norms(model, sites, Samples.of(ids), 4, NoProgress())
-        experts, inputs = model.model.layers[0].mlp.experts, []
-        experts.register_forward_pre_hook(lambda _module, given: inputs.append(given[0]))
-        with torch.no_grad():
-            model(ids)
-        for site in sites:
-            number = int(site.linears[0].split(".")[-2])
-            experts.linear(number, "down_proj").register_forward_pre_hook(
-                lambda _module, given: inputs.append(given[0])
-            )
-            with torch.no_grad():
-                experts._expert(number, inputs[0])
-            expected = (inputs.pop().double().square().sum(0) / len(ids)).sqrt().float()
-            torch.testing.assert_close(found[True][site.name], expected, rtol=1e-4, atol=1e-6)
-            assert (found[True][site.name] >= found[False][site.name]).all()
 
 
 @pytest.mark.slow

@@ -70,17 +70,6 @@ def test_two_folds_are_the_fold_of_their_composition(name):
         assert torch.equal(parameter, once.get_parameter(parameter_name)), parameter_name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert_mlm"])
-def test_a_tied_embedding_is_folded_once(name):
-    model, plan = zoo.planned(name)
-    embedding, index = model.get_input_embeddings(), zoo.random_index(plan.hidden_site.space)
-    before = embedding.weight.detach().clone()
-    fold(model, plan, {"stream": index})
-    assert torch.equal(embedding.weight, before[:, index])
-    if name != "bert_mlm":
-        assert model.get_output_embeddings().weight is embedding.weight
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert_mlm"])
 @torch.no_grad()
 def test_the_hidden_state_comes_out_in_the_order_of_its_index(name):
@@ -104,15 +93,6 @@ def test_rows_follow_the_convention():
         parameter = f"model.layers.1.mlp.{producer}.weight"
         assert torch.equal(model.get_parameter(parameter), before[parameter][index])
     assert torch.equal(model.get_parameter(f"{name}.weight"), before[f"{name}.weight"][:, index])
-
-
-def test_generation_with_a_cache_stays():
-    model, plan = zoo.planned("llama")
-    prompt = zoo.token_ids(2, 6)
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    before = model.generate(prompt, **options)
-    fold(model, plan, zoo.random_indices(plan))
-    assert torch.equal(model.generate(prompt, **options), before)
 
 
 # -- what must not be folded -------------------------------------------------------------------------------------------

@@ -216,41 +216,7 @@ def test_loads_in_a_process_without_permtriton(tmp_path):
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_patterns(tmp_path):
-    compiled = compiled_with("llama", sparsity="4:8", **LEARN)
-    reloaded = type(compiled.model).from_pretrained(compiled.save_pretrained(tmp_path / "model"))
-    for name, weight in linears_in_layers(reloaded).items():
-        assert kept_in_groups(weight, 8) == {4}, name
-    ids = zoo.token_ids(seed=2)
-    difference = zoo.difference(zoo.outputs(zoo.build("llama"), ids), zoo.outputs(folded("llama", compiled), ids))
-    assert difference < 1e-4
-
-
-@torch.no_grad()
-def hidden_loss(compiled: CompiledModel, name: str) -> float:
-    """Returns 1 - cos of the last hidden state to the dense model's, on the calibration ids."""
-    with_order = folded(name, compiled).base_model(zoo.token_ids())[0]
-    return float(1 - torch.cosine_similarity(compiled.model.base_model(zoo.token_ids())[0], with_order, dim=-1).mean())
-
-
-@pytest.mark.slow
-def test_sparsegpt_with_its_own_mask(tmp_path):
-    masked = compiled_with("llama", **HEURISTIC)
-    updated = compiled_with("llama", recipe="heuristic,sparsegpt", importance="wanda", sparsegpt_mask="own")
-    reloaded = type(updated.model).from_pretrained(updated.save_pretrained(tmp_path / "model"))
-    masks = []
-    for linear, weight in linears_in_layers(reloaded).items():
-        assert kept_in_groups(weight, 4) == {2}, linear
-        masks.append(torch.equal(weight != 0, linears_in_layers(masked.model)[linear] != 0))
-    assert not all(masks)
-    assert hidden_loss(updated, "llama") < hidden_loss(masked, "llama")
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("gpt2", torch.bfloat16), ("llama", torch.float16)],
-)
+@pytest.mark.parametrize(("name", "dtype"), [("gpt2", torch.bfloat16), ("llama", torch.float16)])
 @pytest.mark.slow
 def test_other_dtypes(name, dtype, tmp_path):
     compiled = compiled_model(zoo.build(name).to(dtype), **LEARN)

@@ -61,11 +61,6 @@ def test_strided_scores():
     check(torch.cat((score, score), 2)[:, :, ::2])
 
 
-def test_scores_that_require_a_gradient():
-    score = scores_of(6)
-    assert torch.equal(assignment(score.clone().requires_grad_()), assignment(score))
-
-
 def test_does_not_change_the_scores():
     score = scores_of(6).double()
     before = score.clone()

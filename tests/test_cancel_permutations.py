@@ -5,12 +5,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton.passes.cancel_permutations import cancel_permutations
-from permtriton.passes.graph import (
-    NORM_PERMUTE,
-    PERMUTE,
-    Constants,
-    index_value,
-)
+from permtriton.passes.graph import NORM_PERMUTE, PERMUTE, Constants, index_value
 from permtriton.util.permutation import identity, inverse
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

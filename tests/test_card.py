@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 import yaml
-from huggingface_hub import ModelCard
 
 import permtriton
 from permtriton.checkpoint.card import ALONE, PROJECT, WITH_PERMTRITON, model_card, name_repository
@@ -114,15 +113,6 @@ def test_content():
     assert "| text that the dense model wrote | `32 x 256 tokens` |" in wrote
     assert "import permtriton" not in text
     assert "import permtriton\nfrom transformers import AutoModel\n" in model_card(REPORT, "X", WITH_PERMTRITON, "out")
-
-
-def test_the_hub_reads_the_front_matter():
-    card = ModelCard(model_card(REPORT, "LlamaForCausalLM", ALONE, "out"), ignore_metadata_errors=False)
-    [result] = card.data.eval_results
-    assert (card.data.base_model_relation, result.metric_type, result.metric_value) == ("quantized", "perplexity", 6.75)
-    local = {**REPORT, "model": "/home/me/model", "evaluation": {}}
-    data = ModelCard(model_card(local, "LlamaForCausalLM", ALONE, "out"), ignore_metadata_errors=False).data
-    assert (data.base_model, data.get("base_model_relation"), data.eval_results) == (None, None, None)
 
 
 @pytest.mark.slow

@@ -17,10 +17,7 @@ BAD_OPTIONS = {
     "more samples than text": (("--samples", "9999"), ["9999 are needed", "--samples"]),
     "unknown recipe": (("--recipe", "fancy"), ["'fancy'", "default, best, fast, values, permllm"]),
     "unknown step": (("--recipe", "mask,fancy"), ["'fancy' is no step", "heuristic, learned, searched, mask"]),
-    "no pruning": (
-        ("--recipe", "heuristic"),
-        ["recipe heuristic prunes nothing", "steps that prune, mask or "],
-    ),
+    "no pruning": (("--recipe", "heuristic"), ["recipe heuristic prunes nothing", "steps that prune, mask or "]),
     "unknown device": (("--device", "tpu"), ["'tpu'", "auto, cpu or cuda"]),
     "negative seed": (("--seed", "-1"), ["--seed is -1"]),
     "epochs without learning": (

@@ -9,17 +9,13 @@ import pytest
 import torch
 
 from benchmarks.gpu import beforehand, builds, compile_check
-from benchmarks.gpu.builds import distinct
 from benchmarks.gpu.compile_check import TARGETS, compile_one
-from benchmarks.gpu.recording import CudaLaunch, Launch, recorded
+from benchmarks.gpu.recording import CudaLaunch, recorded
 from permtriton import kernels
 from permtriton.errors import ConfigError
-from permtriton.kernels import nm_mask, nm_mask_backward_triton
 from permtriton.kernels.cuda.runtime import CudaKernel
-from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import triton
 from permtriton.kernels.tools.cases import KERNELS
-from permtriton.util.sparsity import NMPattern
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed")
 SM_80, SM_89, SM_90, SM_100, GFX942 = TARGETS
@@ -46,14 +42,6 @@ class TestCompiling:
         assert "spills" in found.problem
         assert compile_one(self.builds.hold_build(16384, default=False), SM_90).problem is None
 
-    def test_sizes_are_unknown_only_where_a_default_may_get_any(self):
-        build = self.builds.copy_build()
-        for change, expected in (({}, [True, False]), ({"aligned": True}, [True]), ({"default": False}, [True])):
-            found = list(compile_check.compile_all([dataclasses.replace(build, **change)], (SM_90,)))
-            assert [one.multiples for one in found] == expected
-        same = [dataclasses.replace(build, aligned=aligned) for aligned in (True, False, True)]
-        assert distinct(same) == [build]
-
     def test_what_does_not_compile_is_a_problem_and_says_why(self):
         found = compile_one(self.builds.hold_build(33), SM_90)
         assert "power of 2" in found.error
@@ -71,17 +59,6 @@ class TestCompiling:
         assert (found.tensor_columns, found.problem) == (128, None)
         monkeypatch.setattr(compile_check, "TENSOR_COLUMNS", 127)
         assert "tensor memory" in compile_one(self.builds.multiply_build(), SM_100).problem
-
-    def test_the_command(self, monkeypatch, capsys):
-        monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.copy_build()])
-        monkeypatch.setattr("sys.argv", ["compile_check"])
-        compile_check.main()
-        rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-        assert [row[1] for row in rows] == ["sm_80", "sm_89", "sm_90", "sm_90", "sm_100", "gfx942"]
-        monkeypatch.setattr(compile_check, "all_builds", lambda: [self.builds.hold_build(33)])
-        with pytest.raises(SystemExit, match="4 builds failed the resource check"):
-            compile_check.main()
-        assert "power of 2" in capsys.readouterr().out
 
     def test_interpreting_is_refused(self, monkeypatch):
         monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
@@ -187,53 +164,3 @@ class TestRecording:
     def test_every_build_has_a_name_and_a_launch_of_its_own(self):
         found = compile_check.all_builds()
         assert len({build.name for build in found}) == len({build.launch.key for build in found}) == len(found)
-
-
-FREE = {"KEPT", "GROUP", "PADDED", "POWER", "STATISTICS", "GROUP_SCALE", "FLOOR", "INTERPRETED", "EXACT", "LONG",
-        "VECTOR"}  # not of the tile  # fmt: skip
-
-
-def tile_of(of: Launch) -> dict[str, int]:
-    """In what tile, warps and stages a kernel is launched."""
-    return {k: v for k, v in of.constants.items() if k.isupper() and k not in FREE} | dict(of.options)
-
-
-def default_tiles(of: Launch) -> list[dict[str, int]]:
-    """The tiles of the builds that count as defaults, of the kernel and weight dtype of a launch."""
-    return [
-        tile_of(build.launch)
-        for build in builds._nm_mask()
-        if build.default
-        and build.launch.kernel is of.kernel
-        and build.launch.signature["weight_ptr"] == of.signature["weight_ptr"]
-    ]
-
-
-@needs_triton
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("group", [4, 32])
-class TestDefaultLaunchesOfNmMask:
-    """What runs without autotuning is a default build, which the check holds to be free of spills."""
-
-    @pytest.mark.parametrize("row_major", [False, True])
-    @pytest.mark.slow
-    def test_forward(self, group, dtype, row_major):
-        weight, channels = torch.zeros(32, 4 * group, dtype=dtype), torch.arange(4 * group)
-        weight = weight if row_major else weight.t().contiguous().t()
-        factors = ImportanceFactors(1, torch.ones(4 * group))
-        with recorded() as launches:
-            nm_mask.nm_mask_triton(weight, factors, channels, [4 * group], NMPattern(1, group))
-        name = "_nm_mask_fwd_kernel" if group <= 4 else "_nm_mask_fwd_wide_kernel"
-        assert launches[0].kernel is getattr(nm_mask, name)
-        assert tile_of(launches[0]) in default_tiles(launches[0])
-
-    @pytest.mark.parametrize(("size", "rows"), [(16, 33), (48, 32), (256, 33)])
-    @pytest.mark.slow
-    def test_backward(self, group, dtype, size, rows):
-        size = -(-size // group) * group
-        weight = torch.zeros(size, rows, dtype=dtype).t()
-        factors, index = ImportanceFactors(1, torch.ones(size)), torch.arange(size)
-        with recorded() as launches:
-            nm_mask_backward_triton.nm_mask_backward_triton(weight, weight, factors, index, [size], group, True)
-        assert (launches[0].constants["ALIGN"] > 1) == (rows % 16 == 0 and size % 16 == 0)
-        assert tile_of(launches[0]) in default_tiles(launches[0])

@@ -14,13 +14,7 @@ from permtriton.errors import ConfigError
 from permtriton.methods.compile_config import CompileConfig, has_effect
 from permtriton.methods.steps import STEPS
 from permtriton.methods.train.distill import Distill
-from permtriton.recipe import (
-    RECIPES,
-    all_options,
-    check_effects,
-    resolve,
-    with_suggested,
-)
+from permtriton.recipe import RECIPES, all_options, check_effects, resolve, with_suggested
 from permtriton.util.option import options_of
 
 OPTIONS = all_options()
@@ -151,12 +145,6 @@ def test_every_option_is_a_flag_of_compile():
     assert set(OPTIONS) <= set(inspect.signature(compile).parameters)
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if options_of(part)])
-def test_docstrings_hold_what_the_options_say(part):
-    text = " ".join(part.__doc__.split())
-    assert [o.name for o in options_of(part) if f"{o.field}: {o.help} Expects {o.expected}." not in text] == []
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_limit_refuses(name):
     """`Option.expected` describes what `Option.check` accepts, from Python and from a file, in any recipe."""
@@ -240,24 +228,15 @@ def test_a_step_of_the_default_reads_enough_tokens(tokens, sequences):
         ({"o_proj": "loose"}, ["o_proj", "'loose'", "tied, free"]),
         ({"learn_epochs": "x"}, ["learn_epochs", "'x'", "expected an integer"]),
         ({"device": "cpu"}, ["device is no option of a config", "`device=`"]),
-        ({"learn_epochs": True}, ["learn_epochs", "True", "expected int"]),
-        ({"learn_epochs": 2.0}, ["learn_epochs", "expected int", "got float"]),
-        ({"skip_indivisible": 1}, ["skip_indivisible", "expected bool"]),
-        ({"calibration": 3}, ["calibration", "expected str"]),
         ({"sparsity": 24}, ["'24'", "N:M"]),
         ({"recipe": "searched,refit"}, ["searched before refit is refused"]),
         ({"recipe": "searched,sparsegpt"}, ["searched", "sparsegpt", "no better", "heuristic", "leave searched out"]),
         ({"learn_layers": "first:1"}, ["'first:1'", "last:K"]),
-        ({"learn_layers": "last:0"}, ["'last:0'", "at least 1"]),
         ({"learn_block_size": 30, "recipe": "published"}, ["learn_block_size 30", "2:4", "multiple of 4"]),
         (
             {"learn_block_size": 4, "sparsity": "4:8", "recipe": "published"},
             ["learn_block_size 4", "4:8", "multiple of 8"],
         ),
-        ({"learn_keep": "first"}, ["learn_keep", "'first'", "best, last"]),
-        ({"heuristic_row_weights": "all"}, ["heuristic_row_weights", "'all'", "fisher, none"]),
-        ({"search_loss": "mse"}, ["search_loss", "'mse'", "kl", "cosine"]),
-        ({"sparsegpt_mask": "none"}, ["sparsegpt_mask", "'none'", "own, keep"]),
     ],
 )
 def test_bad_values_say_what_and_what_to_do(given, words):

@@ -159,13 +159,6 @@ def test_the_structures_are_those_of_the_driver():
     assert (runtime._Setup.stream.offset, runtime._Setup.attributes.offset) == (32, 40)
 
 
-def test_machine_code_is_kept_for_the_next_process(libraries):
-    assert machine_code(KERNEL, "sm_90") == machine_code(KERNEL, "sm_90") == (CODE, SYMBOL)
-    assert libraries.calls.count("nvrtcCompileProgram") == 1
-    machine_code(KERNEL, "sm_100")
-    assert libraries.calls.count("nvrtcCompileProgram") == 2
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [("nvrtcCompileProgram", r"scale<1, 64> could not be compiled: no such instruction"),

@@ -16,17 +16,7 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 
 from . import zoo
-from .updating import (
-    RATE,
-    STEPS,
-    Pruned,
-    Recording,
-    equal,
-    facts,
-    only_kept_weights_change,
-    tiny,
-    tiny_model,
-)
+from .updating import RATE, STEPS, Pruned, Recording, equal, facts, only_kept_weights_change, tiny, tiny_model
 
 
 @pytest.mark.slow

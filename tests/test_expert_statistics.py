@@ -54,16 +54,6 @@ def test_statistics_are_of_what_each_expert_reads():
             assert torch.allclose(norms[site.name], (expected.square().sum(0) / 4).sqrt(), rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_pass_ends_where_every_site_was_seen():
-    model, plan = unstacked("mixtral")
-    starve(model, 2)
-    reached = []
-    model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: reached.append(1))
-    hessians(model, from_model(model, plan.layers()[0], Samples.of(zoo.token_ids(2)), 2), lambda *_: None)
-    assert reached == []
-
-
 @pytest.mark.parametrize("number", [0, 2])
 @pytest.mark.slow
 def test_an_expert_that_no_token_reaches_is_scored_by_size(number):

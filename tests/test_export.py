@@ -63,12 +63,7 @@ def test_there_and_back_is_bit_equal(sources, tmp_path, name):
 @pytest.mark.slow(but=["gpt2-pattern0"])
 @pytest.mark.parametrize(
     ("architecture", "pattern"),
-    [
-        ("gpt2", (2, 4)),
-        ("llama", (4, 8)),
-        ("mixtral", (2, 4)),
-        ("bert_mlm", (2, 4)),
-    ],
+    [("gpt2", (2, 4)), ("llama", (4, 8)), ("mixtral", (2, 4)), ("bert_mlm", (2, 4))],
 )
 def test_other_architectures_and_patterns(tmp_path, architecture, pattern):
     model = folders.model_of(architecture)
@@ -234,12 +229,7 @@ def test_where_it_may_write(sources, source, tmp_path):
 
 @pytest.mark.parametrize(
     "where",
-    [
-        "format_writers.pack",
-        "format_writers.check_same_bits",
-        "shutil.copyfile",
-        "hashlib.file_digest",
-    ],
+    ["format_writers.pack", "format_writers.check_same_bits", "shutil.copyfile", "hashlib.file_digest"],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 @pytest.mark.slow(but=["error0-format_writers.pack", "error1-format_writers.check_same_bits"])

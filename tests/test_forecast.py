@@ -14,14 +14,7 @@ from permtriton import config_from, find_plan
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
 from permtriton.driver import forecast, memory
-from permtriton.driver.forecast import (
-    assumed_pass,
-    check_disk,
-    disk_needs,
-    duration,
-    measured_pass,
-    stage_passes,
-)
+from permtriton.driver.forecast import assumed_pass, check_disk, disk_needs, duration, measured_pass
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
 from permtriton.methods.sizes import MemoryEstimate
@@ -34,7 +27,6 @@ from .desk import LEARN, RUNNER, app
 from .two_ranks import Interrupting
 from .world import free_memory, nothing_runs
 
-HERE = memory.Devices.of(torch.device("cpu"))
 SAMPLES = Samples.of(torch.arange(64).view(4, 16) % 40)
 
 
@@ -55,21 +47,6 @@ def test_measuring_leaves_the_model_as_it_was(model, plan):
     assert all(p.grad is None and p.requires_grad and not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"recipe": "heuristic,sparsegpt"}, {"heuristic": 1, "sparsegpt": 3}),
-        ({"recipe": "mask,distill", "distill_epochs": 5}, {"distill": 15}),
-        ({"recipe": "mask,distill", "distill_epochs": 5, "generated": 4}, {"distill": 30, "generate": 5}),
-    ],
-)
-def test_passes_grow_with_what_a_step_reads(model, plan, options, expected):
-    config = config_from(options)
-    found = stage_passes(config, zoo.start(model, config, SAMPLES, plan).sizes, 32)
-    assert found["evaluate"] == 2 * 32 / SAMPLES.positions
-    assert {name: found[name] for name in expected} == expected
-
-
 @pytest.mark.slow
 def test_disk_is_what_a_run_writes(tmp_path):
     """A state is there twice for a moment: the new one is written beside the old."""
@@ -87,16 +64,6 @@ def test_disk_is_what_a_run_writes(tmp_path):
     weights = sum(size for file, size in sizes.items() if file.suffix == ".safetensors")
     assert needs["the output"] == pytest.approx(weights + forecast.SMALL_FILES, rel=0.01)
     assert sum(sizes.values()) < needs["the output"]
-
-
-@pytest.mark.slow
-def test_the_state_of_one_round_is_written_once(tmp_path):
-    config = config_from({"recipe": "mask,distill", "distill_steps": 6})
-    model, path = zoo.tiny_llama(hidden_size=64, intermediate_size=128), tmp_path / "state.safetensors"
-    needs = disk_needs(config, zoo.start(model, config, SAMPLES).sizes)
-    compile_model(model, None, config, ids=SAMPLES.inputs, resume_path=path)
-    states = sum(file.stat().st_size for file in tmp_path.iterdir())
-    assert needs["states of interrupted runs"] == pytest.approx(states, rel=0.1)
 
 
 @pytest.mark.parametrize("save_format", ["packed", "fp8"])
@@ -226,14 +193,6 @@ def test_a_dry_run_for_other_devices_shares_the_samples_among_them(desk):
     assert "spread over the devices" in " ".join(result.stdout.replace("│", " ").split())
 
 
-def test_a_dry_run_looks_at_the_disk_of_the_working_files(desk, monkeypatch):
-    seen, usage = [], shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: seen.append(folder) or usage(folder))
-    result = RUNNER.invoke(app, desk.compile("--dry-run"))
-    assert result.exit_code == 0, result.output
-    assert set(seen) == {desk.out.resolve().parent}
-
-
 @pytest.mark.parametrize(("name", "number"), [("num_experts_per_tok", 2), ("top_k_experts", 2), ("moe_topk", [1, 3])])
 @pytest.mark.slow
 def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
@@ -253,12 +212,6 @@ def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
             for wanted in (False, True)
         )
     assert own / all_of_them == pytest.approx(1 - experts * 3 / 5 / every)
-
-
-def test_the_library_measures_only_where_it_is_to_say_so(model, monkeypatch):
-    monkeypatch.setattr(forecast, "measured_pass", lambda *_args: pytest.fail("measured"))
-    config = config_from({"recipe": "mask"})
-    compile_model(copy.deepcopy(model), None, config, ids=SAMPLES.inputs)
 
 
 @pytest.mark.slow

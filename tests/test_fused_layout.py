@@ -124,32 +124,6 @@ def test_the_hidden_state_keeps_its_order(case):
 # -- running it --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", ["llama learned", "phi3 learned, free"])
-@pytest.mark.slow
-def test_generation_with_a_cache(case):
-    name, result = case_of(case)
-    prompt = zoo.token_ids(2, 6)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
-    cached = result.model.generate(prompt, **options)
-    assert torch.equal(cached, result.model.generate(prompt, use_cache=False, **options))
-    assert cached.shape == (2, 14)
-    dense = zoo.build(name).generate(prompt, **options)
-    assert torch.equal(in_order(name, result).generate(prompt, **options), dense), "without masks, the dense model's"
-    assert not torch.equal(cached, dense)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("case", ["llama learned", "qwen2_moe"])
-@pytest.mark.slow
-def test_torch_compile_in_one_graph(case):
-    _, result = case_of(case)
-    ids = zoo.token_ids(2, 12)
-    eager = result.model(input_ids=ids, use_cache=False).logits
-    torch._dynamo.reset()
-    one = torch.compile(result.model, fullgraph=True, backend="aot_eager")(input_ids=ids, use_cache=False).logits
-    torch.testing.assert_close(one, eager, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.slow
 def test_a_norm_that_runs_twice_is_not_fused():
     """ALBERT's layers share one set of weights and norms; whatever its plan is, its outputs stay."""

@@ -221,18 +221,6 @@ def test_the_dry_run_says_how_long_writing_takes(model_folder, tmp_path):
     assert report["memory"]["stages"]["generation"] > 0
 
 
-def test_the_command_line_repeats_itself(model_folder, tmp_path):
-    arguments = [
-        "compile", str(model_folder), "--recipe", "mask,distill", "--calibration", "demo", "--generated", "4",
-        "--distill-epochs", "1", "--sequence-length", "16", "--samples", "4", "--eval-data", "none",
-    ]  # fmt: skip
-    result = RUNNER.invoke(app, [*arguments, "--output", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.stderr
-    record = json.loads((tmp_path / "out" / "permtriton.json").read_text())
-    assert "--generated 4" in record["command"]
-    assert not list(tmp_path.glob("*generated*"))
-
-
 def test_options_without_an_effect():
     fast = config_from({"recipe": "heuristic,sparsegpt", "generated": 3})
     with pytest.raises(ConfigError, match=r"`generated=` has no effect with `recipe=heuristic,sparsegpt`, none of"):

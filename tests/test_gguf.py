@@ -115,10 +115,6 @@ def test_a_file_of_the_same_name_in_the_current_folder_is_another_model(pristine
         same_as_file(load_original(source, saved=True)[0], pristine)
 
 
-def test_dtype(file):
-    assert load_model(Source(str(file), dtype="bfloat16")).dtype == torch.bfloat16
-
-
 def test_a_header_and_tensors_that_change_nothing(pristine, tmp_path):
     fields = {"rope.freq_base": 1e4, "rope.dimension_count": 8, "rope.scaling.type": "none", "split.count": 1}
     ones, zeros = np.ones(4, dtype=np.float32), np.zeros(32, dtype=np.float32)

@@ -69,10 +69,7 @@ def expected_weights(model, plan: Plan, importances, indices, pattern) -> dict[s
 
 
 @pytest.mark.parametrize("method", ["wanda", "ria", "obs"])
-@pytest.mark.parametrize(
-    "name",
-    ["llama", "gpt2", "mixtral", "bert"],
-)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert"])
 def test_weights_are_masked_in_the_present_order(name, method):
     given = Given(name, method=method)
     for indices in (zoo.random_indices(given.plan), {}, zoo.random_indices(given.plan, 5)):

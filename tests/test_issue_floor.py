@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks.gpu import floors, sass, shapes
-from benchmarks.gpu.compile_check import TARGETS, resident
+from benchmarks.gpu.compile_check import TARGETS
 from benchmarks.gpu.recording import CudaLaunch, recorded
 from permtriton.errors import ConfigError
-from permtriton.kernels.launch import multiprocessors, triton
+from permtriton.kernels.launch import triton
 
 from .kernel_builds import copy_floor
 
@@ -56,53 +56,9 @@ class TestMachineCode:
         assert [(loop.head, loop.instructions) for loop in code.loops()] == [(0, 6)]
         assert code.instructions == 1
 
-    def test_calls_waits_and_diverged_warps(self):
-        code = code_of(
-            "BRA.DIV ~URZ, `(.L_x_2)", ".L_x_0:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R1", "@!P0 BRA `(.L_x_0)",
-            "CALL.REL.NOINC `(.L_x_1)", "EXIT", ".L_x_1:", "MUFU.RCP R1, R1", "RET.REL.NODEC R2 0x0", ".L_x_2:",
-            "WARPSYNC R1", "BRA `(.L_x_0)",
-        )  # fmt: skip
-        assert list(code.loops()) == []
-        assert code.counts == {"BRA": 2, "SYNCS": 1, "CALL": 1, "EXIT": 1}
-
     def test_a_computed_jump_is_refused(self):
         with pytest.raises(ConfigError, match="computed jump"):
             code_of("BRX R2 -0x20", "EXIT")
-
-    @pytest.mark.parametrize(
-        ("opcode", "asked"),
-        [("LDG.E", 128), ("LDG.E.U8", 32), ("STG.E.U16", 64), ("LDG.E.LTC128B.64", 256), ("LDGSTS.E.BYPASS.128", 512),
-         ("LDS.128", 0)],
-    )  # fmt: skip
-    def test_bytes_of_an_instruction(self, opcode, asked):
-        assert code_of(f"{opcode} R4, [R2]").global_bytes == asked
-
-
-@pytest.mark.parametrize(
-    ("target", "warps", "registers", "shared", "columns", "expected"),
-    [
-        (SM_90, 8, 32, 0, 0, 8),  # warps
-        (SM_90, 1, 16, 0, 0, 32),  # programs
-        (SM_90, 16, 64, 0, 0, 2),
-        (SM_90, 16, 65, 0, 0, 1),
-        (SM_90, 2, 178, 0, 0, 4),  # 11 warps have room, but only 2 on each of the 4 parts
-        (SM_90, 4, 32, 64 << 10, 0, 3),
-        (SM_80, 4, 32, 64 << 10, 0, 2),
-        (SM_89, 8, 32, 0, 0, 6),
-        (SM_89, 1, 16, 0, 0, 24),
-        (SM_89, 4, 32, 64 << 10, 0, 1),
-        (SM_100, 4, 32, 0, 256, 2),
-    ],
-)
-def test_programs_per_multiprocessor(target, warps, registers, shared, columns, expected):
-    assert resident(target, warps, registers, shared, columns) == expected
-
-
-@needs_triton
-def test_recorded_launches_know_the_processors_of_the_named_gpu():
-    with recorded(108):
-        assert multiprocessors(torch.device("meta")) == 108
-        assert multiprocessors(torch.device("cpu")) is None
 
 
 @needs_triton
@@ -140,11 +96,6 @@ class TestCounting:
             floors.row(heavier, floors.H200)
         with pytest.raises(ConfigError, match="launches nothing"):
             floors.row(dataclasses.replace(floor, launch=lambda: None), floors.H200)
-
-    def test_loops_that_the_data_decide(self):
-        row = floors.row(dataclasses.replace(copy_floor(), loops=None), floors.H200)
-        assert row.figures()["ratio"] is None
-        assert row.figures()["registers"] > 0
 
 
 @needs_triton

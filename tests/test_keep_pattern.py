@@ -138,21 +138,6 @@ def test_compiled_without_a_break():
     check_kept(model, before, list(kept.patterns))
 
 
-def test_accelerate():
-    accelerate = pytest.importorskip("accelerate")
-    model = pruned_llama()
-    before, kept, optimizer = zeros_of(model), permtriton.keep_pattern(model), adamw(model)
-    accelerator = accelerate.Accelerator(cpu=True)
-    prepared, wrapped = accelerator.prepare(model, optimizer)
-    for step in range(2):
-        loss = prepared(input_ids=zoo.tiny_ids(2, 8, seed=step)).logits.logsumexp(-1).mean()
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
-        wrapped.step()
-        wrapped.zero_grad()
-    check_kept(model, before, list(kept.patterns))
-
-
 # -- saving ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from permtriton.passes.plan import layer_modules, named_layers
-from permtriton.running.kept_outputs import KeptOutputs
+from permtriton.passes.plan import layer_modules
 
 from . import test_seq2seq, zoo
 from .expert_stacks import unstacked
@@ -25,15 +24,10 @@ def in_place() -> PreTrainedModel:
 
 
 PROBLEMS = {
-    "llama": lambda: Problem(tiny_model(layers=3), ids=zoo.tiny_ids(6, 16)),
     "in place": lambda: Problem(in_place()),
-    "gpt2": lambda: Problem(*zoo.planned("gpt2")),
     "gpt_neox": lambda: Problem(*zoo.planned("gpt_neox")),
-    "bert": lambda: Problem(*zoo.planned("bert")),
-    "bart": lambda: Problem(test_seq2seq.build("bart")),
     "t5": lambda: Problem(test_seq2seq.build("t5")),
     "mixtral": lambda: Problem(*unstacked("mixtral")),
-    "qwen2_moe": lambda: Problem(*unstacked("qwen2_moe")),
 }
 
 
@@ -47,21 +41,6 @@ def test_where_memory_is_short_the_result_is_the_same(name):
     problem.reset().refit(progress, low_memory=True)
     assert all(torch.equal(value, expected[name]) for name, value in problem.model.state_dict().items())
     assert sum(progress.steps) == progress.total
-
-
-def test_what_is_watched_always_runs():
-    """No module returns what is kept of it where an expert, or a reader of the residual stream, is inside of it."""
-    problem = PROBLEMS["mixtral"]()
-    plan, running = problem.plan, 0
-    watched = {site.residual_reader for site in plan.sites} | {each for _, each in plan.linears() if "expert" in each}
-    for layer, whole in named_layers(problem.model, plan).items():
-        sites = [site for site in plan.sites if site.linears[0].startswith(f"{layer}.")]
-        with KeptOutputs(problem.model, layer, sites, Tensor.clone).running(torch.arange(2)):
-            replaced = [name for name, part in whole.named_modules(prefix=layer) if "forward" in vars(part)]
-        assert not any(each.startswith(f"{name}.") for name in replaced for each in watched)
-        assert not any("expert" in name for name in replaced)
-        running += len(replaced)
-    assert running
 
 
 @pytest.mark.parametrize(("low_memory", "refuses"), [(False, False), (True, False), (False, True)])

@@ -1,5 +1,3 @@
-from contextlib import suppress
-
 import pytest
 import torch
 from transformers import AlbertConfig, AlbertModel, OPTConfig, OPTForCausalLM
@@ -9,7 +7,7 @@ from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.statistics import hessians
 from permtriton.passes.plan import layer_modules, linear_module
-from permtriton.running.layer_calls import _half_negated, find_chains
+from permtriton.running.layer_calls import find_chains
 from permtriton.running.layer_walk import LayerWalk, from_model
 from permtriton.util import ranks
 from permtriton.util.sparsity import NMPattern
@@ -133,15 +131,6 @@ def test_arguments_may_depend_on_a_linear_before_the_layers():
 
     decoder.layers[1] = Leaning()
     assert find_chains(model, layers, Samples.of(IDS[:1]), weights) == ([["a", "b"]], {})
-
-
-def test_an_interrupt_while_weights_are_negated_leaves_them_as_they_were():
-    weights = [torch.randn(3) for _ in range(4)]
-    before = [weight.clone() for weight in weights]
-    with suppress(KeyboardInterrupt), _half_negated(weights):
-        assert [torch.equal(*pair) for pair in zip(weights, before, strict=True)] == [False, True, False, True]
-        raise KeyboardInterrupt
-    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
 
 
 @pytest.mark.slow

@@ -88,34 +88,6 @@ def test_other_readers_of_a_norm_are_in_its_space(name):
             assert others == gates
 
 
-def gpt2_with_a_residual_from_the_norm() -> PreTrainedModel:
-    """GPT-2 whose residual stream is the first norm's output, so that its Conv1D would have to gather and cannot."""
-    model = zoo.build("gpt2")
-
-    def forward(self: nn.Module, hidden_states: Tensor, *arguments: object, **options: object) -> Tensor:
-        normed = self.ln_1(hidden_states)
-        hidden_states = normed + self.attn(normed)[0]
-        return hidden_states + self.mlp(self.ln_2(hidden_states))
-
-    for block in model.transformer.h:
-        block.forward = forward.__get__(block)
-    return model
-
-
-@pytest.mark.slow
-def test_a_conv1d_that_cannot_gather_keeps_its_order():
-    plan = find_plan(gpt2_with_a_residual_from_the_norm(), TWO_FOUR, layout="fused")
-    by_name = {site.name: site for site in plan.sites}
-    for layer in range(zoo.LAYERS):
-        site = by_name[f"transformer.h.{layer}.attn.c_attn"]
-        assert site.space.placement is Destination.NONE
-        assert site.space.reason == (
-            f"no norm before it can gather, and neither can transformer.h.{layer}.attn.c_attn itself "
-            "(a Conv1D, one of stacked experts, part of a layer of torch.nn, or a linear with hooks or a shared weight)"
-        )
-        assert by_name[f"transformer.h.{layer}.mlp.c_fc"].space.placement is Destination.IN_NORM
-
-
 def mixtral_with_a_residual_from_the_norm() -> PreTrainedModel:
     model = zoo.build("mixtral")
 

@@ -5,12 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForImageClassification,
-    AutoProcessor,
-    PvtConfig,
-    PvtModel,
-)
+from transformers import AutoModelForImageClassification, AutoProcessor, PvtConfig, PvtModel
 
 import permtriton
 from permtriton import NMPattern, config_from, find_plan

@@ -197,15 +197,6 @@ class Precisions(TorchDispatchMode):
         return function(*positional, **(named or {}))
 
 
-class Float32(Precisions):
-    """Notes it of products of float32 alone."""
-
-    def __torch_dispatch__(self, function, types, positional=(), named=None):
-        if any(isinstance(each, torch.Tensor) and each.dtype == torch.float32 for each in positional):
-            return super().__torch_dispatch__(function, types, positional, named)
-        return function(*positional, **(named or {}))
-
-
 @pytest.fixture
 def _amx(monkeypatch):
     """A processor that multiplies rounded factors faster."""
@@ -222,14 +213,6 @@ def test_fits_round_as_the_config_says_and_orders_never(recipe, mixed):
         compile_model(wide(), None, config, ids=Samples.of(zoo.tiny_ids(4, FEW)))
     assert set(products.seen) == ({"medium", "highest"} if mixed and recipe != ORDER else {"highest"})
     assert products.seen[-1] == torch.get_float32_matmul_precision() == "highest", "what is proved is exact"
-
-
-@pytest.mark.usefixtures("_amx")
-@pytest.mark.slow
-def test_fits_of_a_model_of_half_precision_are_of_float32_and_round():
-    with Float32() as products:
-        compile_model(wide().bfloat16(), None, config_from({}, "refit"), ids=Samples.of(zoo.tiny_ids(4, FEW)))
-    assert "medium" in products.seen
 
 
 @pytest.mark.usefixtures("_amx")

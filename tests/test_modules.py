@@ -112,18 +112,6 @@ def test_generates_the_same_tokens_with_cache_batch_and_padding(name):
     assert torch.equal(alone, expected[:1, 4:]), "padding changes nothing"
 
 
-def test_a_packed_model_generates_what_the_dense_one_does():
-    dense, packed = zoo.build("llama"), zoo.build("llama")
-    for model, pack in ((dense, False), (packed, True)):
-        permute_norms(model, "llama")
-        folders.prune(model)
-        sparsify(model, pack)
-    ids = zoo.token_ids()
-    assert all(map(torch.equal, zoo.outputs(dense, ids), zoo.outputs(packed, ids)))
-    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
-    assert torch.equal(dense.generate(ids, **options), packed.generate(ids, **options))
-
-
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="inductor needs a C++ compiler, and none is found"
 )

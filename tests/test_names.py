@@ -80,10 +80,7 @@ def outputs(folder, like: PreTrainedModel) -> list[torch.Tensor]:
     return zoo.outputs(type(like).from_pretrained(folder, dtype=like.dtype).eval(), IDS)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [*((name, "portable") for name in RENAMED), ("nomic_bert", "fused")],
-)
+@pytest.mark.parametrize(("name", "layout"), [*((name, "portable") for name in RENAMED), ("nomic_bert", "fused")])
 @pytest.mark.slow
 def test_renamed_models_are_saved_exported_and_loaded(name, layout, tmp_path):
     result = compiled(build(name), layout)

@@ -81,14 +81,6 @@ def test_forward_equals_dense_matrices(pattern, form, dtype, column_major):
     assert mask.unflatten(1, (-1, group)).sum(2).eq(pattern.kept).all()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_scores_of_the_op_are_the_documented_product(form):
-    weight, factors = weight_of(5, 8), factors_of(form, 5, 8, torch.float32)
-    before = weight.clone()
-    assert torch.equal(factors.scores(weight.T).T.double(), dense_scores(weight, factors))
-    assert torch.equal(weight, before)
-
-
 def dense_gradient(
     weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], group_scale: bool, grad: Tensor
 ) -> Tensor:
@@ -142,19 +134,6 @@ def test_the_size_of_a_tile_changes_nothing(tile, column_major, monkeypatch):
     torch.testing.assert_close(
         found, dense_gradient(weight, factors, index, sizes, False, grad), atol=1e-11, rtol=1e-10
     )
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5)])
-@pytest.mark.parametrize("group_scale", [False, True])
-def test_gradient_of_model_dtypes(dtype, tolerance, group_scale):
-    sizes = [16, 8]
-    weight = torch.randn(20, 24, generator=rng(1)).to(dtype)
-    grad = torch.randn(20, 24, generator=rng(2)).to(dtype)
-    factors, index = factors_of("row and column", 20, 24, torch.float32), block_index(sizes)
-    found = gradient(weight, factors, index, sizes, group_scale, grad)
-    expected = dense_gradient(weight, factors, index, sizes, group_scale, grad)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, atol=tolerance * expected.abs().max().item(), rtol=tolerance)
 
 
 def test_a_mask_step_along_the_gradient_lowers_a_linear_loss():

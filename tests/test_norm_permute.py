@@ -146,12 +146,6 @@ def test_gradients_equal_float64(kind, offset, dtype):
         torch.testing.assert_close(a.double(), b, rtol=epsilon, atol=epsilon)
 
 
-def test_gradcheck():
-    x, weight, bias = (random(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 5), (5,), (5,)))
-    index = index_of(5)
-    assert torch.autograd.gradcheck(lambda *v: norm_permute(*v, index, EPS, 1.0, "layer"), (x, weight, bias))
-
-
 @pytest.mark.parametrize(("kind", "offset"), [("rms", 0.0), ("layer", 1.0)])
 @pytest.mark.slow
 def test_compiles_without_a_break(kind, offset):

@@ -45,16 +45,6 @@ def check_patterns(model) -> None:
     assert (counts(model, GATE, 4) == 2).float().mean() > 0.99
 
 
-@pytest.mark.slow
-def test_the_plan_knows_them():
-    plan = find_plan(zoo.build("llama"), TWO_FOUR, pattern=OWN)
-    found = {name: str(pattern) for name, pattern in plan.patterns.items()}
-    assert (found[DOWN], found[Q], found[GATE]) == ("4:8", "1:4", "2:4")
-    spaces = {space.name: space for space in plan.spaces}
-    assert (spaces[DOWN].group, str(plan.pattern_of(spaces[DOWN]))) == (8, "4:8")
-    assert (spaces["stream"].group, str(plan.pattern_of(spaces["stream"]))) == (4, "2:4")
-
-
 def test_the_first_that_names_a_linear_counts():
     plan = find_plan(zoo.build("llama"), TWO_FOUR, pattern=[f"{DOWN}=1:4", "*.mlp.*=4:8", "Linear=1:2"])
     found = {name: str(pattern) for name, pattern in plan.patterns.items()}

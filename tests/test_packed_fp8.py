@@ -16,7 +16,7 @@ from permtriton.cli.main import app
 from permtriton.errors import ModelError, VerificationError
 from permtriton.model.modules import SparseLinearFp8
 
-from . import folders, zoo
+from . import folders
 from .desk import RUNNER
 from .folders import LAST_UP, WEIGHTS, load
 
@@ -156,16 +156,6 @@ def test_the_command_says_how_weights_were_rounded(place, tmp_path):
     assert result.exit_code == 0, result.output
     assert "14, each weight alone" in result.stdout
     assert "make up for each other's errors" in " ".join(result.output.replace("│", "").split())
-
-
-@pytest.mark.slow
-def test_compile_saves_it_in_one_command(tmp_path):
-    zoo.build("llama").save_pretrained(tmp_path / "dense")
-    ids, out = zoo.token_ids(), tmp_path / "out"
-    compiled = permtriton.compile(tmp_path / "dense", recipe="mask", data=ids, output=out, save_format="packed-fp8")
-    assert load_file(out / WEIGHTS)[f"{LAST_UP}_values"].dtype == torch.float8_e4m3fn
-    assert compiled.report == json.loads((out / "permtriton.json").read_text())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "out"]
 
 
 # -- or an error ---------------------------------------------------------------------------------------------------

@@ -5,14 +5,7 @@ import torch
 
 from permtriton.errors import ConfigError, ModelError
 from permtriton.kernels import packing
-from permtriton.kernels.packing import (
-    pack,
-    pack_positions,
-    packed_shapes,
-    position_bits,
-    unpack,
-    unpack_positions,
-)
+from permtriton.kernels.packing import pack, pack_positions, packed_shapes, position_bits, unpack, unpack_positions
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, rng, sparse

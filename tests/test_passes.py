@@ -11,11 +11,7 @@ from permtriton.passes.edits import moves_of
 from permtriton.passes.graph import (
     absorb_folds,
 )
-from permtriton.passes.pipeline import (
-    PASS_NAMES,
-    permutation_passes,
-    run_passes,
-)
+from permtriton.passes.pipeline import PASS_NAMES, permutation_passes, run_passes
 from permtriton.passes.plan import linear_module, weight_in_out
 
 from . import zoo

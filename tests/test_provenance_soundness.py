@@ -2,193 +2,109 @@
 
 import pytest
 import torch
+from torch import cat
 from torch.nn import functional
 
 from .networks import HALF, OUT, TOKENS, WIDE, check
 
 
-def one_half_activated(net, x):
-    hidden = net.up(x)
-    return net.down(torch.cat([hidden[..., :HALF].relu(), hidden[..., HALF:]], -1))
-
-
-def halves_with_different_activations(net, x):
-    hidden = net.up(x)
-    return net.down(torch.cat([hidden[..., :HALF].sigmoid(), hidden[..., HALF:].exp()], -1))
-
-
-def one_half_scaled_by_a_number(net, x):
-    hidden = net.up(x)
-    return net.down(torch.cat([hidden[..., :HALF] * 2, hidden[..., HALF:]], -1))
-
-
-def one_half_scaled_by_a_parameter(net, x):
-    hidden = net.up(x)
-    return net.down(torch.cat([hidden[..., :HALF] * net.alpha, hidden[..., HALF:]], -1))
-
-
-def each_half_scaled_by_a_parameter(net, x):
-    scales = torch.cat([net.alpha[None], net.beta])
-    return net.down((net.up(x).unflatten(-1, (2, HALF)) * scales[:, None]).flatten(-2))
-
-
-def one_half_multiplied_the_other_added(net, x):
-    hidden, value = net.up(x), x.mean(-1, keepdim=True)
-    return net.down(torch.cat([hidden[..., :HALF] * value, hidden[..., HALF:] + value], -1))
-
-
-def clamped_by_a_vector(net, x):
-    return net.down(torch.clamp(net.up(x), min=net.vector))
-
-
-def clamped_by_a_constant_vector(net, x):
-    return net.down(net.up(x).clamp_max(net.constant))
-
-
-def gate_and_up_trade_places(net, x):
+def gate_and_up_trade_places(net, h, x):
     """Unit j's gate is row 2j and its up row 2(n-1-j)+1, so the gate is first in some units and last in others."""
-    hidden = net.up(x)
-    return net.half_down(hidden[..., ::2].sigmoid() * hidden[..., 1::2].flip(-1))
+    return net.half_down(h[..., ::2].sigmoid() * h[..., 1::2].flip(-1))
 
 
-def values_in_another_order_for_each_channel(net, x):
+def values_in_another_order_for_each_channel(net, h, x):
     """Every channel meets the same values over the tokens, each in an order of its own."""
-    table = torch.stack([net.ring.roll(channel) for channel in range(WIDE)], -1)
-    return net.down(net.up(x) * table)
+    return net.down(h * torch.stack([net.ring.roll(channel) for channel in range(WIDE)], -1))
 
 
-def sum_of_a_weights_rows(net, x):
-    return net.down(net.up(x).relu()), net.up.weight.sum(1)
+def channels_as_an_attention_mask(net, h, x):
+    query, keys = x.unsqueeze(1), x.unsqueeze(1)[:, :, :WIDE]
+    attended = functional.scaled_dot_product_attention(query, keys, keys, attn_mask=h.unsqueeze(1))
+    return net.down(h.relu()) + attended[:, 0, :, :OUT]
 
 
-def one_channel_is_singled_out(net, x):
-    hidden = net.up(x)
-    return net.down(hidden.relu()) * hidden[..., :1]
+def values_written_in_place(net, h, x):
+    h[..., :HALF] = 0.5
+    return net.down(h)
 
 
-def channels_as_an_attention_mask(net, x):
-    hidden, query = net.up(x), x.unsqueeze(1)
-    keys = query[:, :, :WIDE]
-    attended = functional.scaled_dot_product_attention(query, keys, keys, attn_mask=hidden.unsqueeze(1))
-    return net.down(hidden.relu()) + attended[:, 0, :, :OUT]
+def activated_in_place(net, h, x):
+    h = h.clone()
+    h[..., :HALF].relu_()
+    return net.down(h)
 
 
-def values_written_in_place(net, x):
-    hidden = net.up(x)
-    hidden[..., :HALF] = 0.5
-    return net.down(hidden)
-
-
-def activated_in_place(net, x):
-    hidden = net.up(x).clone()
-    hidden[..., :HALF].relu_()
-    return net.down(hidden)
-
-
-def gathered(net, x):
-    return net.down(net.up(x)[..., torch.arange(WIDE).flip(0)])
-
-
-def sorted_channels(net, x):
-    return net.down(net.up(x).sort(-1).values * net.vector)
-
-
-def two_values_of_a_channel_scale_two_heads(net, x):
+def two_values_of_a_channel_scale_two_heads(net, h, x):
     """The heads at 0 and 1 are multiplied with the same channel, but not with the same value of it."""
     scale = net.narrow(x)[..., :2]
     scales = torch.stack([scale, 3 * scale], -1).flatten(-2)
-    return net.down((net.up(x).unflatten(-1, (4, -1)) * scales[..., None]).flatten(-2))
+    return net.down((h.unflatten(-1, (4, -1)) * scales[..., None]).flatten(-2))
 
 
-def the_largest_channel_gates(net, x):
-    hidden = net.up(x)
-    return net.down(hidden * hidden.argmax(-1, keepdim=True))
-
-
-def pairs_are_compared(net, x):
-    hidden = net.up(x)
-    return net.down(torch.where(hidden > hidden.roll(1, -1), hidden, net.vector))
-
-
-def a_channel_twice_in_a_product(net, x):
-    hidden = net.up(x)
-    return net.down(hidden * hidden.flip(-1))
-
-
-def differences_of_neighbours(net, x):
-    hidden = net.up(x)
-    return net.down(hidden - hidden.roll(1, -1))
-
-
-def channels_against_channels(net, x):
-    hidden = net.up(x)
-    return net.down(hidden @ (hidden.transpose(1, 2) @ hidden).softmax(-1))
-
-
-def a_computed_weight(net, x):
-    return net.down(functional.linear(net.up(x), net.inner.weight * net.vector))
-
-
-def a_bilinear_form(net, x):
-    return net.down(net.up(x) * (net.up(x) @ net.inner.weight))
-
-
-def a_normalised_weight(net, x):
+def a_normalised_weight(net, h, x):
     weight = net.inner.weight / net.inner.weight.square().sum(1, keepdim=True).sqrt()
-    return net.down(functional.linear(net.up(x), weight).relu()) + net.side(net.inner(net.up(x)))
+    return net.down(functional.linear(h, weight).relu()) + net.side(net.inner(h))
 
 
-def halves_one_token_apart(net, x):
-    hidden = net.up(x)
-    return net.down(torch.cat([hidden[:, 1:, :HALF], hidden[:, :-1, HALF:]], -1))
+def two_runs_in_another_order_for_each_half(net, h, x):
+    b = net.up(x.relu())
+    first, second = cat([h[..., :HALF], b[..., HALF:]], -1), cat([b[..., :HALF], h[..., HALF:]], -1)
+    return net.down(cat([first, second], 1))
 
 
-def one_half_rolled_along_tokens(net, x):
-    hidden = net.up(x)
-    return net.down(torch.cat([hidden[..., :HALF].roll(1, 1), hidden[..., HALF:]], -1))
+def moved_across_tokens_by_padding(net, h, x):
+    pad = net.narrow(x)[:, 0]
+    return net.down(cat([pad, h.flatten(1), pad], 1).view(2, TOKENS + 1, WIDE)[:, 1:-1])
 
 
-def halves_of_two_runs(net, x):
-    return net.down(torch.cat([net.up(x)[..., :HALF], net.up(x.flip(1))[..., HALF:]], -1))
+def activated_in_place_while_a_view_is_read(net, h, x):
+    h = h * 2
+    part = h[..., :HALF]
+    h.relu_()
+    return net.down(h) + net.half_down(part)
 
 
-def two_runs_in_another_order_for_each_half(net, x):
-    a, b = net.up(x), net.up(x.relu())
-    first = torch.cat([a[..., :HALF], b[..., HALF:]], -1)
-    return net.down(torch.cat([first, torch.cat([b[..., :HALF], a[..., HALF:]], -1)], 1))
+def scaled_in_place_after_it_was_read(net, h, x):
+    kept = h.view(2, TOKENS, 4, 4)[:, :, :2].flatten(-2)
+    h.mul_(net.constant)
+    return net.half_down(kept), net.down(h)
 
 
-def cut_between_two_tokens(net, x):
-    return net.down(net.up(x).flatten(1)[:, HALF:-HALF].view(2, TOKENS - 1, WIDE))
+# Each gets the network, ``net.up(x)``, and x.
+TRICKY = {f.__name__: f for f in list(globals().values()) if getattr(f, "__module__", "") == __name__} | {
+    "one half activated": lambda net, h, x: net.down(cat([h[..., :HALF].relu(), h[..., HALF:]], -1)),
+    "other activations": lambda net, h, x: net.down(cat([h[..., :HALF].sigmoid(), h[..., HALF:].exp()], -1)),
+    "one half scaled by a number": lambda net, h, x: net.down(cat([h[..., :HALF] * 2, h[..., HALF:]], -1)),
+    "one half scaled by a parameter": lambda net, h, x: net.down(cat([h[..., :HALF] * net.alpha, h[..., HALF:]], -1)),
+    "each half scaled by a parameter": lambda net, h, x: net.down(
+        (h.unflatten(-1, (2, HALF)) * cat([net.alpha[None], net.beta])[:, None]).flatten(-2)
+    ),
+    "one half multiplied, the other added": lambda net, h, x: net.down(
+        cat([h[..., :HALF] * (value := x.mean(-1, keepdim=True)), h[..., HALF:] + value], -1)
+    ),
+    "clamped by a vector": lambda net, h, x: net.down(torch.clamp(h, min=net.vector)),
+    "clamped by a constant vector": lambda net, h, x: net.down(h.clamp_max(net.constant)),
+    "the sum of a weight's rows": lambda net, h, x: (net.down(h.relu()), net.up.weight.sum(1)),
+    "one channel is singled out": lambda net, h, x: net.down(h.relu()) * h[..., :1],
+    "gathered": lambda net, h, x: net.down(h[..., torch.arange(WIDE).flip(0)]),
+    "sorted": lambda net, h, x: net.down(h.sort(-1).values * net.vector),
+    "the largest channel gates": lambda net, h, x: net.down(h * h.argmax(-1, keepdim=True)),
+    "pairs are compared": lambda net, h, x: net.down(torch.where(h > h.roll(1, -1), h, net.vector)),
+    "a channel twice in a product": lambda net, h, x: net.down(h * h.flip(-1)),
+    "differences of neighbours": lambda net, h, x: net.down(h - h.roll(1, -1)),
+    "channels against channels": lambda net, h, x: net.down(h @ (h.transpose(1, 2) @ h).softmax(-1)),
+    "a computed weight": lambda net, h, x: net.down(functional.linear(h, net.inner.weight * net.vector)),
+    "a bilinear form": lambda net, h, x: net.down(h * (h @ net.inner.weight)),
+    "halves one token apart": lambda net, h, x: net.down(cat([h[:, 1:, :HALF], h[:, :-1, HALF:]], -1)),
+    "one half rolled along tokens": lambda net, h, x: net.down(cat([h[..., :HALF].roll(1, 1), h[..., HALF:]], -1)),
+    "halves of two runs": lambda net, h, x: net.down(cat([h[..., :HALF], net.up(x.flip(1))[..., HALF:]], -1)),
+    "cut between two tokens": lambda net, h, x: net.down(h.flatten(1)[:, HALF:-HALF].view(2, TOKENS - 1, WIDE)),
+    "rolled across tokens": lambda net, h, x: net.down(h.flatten(1).roll(HALF, 1).view(2, TOKENS, WIDE)),
+}
 
 
-def rolled_across_tokens(net, x):
-    return net.down(net.up(x).flatten(1).roll(HALF, 1).view(2, TOKENS, WIDE))
-
-
-def moved_across_tokens_by_padding(net, x):
-    flat, pad = net.up(x).flatten(1), net.narrow(x)[:, 0]
-    return net.down(torch.cat([pad, flat, pad], 1).view(2, TOKENS + 1, WIDE)[:, 1:-1])
-
-
-def activated_in_place_while_a_view_is_read(net, x):
-    hidden = net.up(x) * 2
-    part = hidden[..., :HALF]
-    hidden.relu_()
-    return net.down(hidden) + net.half_down(part)
-
-
-def scaled_in_place_after_it_was_read(net, x):
-    hidden = net.up(x)
-    kept = hidden.view(2, TOKENS, 4, 4)[:, :, :2].flatten(-2)
-    hidden.mul_(net.constant)
-    return net.half_down(kept), net.down(hidden)
-
-
-TRICKY = [function for function in list(globals().values()) if getattr(function, "__module__", "") == __name__]
-
-
-@pytest.mark.parametrize("forward", TRICKY, ids=lambda forward: forward.__name__)
+@pytest.mark.parametrize("name", TRICKY)
 @pytest.mark.slow
-def test_what_may_be_permuted_leaves_the_outputs(forward):
-    check(forward)
+def test_what_may_be_permuted_leaves_the_outputs(name):
+    check(lambda net, x: TRICKY[name](net, net.up(x), x))

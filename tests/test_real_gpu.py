@@ -4,7 +4,6 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,15 +101,3 @@ def test_a_row_that_does_not_end_costs_only_itself_and_is_tried_again(stand, ran
     fast, _ = stand("fast,default")
     assert fast["earlier_errors"] == [error]
     assert fast.keys() & {"error", "evaluation"} == {"evaluation"}
-
-
-def test_a_folder_of_shards_and_of_an_older_config_is_named(tmp_path):
-    """transformers before 5 calls the dtype of a model ``torch_dtype``."""
-    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
-    for number in (1, 2):
-        save_file({"x": torch.zeros(number)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
-    save_file({"input_ids": torch.zeros(3, 16, dtype=torch.int64)}, tmp_path / "test.ids")
-    asked = SimpleNamespace(model=tmp_path, held_out=tmp_path / "test.ids", kl_windows=2)
-    found = gpu._inputs(asked, tmp_path)
-    assert found["dtype"] == "bfloat16"
-    assert sorted(found["model_sha256"]) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

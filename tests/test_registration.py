@@ -36,14 +36,6 @@ ORDERS = {
         "import permtriton\n"
         "importlib.reload(permtriton)\n" + REGISTERED
     ),
-    "looked up, then imported by threads": (
-        "import sys, threading, importlib, importlib.util, permtriton\n"
-        "import transformers.quantizers.quantizers_utils\n"
-        "assert importlib.util.find_spec('permtriton.checkpoint.registration')\n"
-        "work = lambda: importlib.import_module('transformers.quantizers.auto')\n"
-        "threads = [threading.Thread(target=work) for _ in range(4)]\n"
-        "[t.start() for t in threads]; [t.join() for t in threads]\n" + REGISTERED
-    ),
 }
 
 

@@ -65,19 +65,6 @@ def test_the_same_seed_gives_the_same_order(given, result):
 
 
 @pytest.mark.slow
-def test_panels_make_no_difference(given, result, monkeypatch):
-    monkeypatch.setattr(file, "GAINS_AT_ONCE", 64)
-    batches = file._panels(given.spaces[0])
-    assert len(batches) > 1
-    for panel in (panel for batch in batches for panel in batch):
-        assert panel.left.numel() % 4 == 0
-        assert panel.left.numel() * panel.right.numel() <= 128
-    found = given.search()
-    assert found.same_indices(result)
-    assert [each.swaps for each in found.history] == [each.swaps for each in result.history]
-
-
-@pytest.mark.slow
 def test_a_start_that_nothing_betters_is_kept(given, monkeypatch):
     """Every order but the first is made to look worse."""
     seen = []

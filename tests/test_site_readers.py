@@ -1,14 +1,8 @@
 """Which ways of reading a space's channels a site may have, and the reason given where the space is frozen."""
 
 import torch
-from torch import nn
 
-from permtriton import NMPattern
-from permtriton.passes.provenance import propagate
-from permtriton.passes.sites import find_sites
-from permtriton.passes.trace import export_program, unlifted
-
-from .networks import HALF, check, results_of, space_of
+from .networks import HALF, check, space_of
 
 
 def test_readers_of_overlapping_sets_are_frozen():
@@ -55,22 +49,3 @@ def test_the_reason_names_the_run_that_does_not_fit():
 def test_the_reason_of_an_input_from_outside_says_so():
     plan = check(lambda net, x: net.down(net.up(x)))
     assert "from outside the model" in space_of(plan, "up").reason
-
-
-def test_overlapping_readers_are_all_frozen():
-    class Parts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.source = nn.Linear(16, 24)
-            self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(8, 16)
-
-        def forward(self, x):
-            h = self.source(x)
-            return self.a(h[..., :16]) + self.b(h[..., 8:24]) + self.c(h[..., 16:24])
-
-    model = Parts()
-    graph_module = unlifted(export_program(model, torch.randn(3, 16)), model)
-    plan = find_sites(propagate(graph_module, [], 0), model, results_of(graph_module)[0], NMPattern(2, 4))
-    readers = [site for site in plan.sites if site.linears[0] in "abc"]
-    assert len(readers) == 3
-    assert all(site.space.frozen for site in readers)

@@ -17,9 +17,6 @@ from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear import CUSPARSELT, DENSE, MMA, routed, sparse_linear
-from permtriton.kernels.tools import tuning
-from permtriton.kernels.tools.case import Case
-from permtriton.kernels.tools.timing import Timing
 from permtriton.util.sparsity import NMPattern
 
 from .kernel_inputs import DTYPES, PATTERNS, TWO_FOUR, index_of, rng, sparse
@@ -43,25 +40,6 @@ def test_equals_the_dense_linear_bit_for_bit(pattern, dtype, lead):
     for b, i in ((None, None), (bias, None), (None, index), (bias, index.short())):
         ordered = x if i is None else x[..., i.long()]
         assert torch.equal(sparse_linear(x, *packed, b, i, channels, pattern), linear(ordered, weight, b))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_equals_the_product_in_float64(dtype):
-    weight, index = sparse(9, 8, TWO_FOUR, dtype), index_of(32)
-    x = torch.randn(6, 2, 32, generator=rng(5)).to(dtype).transpose(0, 1)
-    y = sparse_linear(x, *pack(weight, TWO_FOUR), None, index, 32, TWO_FOUR)
-    expected = x.double()[..., index] @ weight.double().T
-    tolerance = 16 * torch.finfo(dtype).eps
-    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=tolerance)
-
-
-def test_a_wrong_position_or_order_would_be_seen():
-    """The comparison can fail: outputs differ if one position or the gather is wrong."""
-    weight, index, x = sparse(9, 8, TWO_FOUR), index_of(32), torch.randn(6, 32, generator=rng(5))
-    values, positions = pack(weight, TWO_FOUR)
-    right = sparse_linear(x, values, positions, None, index, 32, TWO_FOUR)
-    assert not torch.equal(right, sparse_linear(x, values, positions, None, None, 32, TWO_FOUR))
-    assert not torch.equal(right, sparse_linear(x, values, positions.flip(0), None, index, 32, TWO_FOUR))
 
 
 def test_gradcheck():
@@ -298,19 +276,6 @@ def test_most_of_five_searches_choose_cusparselts_algorithm_once_per_shape(monke
         Config({"ALGORITHM": 3, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),
     ).shape == (16, 32)
     assert used[6:] == [3]
-    # What it keeps is no trial, so that tuning tries everything.
-    x = torch.ones(16, 32).bfloat16()
-    case = Case(
-        "sparse_linear", "16x32x32", torch.bfloat16, lambda seed: (), lambda: run(x), lambda: x, lambda *_: 0.0, 0.0, 1
-    )
-    monkeypatch.setattr(tuning, "measure", lambda runs, *_: {name: Timing((1.0,), "host") for name in runs})
-    file = autotune.cache_file()
-    (entry,) = tuning.tune([case], torch.device("cpu"), autotune.machine_key(), file).values()
-    assert len(entry["trials"]) == 2
-    file.unlink()
-    monkeypatch.setattr(autotune, "_STATE", autotune._State())
-    tuning.requests_of(case)
-    assert not file.exists(), "what is asked for while tuning is kept by tuning"
 
 
 def test_cusparselt_serves_the_gpu_that_a_thread_used_first(monkeypatch):

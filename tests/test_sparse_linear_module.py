@@ -11,10 +11,7 @@ from torch.nn.utils import parametrize
 from permtriton import NMPattern
 from permtriton.errors import ModelError
 from permtriton.kernels import cusparselt
-from permtriton.model.modules import (
-    ChannelGather,
-    SparseLinear,
-)
+from permtriton.model.modules import ChannelGather, SparseLinear
 
 from . import folders
 from .kernel_inputs import TWO_FOUR, compressed, empty_packed, index_of, rng

@@ -14,13 +14,7 @@ from permtriton import config_from, find_plan
 from permtriton.config import CalibrationConfig
 from permtriton.data.held_out import read_held_out
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import (
-    HUB_DATASETS,
-    all_windows,
-    calibration_samples,
-    fitted,
-    held_out_windows,
-)
+from permtriton.data.text_samples import all_windows, calibration_samples, fitted, held_out_windows
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.running.layer_walk import from_model
@@ -222,20 +216,6 @@ def test_text_without_a_tokenizer(tmp_path):
         calibration_ids(config(path), None, VOCABULARY, 0)
 
 
-@pytest.mark.parametrize("name", HUB_DATASETS)
-def test_hub_datasets_are_requested_by_their_subset(monkeypatch, tokenizer, name):
-    requests = []
-
-    def load_dataset(**arguments):
-        requests.append(arguments)
-        return datasets.Dataset.from_dict({"text": [SENTENCE] * 40, "url": ["x"] * 40})
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert calibration_ids(config(name), tokenizer, VOCABULARY, 0).shape == (4, 16)
-    assert requests == [HUB_DATASETS[name]]
-    assert "test" not in json.dumps(requests), "calibration never sees the held-out split"
-
-
 @pytest.mark.parametrize(("split", "wanted"), [("", "train"), ("validation[:50]", "validation[:50]")])
 def test_any_dataset_of_the_hub_with_its_split_and_column(monkeypatch, tokenizer, split, wanted):
     requests = []
@@ -325,15 +305,6 @@ def test_hub_failures_are_one_line_with_advice(monkeypatch, error):
 @pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (5, 12), generator=torch.Generator().manual_seed(0))
-
-
-def test_nothing_stays_hooked_to_the_model(model, plan, ids):
-    def stop(steps=1, note=""):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hessians(model, from_model(model, plan.sites, Samples.of(ids), 1), stop)
-    assert all(not module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

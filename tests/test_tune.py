@@ -143,37 +143,6 @@ def test_steps_are_those_of_adam_and_what_is_shared_is_tuned_once():
     assert len(vectors) == len({id(each) for each in vectors.values()}) == 12
 
 
-def test_no_sample_is_read_twice_and_held_out_ones_are_not_trained_on():
-    pruned = pruned_tiny()
-    seen: list[int] = []
-    loss = pruned.objective.loss
-
-    class Watched(type(pruned.objective)):
-        def loss(self, hidden, rows):
-            if hidden.requires_grad:
-                seen.extend(rows.tolist())
-            return loss(hidden, rows)
-
-    pruned.objective = Watched(**vars(pruned.objective))
-    tuned(pruned)
-    assert sorted(seen) == list(range(1, 17))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.slow
-def test_in_half_precision_folded_scales_are_never_worse(dtype):
-    pruned = pruned_tiny(dtype)
-    start, held = parameters(pruned.model), torch.arange(Tune.num_held_out(len(IDS)))
-    before = pruned.loss(held)
-    with only_vectors_and_scales_change(pruned, 4 * torch.finfo(dtype).eps):
-        tuned(pruned)
-    assert pruned.loss(held) < before
-    for rate in (1e-4, 3e-4, 1e-3):
-        result = tuned(restored(pruned, start), learning_rate=rate)
-        assert pruned.loss(held) <= before
-        assert result.kept or all(torch.equal(each, start[name]) for name, each in pruned.model.named_parameters())
-
-
 def test_what_rounding_would_spoil_is_given_back():
     """The held-out loss is measured once more on the folded weights, which are no more those that were trained."""
     pruned, calls = pruned_tiny(torch.bfloat16), []
@@ -250,14 +219,6 @@ SMALL = {"tune_steps": 8, "tune_batch_size": 2, "tune_learning_rate": 0.02, "mic
 def compiled(recipe: str, model: PreTrainedModel | None = None, ids: Tensor | None = IDS, **options):
     config = {name: options.pop(name) for name in list(options) if name not in ("resume_path", "progress")}
     return compile_model(model or tiny_model(), None, config_from({**SMALL, **config}, recipe), ids=ids, **options)
-
-
-@pytest.mark.slow
-def test_a_tuned_folder_is_read_back_packed_too(tmp_path):
-    found = compiled("heuristic,refit,tune,distill", distill_epochs=1)
-    for kind in ("dense", "packed"):
-        found.save_pretrained(tmp_path / kind, format=kind)
-    assert [step["name"] for step in found.report["steps"]] == ["heuristic", "refit", "tune", "distill"]
 
 
 def counting(path, windows: int):

@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 from benchmarks.architectures import tiny
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.checkpoint.export import export
-from permtriton.driver import prepare as preparing
 from permtriton.driver.pipeline import compile_model
-from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.order.learned import Learned
 
 from . import folders, zoo
@@ -75,32 +73,3 @@ def test_linears_on_rows_whose_number_depends_on_values(layout):
     config = config_from({"layout": layout, "importance": "wanda"}, "heuristic,mask")
     compiled = compile_model(model, None, config, ids=tiny.inputs(model, samples=2))
     assert any("adapter_modules" in name for _, name in compiled.plan.linears())
-
-
-@pytest.mark.slow
-def test_what_layers_share_is_calibrated_on_every_use(monkeypatch):
-    model, seen = build("zamba"), []
-    ids = zoo.token_ids(4, 8)
-    handles = [
-        layer.shared_transf.self_attn.q_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        for layer in model.model.layers
-        if hasattr(layer, "shared_transf")
-    ]
-    assert len(handles) == 2
-    zoo.outputs(model, ids)
-    for handle in handles:
-        handle.remove()
-    modules = list(model.modules())
-    measured = {}
-
-    def keep(*arguments):
-        measured.update(site_statistics(*arguments))
-        return measured
-
-    monkeypatch.setattr(preparing, "site_statistics", keep)
-    config = config_from({"importance": "wanda"}, "mask")
-    compile_model(model, None, config, ids=ids)
-    name = next(name for name in measured if "q_proj" in name)
-    expected = (sum(part.double().square().sum((0, 1)) for part in seen) / len(ids)).sqrt()
-    assert torch.allclose(measured[name].double(), expected, rtol=1e-4)
-    assert list(model.modules()) == modules, "each layer has its own modules again"

@@ -34,11 +34,7 @@ from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.recipe import config_from
 
-OPTIONS = {
-    "recipe": "heuristic,mask",
-    "importance": "magnitude",
-    "skip_indivisible": True,
-}
+OPTIONS = {"recipe": "heuristic,mask", "importance": "magnitude", "skip_indivisible": True}
 SEEDS = (2, 3, 4)  # of inputs
 NOT_LINEAR = (nn.Conv1d, nn.ConvTranspose1d, nn.utils.parametrize.ParametrizationList)
 

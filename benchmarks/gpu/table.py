@@ -243,6 +243,7 @@ def _line(row: str, result: Mapping[str, Any], tiny: bool) -> tuple[str, ...]:
 def captions(rows: Mapping[str, Any]) -> list[str]:
     """Returns what rows were measured on, and what was found out besides times."""
     machines: dict[str, list[str]] = {}
+    held: dict[str, list[str]] = {}
     found = []
     for name, row in rows.items():
         versions, rates = row["versions"], row["ceilings"]
@@ -252,9 +253,11 @@ def captions(rows: Mapping[str, Any]) -> list[str]:
         if rates:
             found.append(f"{name}: copy {rates['copy_gb_s']:.0f} GB/s, read {rates['read_gb_s']:.0f} GB/s, product "
                          f"{rates['matmul_tflop_s']:.0f} TFLOP/s.")  # fmt: skip
-        held = [reason for reason, is_so in (row["after"] or {}).items() if is_so == "Active"]
-        found += [f"{name}: clocks were held down, {', '.join(held)}."] * bool(held)
+        for reason, is_so in (row["after"] or {}).items():
+            if is_so == "Active":
+                held.setdefault(reason, []).append(name)
         found += [f"{each['what']}: {each['found']}." for each in row["findings"]]
+    found += [f"{', '.join(names)}: clocks were held down, {reason}." for reason, names in held.items()]
     return [f"{', '.join(names)}: {machine}." for machine, names in machines.items()] + found
 
 

@@ -200,9 +200,7 @@ def _machine(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": hardware(torch.device(args.device)),
-        "versions": {
-            **versions(), "triton": getattr(triton, "__version__", None), "cuda": torch.version.cuda,
-        },
+        "versions": {**versions(), "triton": getattr(triton, "__version__", None), "cuda": torch.version.cuda},
         "commit": args.commit or commit(),
     }  # fmt: skip
 

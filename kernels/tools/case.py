@@ -20,6 +20,7 @@ from permtriton.util.sparsity import NMPattern
 BLOCK = 64
 PATTERN = NMPattern(2, 4)
 Arguments = tuple[Any, ...]
+Shapes = Sequence[tuple[int, int]]  # output and input features of linears
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,6 @@ def rounding(dtype: torch.dtype) -> float:
     return {torch.float32: 1e-4, torch.float16: 2e-3}.get(dtype, 1e-2)
 
 
-def blocks_of(shapes: Sequence[tuple[int, int]]) -> int:
+def blocks_of(shapes: Shapes) -> int:
     """Returns how many blocks of `BLOCK` channels linears of these shapes (out, in) have together."""
     return sum(max(in_features // BLOCK, 1) for _, in_features in shapes)

@@ -14,13 +14,7 @@ from permtriton.checkpoint.read_record import Record, read_record, recorded_weig
 from permtriton.checkpoint.shards import file_sha256
 from permtriton.errors import ModelError, reading
 from permtriton.kernels.sparse_linear_fp8 import unpack_fp8
-from permtriton.model.headers import (
-    CONFIG_FILE,
-    REPORT_FILE,
-    StoredTensor,
-    read_checkpoint,
-    read_json,
-)
+from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, StoredTensor, read_checkpoint, read_json
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 

@@ -11,12 +11,7 @@ from permtriton.errors import ModelError
 from permtriton.kernels.norm_permute import NormVariant
 from permtriton.kernels.packing import packed_shapes
 from permtriton.model.headers import DTYPES, StoredTensor
-from permtriton.model.modules import (
-    GatheredLinear,
-    SparseLinear,
-    from_norm,
-    replace_module,
-)
+from permtriton.model.modules import GatheredLinear, SparseLinear, from_norm, replace_module
 from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
-from permtriton.checkpoint.names import StoredNames, stored_names
+from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.read_record import Record
 from permtriton.checkpoint.shards import describe_files
-from permtriton.checkpoint.verify import verify_checkpoint, verify_tensors
+from permtriton.checkpoint.verify import NOT_RELOADED, compare_reloaded, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
 from permtriton.model.beside import beside
 from permtriton.model.core import embedding_of, takes_decoder_ids
@@ -39,34 +39,12 @@ def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Recor
         The content of its ``permtriton.json``.
     """
     pruned = pruned_parameters(compiled.model, compiled.plan)
-    permuted = checkpoint_config(compiled.model, str(compiled.config.sparsity)) is not None
-    names = stored_names(compiled.model, pruned, original=not permuted)
-    with replacing_folder(output, overwrite=overwrite) as partial:
-        started = time.perf_counter()
-        _write(compiled.model, compiled.tokenizer, compiled.source, names.original, partial)
-        saved = time.perf_counter()
-        verified = verify_checkpoint(compiled, partial, pruned, names, permuted)
-        seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
-        record: Record = {
-            **compiled.report,
-            **_written(partial, verified, names, pruned, str(compiled.config.sparsity)),
-            "seconds": {**compiled.report["seconds"], **seconds},
-            "memory": {**compiled.report["memory"], "peak": peak_memory(compiled.device or compiled.model.device)},
-        }
-        record.pop("export", None)  # of a folder that was saved before
-        if compiled.is_trained:
-            _set_trained(record, compiled.model)
-        return write_record(partial, record, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
+    what = compiled.model, compiled.tokenizer, compiled.source, compiled.report, pruned
+    return _save(*what, output, overwrite=overwrite, compiled=compiled)
 
 
 def save_trained(
-    model: Any,
-    tokenizer: Any,
-    record: Record,
-    pruned: Mapping[str, PrunedWeight],
-    output: Path,
-    *,
-    overwrite: bool,
+    model: Any, tokenizer: Any, record: Record, pruned: Mapping[str, PrunedWeight], output: Path, *, overwrite: bool
 ) -> Path:
     """Writes and verifies the checkpoint of a model whose kept weights were trained; see `save_checkpoint`.
 
@@ -75,31 +53,50 @@ def save_trained(
         record: content of ``permtriton.json`` of the folder that was trained.
         pruned: parameter name -> its input dimension and pattern.
     """
-    sparsity = record["config"]["sparsity"]
-    permuted = checkpoint_config(model, sparsity) is not None
-    names = stored_names(model, pruned, original=not permuted)
-    with replacing_folder(output, overwrite=overwrite) as partial:
-        source = Source(model.name_or_path).at_commit(model.config)
-        known = source.folder or source.revision  # else it was a folder that is gone
-        _write(model, tokenizer, source if known else None, names.original, partial)
-        reloaded = "not run: every tensor was compared bit by bit instead"
-        verified = {
-            **verify_tensors(model, partial, pruned, names, permuted),
-            "reloaded": reloaded,
-        }
-        report: Record = {
-            **record,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            **_written(partial, verified, names, pruned, sparsity),
-        }
-        report.pop("export", None)
-        _set_trained(report, model)
-        write_record(partial, report, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
+    source = Source(model.name_or_path).at_commit(model.config)
+    known = source.folder or source.revision  # else it was a folder that is gone
+    _save(model, tokenizer, source if known else None, record, pruned, output, overwrite=overwrite)
     return real_path(output)
 
 
+def _save(
+    model: Any, tokenizer: Any, source: Source | None, record: Record, pruned: Mapping[str, PrunedWeight], output: Path,
+    *, overwrite: bool, compiled: Pruned | None = None,
+) -> Record:  # fmt: skip
+    sparsity = record["config"]["sparsity"]  # it goes without saying
+    permuted = checkpoint_config(model, sparsity) is not None
+    names = stored_names(model, pruned, original=not permuted)
+    patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
+    patterns = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
+    with replacing_folder(output, overwrite=overwrite) as partial:
+        started = time.perf_counter()
+        _write(model, tokenizer, source, names.original, partial)
+        saved = time.perf_counter()
+        verified: dict[str, Any] = verify_tensors(model, partial, pruned, names, permuted)
+        verified |= compare_reloaded(compiled, partial) if compiled else NOT_RELOADED
+        written: Record = {
+            **record,
+            "verification": verified,
+            "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
+            **({"patterns": patterns} if patterns else {}),
+            "files": describe_files(sorted(partial.glob("*.safetensors"))),
+            "card": None,
+        }
+        written.pop("export", None)  # of a folder that was saved before
+        if compiled is None:
+            written["dtype"] = str(model.dtype).removeprefix("torch.")
+        else:
+            seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
+            written["seconds"] = {**record["seconds"], **seconds}
+            written["memory"] = {**record["memory"], "peak": peak_memory(compiled.device or model.device)}
+        if compiled is None or compiled.is_trained:  # and was measured before
+            written["trained"] = model.name_or_path
+            written["evaluation"] = {"text": "not measured since the weights were trained"}
+        return write_record(partial, written, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)
+
+
 def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
-    """Writes what transformers saves, and copies what stands beside it; arguments as of the functions above."""
+    """Writes what transformers saves, and copies what stands beside it."""
     _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)
@@ -165,32 +162,3 @@ def share_mode(folder: Path) -> None:
     """Gives the files of weights the mode of config.json, because safetensors makes them readable by the owner only."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / CONFIG_FILE, weights)
-
-
-def _set_trained(record: Record, model: Any) -> None:
-    """Says in a record that the weights were trained after they were pruned, and measured before."""
-    record["trained"] = model.name_or_path
-    record["evaluation"] = {"text": "not measured since the weights were trained"}
-
-
-def _written(
-    folder: Path,
-    verification: dict[str, Any],
-    names: StoredNames,
-    pruned: Mapping[str, PrunedWeight],
-    sparsity: str,
-) -> Record:
-    """Returns the entries of ``permtriton.json`` that say what is in a folder; `write_record` adds the card.
-
-    Args:
-        sparsity: the pattern of the config, which goes without saying.
-    """
-    patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
-    other_patterns = {name: pattern for name, pattern in patterns.items() if pattern != sparsity}
-    return {
-        "verification": verification,
-        "pruned_weights": {names.stored[name]: weight.dim for name, weight in pruned.items()},
-        **({"patterns": other_patterns} if other_patterns else {}),
-        "files": describe_files(sorted(folder.glob("*.safetensors"))),
-        "card": None,
-    }

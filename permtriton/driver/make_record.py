@@ -69,10 +69,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         ],
         "retained_importance": run.importance_shares,
         "evaluation": {**evaluation, "text": origin.text} if origin else evaluation,
-        "proof": {
-            "fold_difference": run.max_output_difference,
-            "lowered_graph": comparison,
-        },
+        "proof": {"fold_difference": run.max_output_difference, "lowered_graph": comparison},
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
         "memory": {"peak": peak_memory(run.placement.device), "estimate": run.memory.report()},
         **({"expert_tokens": run.expert_tokens} if run.expert_tokens else {}),

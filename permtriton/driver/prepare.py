@@ -1,6 +1,6 @@
 """The first stage of a compilation: what it is inputs, what is measured before anything changes, and its run."""
 
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -96,14 +96,9 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
     with workspace.timed("trace"):
         _check_traced(start)
     run = Run(
-        model=model,
-        config=start.config,
-        workspace=workspace,
-        samples=start.samples,
+        **{part.name: getattr(start, part.name) for part in fields(Planned)},
         generated_ids=_generated(start, placement) if start.config.generated else None,
         batch_size=max(TOKENS_WITHOUT_LOGITS // start.samples.longest, 1),
-        plan=start.plan,
-        graph=start.graph,
         reference=Reference(model, start.samples),
         placement=placement,
         memory=memory,

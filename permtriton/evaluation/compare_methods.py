@@ -20,12 +20,7 @@ _ROW_WEIGHTS = {"heuristic_row_weights": "fisher"}
 
 
 def _method(importance: str, recipe: str, **options: Any) -> dict[str, Any]:
-    return {
-        "importance": importance,
-        "recipe": recipe,
-        "heuristic_row_weights": "none",
-        "layout": "portable",
-    } | options
+    return {"importance": importance, "recipe": recipe, "heuristic_row_weights": "none", "layout": "portable"} | options
 
 
 _ORDERS: dict[str, dict[str, Any]] = {

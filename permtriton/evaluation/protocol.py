@@ -65,8 +65,4 @@ def measured_by(
         return eval_data, window, tasks
     if window is None and isinstance(eval_data, str | None) and eval_data != "none":
         window = protocol.window
-    return (
-        protocol.eval_data if eval_data is None else eval_data,
-        window,
-        protocol.tasks if tasks is None else tasks,
-    )
+    return (protocol.eval_data if eval_data is None else eval_data, window, protocol.tasks if tasks is None else tasks)

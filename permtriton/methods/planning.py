@@ -26,17 +26,17 @@ from permtriton.util import ranks
 from permtriton.util.sparsity import NMPattern
 
 
-@dataclass(frozen=True)
+@dataclass
 class Planned:
     """A dense model with its calibration samples and its plan, from which a forecast and a run are made."""
 
-    model: PreTrainedModel
-    config: CompileConfig
-    samples: Samples
-    plan: Plan
-    graph: fx.GraphModule  # graph of the model, from which the plan was made
+    model: PreTrainedModel  # which the steps of a run change in place
+    config: CompileConfig  # every option
+    samples: Samples  # calibration samples on the CPU
+    plan: Plan  # sites and channel spaces
+    graph: fx.GraphModule  # graph of the model, over its own parameters, from which the plan was made
     held_out: Samples | None = None  # held-out samples; None if there are none
-    workspace: Workspace = field(default_factory=Workspace)  # times of stages, and saved states
+    workspace: Workspace = field(default_factory=Workspace)  # times of stages, and saved states of interrupted steps
 
     @cached_property
     def layer_bytes(self) -> list[int]:

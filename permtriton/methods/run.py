@@ -16,6 +16,7 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.objective import Objective, dense_objective, objective_kind
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics, tokens_of_experts, undersampled_warning
+from permtriton.methods.planning import Planned
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.reference import Reference
@@ -27,26 +28,20 @@ from permtriton.passes.plan import Plan, linear_module
 from permtriton.running.mixed_precision import mixed_precision, rounded_products
 from permtriton.running.placement import ModelPlacement
 from permtriton.running.sharding import twin_of
-from permtriton.running.workspace import Kind, Workspace
+from permtriton.running.workspace import Kind
 from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
 from permtriton.util.store import Store
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Run(Planned):
     """What steps read and change in a compilation; `permtriton.driver.prepare.prepare` makes it from the dense model.
 
     Attributes:
-        model: model that the steps change in place.
-        config: every option.
-        workspace: times of the stages, and saved states of interrupted steps.
-        samples: calibration samples on the CPU.
         generated_ids: samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
         batch_size: samples per forward pass without gradients.
-        plan: sites and channel spaces.
-        graph: graph of the model in the present order, over the model's own parameters.
         reference: outputs of the dense model, which exact steps must reproduce.
         placement: where the model runs.
         memory: estimated memory.
@@ -61,14 +56,8 @@ class Run:
         outcomes: step name -> what it reports.
     """
 
-    model: PreTrainedModel
-    config: CompileConfig
-    workspace: Workspace
-    samples: Samples
     generated_ids: Tensor | None
     batch_size: int
-    plan: Plan
-    graph: fx.GraphModule
     reference: Reference
     placement: ModelPlacement
     memory: MemoryEstimate

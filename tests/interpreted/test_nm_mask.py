@@ -57,17 +57,6 @@ def test_forward_is_the_reference_bit_for_bit(kept, group, layout):
     assert found.stride() == expected.stride() == (1, rows)
 
 
-@pytest.mark.parametrize(("most", "kept", "group"), [(64, 3, 4), (128, 7, 12)])
-def test_forward_of_whole_blocks(kept, group, most):
-    size, rows = most // group * group, 48
-    weight = laid_out(torch.randint(-4, 5, (rows, 2 * size)).float() / 8, "input-major")
-    factors, index = factors_of("row and column", rows, 2 * size), block_index([size, size])
-    arguments = (weight, factors, index, [size, size], NMPattern(kept, group))
-    found = file.nm_mask_triton(*arguments)
-    assert same_bits(found, file.nm_mask_reference(*arguments))
-    assert (found[:, index].unflatten(1, (-1, group)) != 0).sum(2).max() <= kept
-
-
 @pytest.mark.parametrize(
     ("dtype", "form", "kept", "group"),
     [
@@ -130,11 +119,7 @@ def test_backward_is_close_to_the_reference_in_float64(sizes, group, rows, layou
 
 @pytest.mark.parametrize(
     ("sizes", "rows", "splits", "dtype"),
-    [
-        ([32, 16], 304, 3, torch.float32),
-        ([8, 4], 300, 3, torch.bfloat16),
-        ([32, 16], 304, 1, torch.float16),
-    ],
+    [([32, 16], 304, 3, torch.float32), ([8, 4], 300, 3, torch.bfloat16), ([32, 16], 304, 1, torch.float16)],
 )
 def test_backward_over_splits_and_dtypes(dtype, splits, sizes, rows, monkeypatch):
     """Every split's partial sums count, once."""
@@ -216,9 +201,3 @@ def test_no_rows():
     assert file.nm_mask_triton(weight, factors, torch.arange(8), [8], TWO_FOUR).shape == (0, 8)
     arguments = (weight, weight, factors, torch.arange(8), [8], 4, True)
     assert torch.equal(backward.nm_mask_backward_triton(*arguments), torch.zeros(64))
-
-
-def test_what_the_kernels_do_not_take():
-    assert file.supports(torch.ones(1, 4).half(), torch.ones(4))
-    assert not file.supports(torch.ones(1, 4).double(), torch.ones(4))
-    assert not file.supports(torch.ones(1, 4), torch.ones(4).double())

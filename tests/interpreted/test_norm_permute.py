@@ -162,21 +162,6 @@ def test_roundings_are_the_modules_own():
         assert (y != norm_permute(*arguments, EPS, offset, kind)).float().mean() < 0.01
 
 
-def test_what_the_kernels_take():
-    x, weight = torch.zeros(2, 8), torch.zeros(8)
-    assert kernels.takes(x, weight, None)
-    assert not kernels.takes(x.double(), weight, None)
-    assert not kernels.takes(x, weight.double(), None)
-    assert not kernels.takes(x[:0], weight, None)
-
-
-def test_the_convention_is_seen():
-    """The comparison can fail: the inverse index gives another order."""
-    x, weight, _, index = inputs(4, 24, torch.float32, False)
-    y = norm_permute_triton(x, weight, None, index, EPS, 0.0, "rms")
-    assert not torch.equal(y, norm_permute_triton(x, weight, None, inverse(index), EPS, 0.0, "rms"))
-
-
 @pytest.mark.parametrize(
     ("rows", "channels", "dtype"), [(5, 48, torch.float32), (3, 96, torch.bfloat16), (2, 16, torch.float16)]
 )

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from permtriton.kernels.assignment import CONFIGS, assignment, assignment_reference
 from permtriton.kernels.sinkhorn import sinkhorn_reference
-from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, blocks_of
+from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, Shapes, blocks_of
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the case of all blocks at once."""
     return [assignment_case(blocks_of(shapes), BLOCK, device)]
 

@@ -8,19 +8,12 @@ from torch import Tensor
 from permtriton.kernels import nm_mask as forward
 from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.nm_mask import (
-    nm_mask,
-    nm_mask_backward,
-    nm_mask_backward_reference,
-    nm_mask_reference,
-)
-from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random
+from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward, nm_mask_backward_reference, nm_mask_reference
+from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the cases of each linear, forward and backward."""
     return [make(o, c, dtype, device) for o, c in shapes for make in (nm_mask_case, nm_mask_backward_case)]
 

@@ -5,22 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from permtriton.kernels.norm_permute import (
-    BACKWARD_CONFIGS,
-    CONFIGS,
-    add_norm_permute,
-    norm_permute,
-    norm_reference,
-)
-from permtriton.kernels.tools.case import Arguments, Case, Random, rounding
+from permtriton.kernels.norm_permute import BACKWARD_CONFIGS, CONFIGS, add_norm_permute, norm_permute, norm_reference
+from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes, rounding
 from permtriton.kernels.tools.timing import relative_error
 
 EPS = 1e-5
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the cases of the norm before each linear: alone, with an addition, and with the backward pass."""
     makers = (norm_permute_case, add_norm_permute_case, norm_permute_backward_case)
     return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from permtriton.kernels.packing import CONFIGS, pack, unpack, unpack_reference
-from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, unequal
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes, unequal
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the case of each linear."""
     return [unpack_case(o, c, dtype, device) for o, c in shapes]
 

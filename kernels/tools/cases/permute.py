@@ -4,17 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from permtriton.kernels.permute import (
-    CONFIGS,
-    permute,
-    permute_reference,
-)
-from permtriton.kernels.tools.case import Arguments, Case, Random, unequal
+from permtriton.kernels.permute import CONFIGS, permute, permute_reference
+from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes, unequal
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the cases of each linear's input."""
     return [permute_case(t, c, dtype, device) for t in tokens for _, c in shapes]
 

@@ -8,13 +8,11 @@ from torch import Tensor
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.placement import CONFIGS, placement, placement_reference
 from permtriton.kernels.swap_gains import RankOneCurvature
-from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random
+from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the case of each linear."""
     return [placement_case(o, c, dtype, device) for o, c in shapes]
 

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from permtriton.kernels import norm_permute as norms
 from permtriton.kernels.permute import permute_reference
 from permtriton.kernels.quantize import CONFIGS, quantize, quantize_tokens, silu_quantize
-from permtriton.kernels.tools.case import Arguments, Case, Random
+from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.cases.norm_permute import EPS
 from permtriton.kernels.tools.timing import relative_error
 
@@ -18,9 +18,7 @@ Quantized = tuple[Tensor, Tensor]
 LIMIT = 1e-2  # a value between two of float8 may be rounded to either
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the cases of each linear's input: as it is, gathered, after a gate, and after a norm."""
     makers = (quantize_case, gathered_case, silu_quantize_case, norm_quantize_case)
     return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]

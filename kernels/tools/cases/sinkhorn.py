@@ -13,15 +13,13 @@ from permtriton.kernels.sinkhorn import (
     sinkhorn_backward_reference,
     sinkhorn_reference,
 )
-from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, blocks_of
+from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, Shapes, blocks_of
 from permtriton.kernels.tools.timing import relative_error
 
 TAU, ROUNDS = 0.5, 5
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the cases of all blocks at once, forward and backward."""
     blocks = blocks_of(shapes)
     return [make(blocks, BLOCK, device) for make in (sinkhorn_case, sinkhorn_backward_case)]

@@ -11,13 +11,11 @@ from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.kernels.permute import permute_reference
 from permtriton.kernels.sparse_linear import ROUTE_CONFIGS, sparse_linear
-from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, rounding
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes, rounding
 from permtriton.kernels.tools.timing import relative_error
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the cases of each linear and number of tokens."""
     return [sparse_linear_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
 

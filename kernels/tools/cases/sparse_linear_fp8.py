@@ -8,15 +8,13 @@ from torch import Tensor
 from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.quantize import quantize_tokens
 from permtriton.kernels.sparse_linear_fp8 import ROUTE_CONFIGS, pack_fp8, sparse_linear_fp8, unpack_fp8
-from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
 LIMIT = 1e-2  # a value between two of float8 may be rounded to either
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the cases of each linear and number of tokens."""
     return [sparse_linear_fp8_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
 

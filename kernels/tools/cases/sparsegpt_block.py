@@ -5,20 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from permtriton.kernels.sparsegpt_block import (
-    CONFIGS,
-    sparsegpt_block,
-    sparsegpt_block_reference,
-)
-from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
+from permtriton.kernels.sparsegpt_block import CONFIGS, sparsegpt_block, sparsegpt_block_reference
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
 CHANNELS = 128
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the case of each number of output features, with a mask: a choice may hang on the last bit."""
     return [sparsegpt_block_case(rows, device) for rows in dict.fromkeys(rows for rows, _ in shapes)]
 

@@ -6,22 +6,14 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.swap_gains import (
-    CONFIGS,
-    SwapTerms,
-    swap_gains,
-    swap_gains_reference,
-    swap_terms,
-)
-from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random
+from permtriton.kernels.swap_gains import CONFIGS, SwapTerms, swap_gains, swap_gains_reference, swap_terms
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
 POSITIONS = 1024  # of the left side, at most: as a search works through an order
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the case of each linear."""
     return [swap_gains_case(o, c, device) for o, c in shapes]
 
