@@ -397,13 +397,13 @@ def test_a_compilation_that_publishes_its_output(here, monkeypatch):
     monkeypatch.setattr(Hub, "upload_folder", interrupted)
     stopped = CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/half", "--output", "half"])
     assert stopped.exit_code == 130
-    assert "half is complete: publish it by hf upload me/half half" in stopped.stderr
+    assert "half is complete: publish it with hf upload me/half half" in stopped.stderr
     assert "continues" not in stopped.stderr, "the same command would be refused"
     monkeypatch.setattr(Hub, "upload_folder", refused)
     failed = CliRunner().invoke(app, [*words[:-4], "--push-to-hub", "me/full", "--output", "full"])
     assert failed.exit_code == 2
     assert "403 Client Error" in failed.stderr
-    assert "full is complete: publish it by hf upload me/full full" in failed.stderr
+    assert "full is complete: publish it with hf upload me/full full" in failed.stderr
     assert "verification" in json.loads((here / "full" / "permtriton.json").read_text())
 
     nothing_runs(monkeypatch)

@@ -101,7 +101,7 @@ def test_a_result_in_the_folder_of_its_model_is_replaced(desk):
 def test_an_output_that_holds_what_is_read_is_refused(desk, no_work, read):
     """It would go with the earlier output that `--overwrite` replaces."""
     text = desk.write("out/read.txt", desk.text.read_text() if read != "--config" else "samples = 4")
-    desk.refuses(desk.compile(read, text), "holds", "read.txt, which is read: choose another folder")
+    desk.refuses(desk.compile(read, text), "contains", "read.txt, which is an input: choose another folder")
 
 
 @pytest.mark.parametrize("kind", KINDS)

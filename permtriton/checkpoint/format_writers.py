@@ -25,7 +25,7 @@ from permtriton.util.progress import Progress
 
 
 class FormatWriter:
-    """Stores every tensor as it is.
+    """Rewrites a folder in another format; this base class stores every tensor unchanged.
 
     Attributes:
         source: folder that is rewritten.
@@ -40,7 +40,7 @@ class FormatWriter:
         return WITH_PERMTRITON if self.source.permuted else ALONE
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Returns what is stored of a tensor of the model, by name."""
+        """Returns the tensors that are stored for one tensor of the model, by name."""
         return {name: tensor.unsqueeze(0) if self.source.has_more_dimensions(name) else tensor}
 
     def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any] | None:

@@ -159,7 +159,7 @@ def _scheme() -> Any:
 
 
 def _place(weight: str) -> str:
-    """Returns the module that a linear is in, without the number of its layer."""
+    """Returns the name of the module that holds a linear, with ``*`` in place of each number, such as a layer's."""
     return re.sub(r"\.\d+(?=\.)", ".*", weight.rpartition(".")[0].rpartition(".")[0] + ".")
 
 

@@ -55,7 +55,7 @@ def linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def pattern_of(weight: Tensor, dim: int) -> NMPattern | None:
-    """Returns the N:M pattern with the smallest groups that almost all groups of a weight fill; None without one."""
+    """Returns the N:M pattern, with the smallest M, that almost all groups of a weight have; None if there is none."""
     if not float((weight == 0).float().mean()) >= 1 / MAX_GROUP:  # NaN for a weight without elements
         return None
     for group in range(2, MAX_GROUP + 1):

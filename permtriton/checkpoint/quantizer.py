@@ -299,7 +299,7 @@ class PermTritonQuantizer(HfQuantizer):
         return {shape, (1, *shape)} if kind == "weight" and is_permuted(model.get_submodule(owner)) else {shape}
 
     def refuse_missing(self, model: Any, missing: set[str]) -> None:
-        """Refuses a checkpoint that lacks tensors, but for tied ones and those that the class does without."""
+        """Refuses a checkpoint that lacks tensors, except tied ones and those that the model class does not need."""
         ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
         pairs = dict(getattr(model, "all_tied_weights_keys", {})).items()
         tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # not both names are missing

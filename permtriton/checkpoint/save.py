@@ -30,7 +30,7 @@ FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
-    """Writes and verifies a checkpoint: a plain one, or one of format "dense" if modules permute at run time.
+    """Writes and verifies a checkpoint: plain transformers, or format "dense" if modules permute at run time.
 
     Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
     `permtriton.checkpoint.names`.

@@ -1,4 +1,4 @@
-"""A compilation, called for by a command or a function: what it reads, runs, saves and publishes."""
+"""One compilation, started by a command or a Python call: reading, running, saving and publishing."""
 
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -51,7 +51,7 @@ class DryRun:
         plan: sites and channel spaces.
         forecast: time, memory and disk.
         config: every option.
-        pruned_parameters: number of weights that would be pruned, with those of them that are kept.
+        pruned_parameters: number of weights in the linears that would be pruned, kept ones included.
         parameters: number of the model's parameters.
         fetched: whether the weights are on this machine; the time is not measured without them.
     """
@@ -65,19 +65,19 @@ class DryRun:
 
     @property
     def report(self) -> dict[str, Any]:
-        """Everything as JSON can hold it, as ``permtriton compile --dry-run --json`` prints it."""
+        """The plan and forecast as JSON values, as ``permtriton compile --dry-run --json`` prints them."""
         return {**plan_report(self.plan), **self.forecast.report()}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One compilation."""
+    """One compilation of a model, with its options; `run`, `save` and `publish` carry it out, in this order."""
 
     model: Source | PreTrainedModel  # where the model is, or the model in memory
     config: CompileConfig  # every option
-    # names of options that the user, a file or a protocol set; the others may follow the model
+    # names of options that the user, a file or a protocol set; defaults of the others may depend on the model
     overrides: Collection[str]
-    args: CompileArgs  # everything else; its data are None, or what is in memory, and its paths are resolved
+    args: CompileArgs  # all other arguments: ``data`` is None or in memory, and paths are resolved
 
     def __post_init__(self) -> None:
         if self.args.tokenizer is not None and not hasattr(self.args.tokenizer, "save_pretrained"):
@@ -98,7 +98,7 @@ class Job:
 
     @cached_property
     def _source(self) -> Source | None:
-        """Where the model is read from, on the CPU, as it is known later whether a GPU can hold it; None if loaded."""
+        """Source that loads the model to the CPU, since GPU memory is checked later; None for a model in memory."""
         return replace(self.model, device="cpu") if isinstance(self.model, Source) else None
 
     @property
@@ -107,12 +107,12 @@ class Job:
 
     @property
     def output(self) -> Path | None:
-        """Folder to write, beside which the state of long stages is kept; None writes nothing."""
+        """Output folder; states of long stages are kept beside it. None if nothing is written."""
         return None if self.args.output is None else Path(self.args.output)
 
     @cached_property
     def _repository(self) -> str | None:
-        """The repository on the hub, which is made if it is not there; None where this rank publishes nothing."""
+        """The repository on the hub, created if it does not exist; None if this rank publishes nothing."""
         args = self.args
         if args.push_to_hub is None or ranks.number():
             return None
@@ -120,7 +120,7 @@ class Job:
 
     @contextmanager
     def claimed(self, progress: Progress) -> Iterator[None]:
-        """Keeps other processes from the output inside the context; of several ranks, the first one does."""
+        """Locks the output against other processes inside the context; only the first rank holds the lock."""
         if self.output is None or ranks.number():
             yield
             return
@@ -134,17 +134,17 @@ class Job:
             yield
 
     def run(self, progress: Progress) -> CompiledModel:
-        """Reads the model and its data, and compiles it. The output has to be claimed, and is not written yet."""
+        """Loads and compiles the model. Call it inside `claimed`; `save` writes the output."""
         source = self._source
         device = resolve_device(self.args.device) if source else None
         unused = list[str]()
         model, inputs, text = self._loaded(progress, device, unused=unused)
         source = source and source.at_commit(model.config)
         if self._repository is not None:
-            progress.say(f"to be published in {self._repository}")
+            progress.say(f"the result will be published in {self._repository}")
         inputs = replace(inputs, progress=progress, say_needs=True, origin=self._origin(inputs.config, text, unused))
         compiled = compile_loaded(model, inputs)
-        # Where the compiled model is, there is room for the dense one.
+        # A device that holds the compiled model can hold the dense one, too.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
@@ -169,14 +169,14 @@ class Job:
         return Origin(command, text, gguf, unused)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
-        """Writes the output, if there is one; of several ranks, the first one does."""
+        """Writes the output, if there is one; only the first rank writes."""
         if self.output is not None and not ranks.number():
             progress.say(f"saving and verifying {self.output}")
             with progress.stage("save", 0):
                 compiled.save_pretrained(self.output, format=self.args.save_format, overwrite=self.args.overwrite)
 
     def publish(self, compiled: CompiledModel, progress: Progress) -> str | None:
-        """Publishes the output that `save` wrote, if that was asked for; of several ranks, the first one does.
+        """Publishes the output that `save` wrote, if requested; only the first rank publishes.
 
         Returns:
             The address of the commit on the hub; None where nothing was published.
@@ -185,7 +185,7 @@ class Job:
             return None
         progress.say(f"publishing {self._repository}")
         deleting = " ".join(f'--delete "{pattern}"' for pattern in WEIGHTS)
-        left = f"{self.output} is complete: publish it by hf upload {self._repository} {self.output} {deleting}"
+        left = f"{self.output} is complete: publish it with hf upload {self._repository} {self.output} {deleting}"
         try:
             with progress.stage("publish", 0):
                 return upload(self.output, self._repository, self.args.token, compiled.commit_message)
@@ -198,14 +198,14 @@ class Job:
     def dry_run(self, progress: Progress, devices: Devices | None = None) -> DryRun:
         """Loads the model and returns what its compilation would do and need; writes nothing.
 
-        Of a model of the hub whose weights are not on this machine, only config, tokenizer and headers are fetched.
+        If the weights of a hub model are not on this machine, only its config, tokenizer and headers are downloaded.
 
         Args:
             devices: devices to plan for; None for those that the model is on.
         """
         if self.output is not None:
             self._check_apart()
-            check_output(self.output, overwrite=True)  # a dry run needs no free place, but one that may be written
+            check_output(self.output, overwrite=True)  # the output of a dry run may exist, but must be writable
             try:
                 check_output(self.output, overwrite=self.args.overwrite)
             except OutputError:
@@ -223,14 +223,14 @@ class Job:
         return DryRun(start.plan, forecast, inputs.config, start.sizes.pruned, total, fetched)
 
     def _check_apart(self) -> None:
-        """Refuses an output that is mixed with what is read; a GGUF file is a model by itself, not its folder."""
+        """Refuses an output that overlaps an input; of a GGUF model, the input is the file, not its folder."""
         assert self.output is not None
         source = self._source
         if source is not None and (place := source.gguf.path if source.gguf else source.folder) is not None:
             check_apart(self.output, place)
         for read in (self.config.calibration.calibration, name_of(self.args.eval_data), self.args.config or ""):
             if os.path.exists(read) and real_path(Path(read)).is_relative_to(real_path(self.output)):
-                raise OutputError(f"output {self.output} holds {read}, which is read: choose another folder")
+                raise OutputError(f"output {self.output} contains {read}, which is an input: choose another folder")
 
     def _loaded(
         self,
@@ -240,12 +240,12 @@ class Job:
         unused: list[str] | None = None,
         planned_for: Devices | None = None,
     ) -> tuple[PreTrainedModel, CompileInputs, str]:
-        """Reads the model and its data; returns the model, what is given beside it, and the name of the held-out text.
+        """Reads the model and its data; returns the model, the other inputs, and the name of the held-out text.
 
         Args:
             fetched: whether the weights are on this machine.
             unused: as `permtriton.model.load.load_model` takes it.
-            planned_for: other devices than those at hand, for which no default text is read.
+            planned_for: devices to plan for in place of this machine's; if given, no default text is read.
         """
         source = self._source
         model: Any = self.model

@@ -1,4 +1,4 @@
-"""The first stage of a compilation: what it is inputs, what is measured before anything changes, and its run."""
+"""The first stage of a compilation: its inputs, the measurements of the dense model, and the `Run` made of them."""
 
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
@@ -45,7 +45,7 @@ from permtriton.util.progress import NoProgress, Progress
 
 @dataclass(frozen=True)
 class CompileInputs:
-    """What a compilation is given beside its model: the arguments of `permtriton.driver.pipeline.compile_model`."""
+    """The inputs of a compilation except its model: the arguments of `permtriton.driver.pipeline.compile_model`."""
 
     # tokenizer of the calibration text, not needed if the text is already token ids; or the processor of images or
     # sound. It is saved with the model.
@@ -55,7 +55,7 @@ class CompileInputs:
     # calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
     # arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``
     ids: Inputs | None = None
-    held_out: Inputs | None = None  # held-out samples to evaluate dense and compiled models on, likewise
+    held_out: Inputs | None = None  # held-out samples to evaluate both models on, as ``ids``
     progress: Progress = field(default_factory=NoProgress)
     # path of the files that keep the state of long stages, each with its stage's name before the suffix
     # (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
@@ -63,15 +63,15 @@ class CompileInputs:
     resume_path: Path | None = None
     # whether to measure the model first and report how much memory, time and disk the work will take
     say_needs: bool = False
-    device: torch.device | None = None  # device that the model, which is on the CPU, shall run on; None where it is
-    # how the model may be placed on ``device``; of several, its memory decides
+    device: torch.device | None = None  # device to move the model to; None leaves it where it is
+    # allowed placements on ``device``; its memory decides which is used
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
     save_format: str | None = None  # format in which it will be saved, for the estimate of the disk; None for dense
-    origin: Origin | None = None  # what the record shall say beside what is known here; None for nothing more
+    origin: Origin | None = None  # entries of the record that only the caller knows; None for none
 
     def __post_init__(self) -> None:
         if not isinstance(self.config, CompileConfig):
-            raise ConfigError(f"config is a {type(self.config).__name__}: make one with permtriton.config_from")
+            raise ConfigError(f"config is a {type(self.config).__name__}, expected what permtriton.config_from returns")
         check_recipe(self.config)
 
 
@@ -110,11 +110,11 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
 def begin(
     model: PreTrainedModel, inputs: CompileInputs, *, timed: bool, devices: Devices | None = None
 ) -> tuple[Planned, Forecast]:
-    """Returns what a compilation starts from and what it needs; a dry run ends here.
+    """Returns the planned model and the forecast of its compilation; a dry run stops here.
 
     Args:
-        timed: whether to run the model on a short sequence, for the time.
-        devices: what the estimate is made for; None means ``inputs.device``, to which the model moves if it fits there.
+        timed: whether to time the model on a short sequence, to forecast how long it takes.
+        devices: devices to estimate for; None for ``inputs.device``, to which the model moves if it fits there.
     """
     start, device = planned(model, inputs), inputs.device or model.device
     workspace = start.workspace
@@ -132,12 +132,12 @@ def begin(
 
 
 def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
-    """Measures the dense model on held-out samples, if there are any, and what the importance needs of each site."""
+    """Measures the dense model on held-out samples, if any, and the statistics that the importance needs."""
     workspace, config, plan, held_out = run.workspace, run.config, run.plan, None
     if samples is not None:
         with workspace.timed("evaluate"), run.placed_model() as model:
             held_out = HeldOutMeasure(model, samples, run.progress, named_layers(run.model, plan), run.store)
-    if config.uses_importance and not config.dense_share:  # which is chosen by statistics that it measures itself
+    if config.uses_importance and not config.dense_share:  # choosing dense linears measures statistics itself
         inputs = plan, config.importance, run.samples, run.batch_size, run.progress, run.store
         with workspace.timed("calibrate"):
             run.calibrate(lambda model: site_statistics(model, *inputs))
@@ -145,7 +145,7 @@ def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
 
 
 def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
-    """Reads all samples and traces the model; errors are those of `prepare`."""
+    """Reads all samples, traces the model and plans which linears to prune and which channels to permute."""
     workspace = Workspace(inputs.progress, inputs.resume_path)
     held_out = None if inputs.held_out is None else prepared(model, inputs.held_out)
     config, ids, progress = inputs.config, inputs.ids, inputs.progress
@@ -167,12 +167,12 @@ def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
         plan, graph = plan_model(model, config, samples)
     for reason in reasons_of(plan.skipped) if config.skip_indivisible else ():
         progress.say(f"left dense: {reason}")
-    stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # refused now, not later
+    stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # raises its errors early
     return Planned(model, config, samples, plan, graph, held_out, workspace)
 
 
 def _check_traced(start: Planned) -> None:
-    """Compares the graph with the model, before hours are spent on a class that is traced as something else."""
+    """Checks that the graph computes what the model does, before hours are spent on a wrong trace."""
     model, graph = start.model, start.graph
     if comparison_refusal(graph, model):
         return
@@ -184,7 +184,7 @@ def _check_traced(start: Planned) -> None:
 
 
 def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
-    """Lets the dense model write text beside the calibration samples; int64 ``[texts, tokens]``."""
+    """Returns texts that the dense model writes, as further samples, int64 ``[texts, tokens]``."""
     config, samples, workspace = start.config, start.samples, start.workspace
     after = torch.tensor((samples.special or NONE).after, dtype=torch.int64)
     shape = config.generated, samples.tokens - len(after)

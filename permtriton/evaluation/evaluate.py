@@ -74,7 +74,7 @@ class Evaluated(Measures):
 
     @property
     def task_scores(self) -> dict[str, float | None]:
-        """Scores by the task's name and the metric's, such as ``arc_easy acc``."""
+        """Scores, with names of task and metric as keys, such as ``arc_easy acc``."""
         return {f"{task.name} {name}": score.value for task in self.tasks for name, score in task.scores.items()}
 
     @property

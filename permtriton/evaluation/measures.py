@@ -1,8 +1,8 @@
-"""What is measured of a model on held-out samples. **Add a measure here: its function, and a field of `Distances`.**
+"""Measures of a model on held-out samples. **Add a measure here: its function, and a field of `Distances`.**
 
 Perplexity is by the field's protocol: windows do not overlap, and the first token of each is not predicted. Special
-tokens around a window are not predicted either; the first token of text is, where one stands before it. Of an
-encoder-decoder, it is that of the second half of each window, given the first.
+tokens around a window are not predicted either; after a special token, the first token of text is predicted, too. For
+an encoder-decoder, perplexity is that of the second half of each window, given the first half.
 
 The KL is that of `permtriton.methods.measure.objective`, ``KL(dense || model)`` in nats per token. Here each model
 computes its own logits, since the head of the model may differ from the dense one's, and nothing but sums outlives a
@@ -42,11 +42,11 @@ from permtriton.util.progress import NoProgress, Progress
 from permtriton.util.store import MEMORY, Store
 
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
-WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # of the held-out text, to see what a model reads
-# Largest difference of logits that is rounding, in units of the dtype's precision, but at least so much of their size.
+WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # of the held-out text, to test whether a model sees what it predicts
+# Relative difference of logits that counts as rounding: so many epsilons of the dtype, or the second if larger.
 ROUNDING, LEAST_ROUNDING = 4, 1e-4
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
-FEW_TOKENS = 1000  # a perplexity of fewer says little
+FEW_TOKENS = 1000  # a perplexity over fewer tokens is unreliable
 
 
 # -- the measures ------------------------------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Distance:
     short: str  # what it is called within a sentence
     words: str  # the same as a row of ``permtriton evaluate``
     header: str  # the same as a column of ``permtriton compare``
-    dense: float  # that of the dense model from itself
+    dense: float  # its value for the dense model itself
     # called with what the model and the dense model put out, ``[windows, tokens, ...]``; returns the sum over tokens
     total: Callable[[Tensor, Tensor], float]
     output: str  # what it compares: ``logits``, or the last ``hidden`` states, their channels in the same order
@@ -100,7 +100,7 @@ def _distance(*facts: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Distances:
-    """Distances from the dense model, averaged over all tokens; None without one.
+    """Distances from the dense model, averaged over all tokens; None without a dense model.
 
     Attributes:
         kl: ``KL(dense || model)`` of the next token's distribution, in nats; None for encoders.
@@ -143,7 +143,7 @@ def measure_samples(
 
     Args:
         samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.
-        tokens: the tokens of them that are predicted, as `predicted_tokens` returns them.
+        tokens: the predicted tokens of the samples, as `predicted_tokens` returns them.
         dense: dense model to compare with; None measures the perplexity only.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's; None where
             the channels did not move.
@@ -200,7 +200,7 @@ def measure_samples(
 
 
 def _outputs(model: PreTrainedModel, rows: Samples, *, hidden: bool) -> dict[str, Tensor]:
-    """Returns ``logits`` of a model that has some, and the last ``hidden`` state, each ``[windows, tokens, ...]``."""
+    """Returns ``logits`` (with a head) and the last ``hidden`` state (if asked), each ``[windows, tokens, ...]``."""
     samples = replace(rows, inputs=arguments_of(model, rows.inputs))
     if not model.can_generate():
         return {"hidden": last_hidden_state(model, samples)}
@@ -210,11 +210,11 @@ def _outputs(model: PreTrainedModel, rows: Samples, *, hidden: bool) -> dict[str
 
 
 def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
-    """Returns the dense model's hidden states with their channels in this order, or as they are."""
+    """Returns the dense model's hidden states with their channels in ``order``; unchanged if it is None."""
     if order is not None and len(order) != dense.shape[-1]:
         raise ModelError(
             f"the order of hidden states (hidden_states in {REPORT_FILE}, or `hidden_order=`) has {len(order)} "
-            f"channels, but the last hidden state of the dense model has {dense.shape[-1]}: give that of this model"
+            f"channels, but the last hidden state of the dense model has {dense.shape[-1]}: give this model's order"
         )
     return dense if order is None else dense[..., order]
 
@@ -237,21 +237,21 @@ def _finite(name: str, value: float, model: PreTrainedModel) -> float:
 def predicted_tokens(model: PreTrainedModel, samples: Samples) -> Tensor | None:
     """Returns the tokens that a model in eval mode predicts, as `predicted` does, if it has a perplexity; else None.
 
-    It has none where it sees a token that it predicts, as where attention goes both ways.
+    A model has no perplexity if it sees the tokens that it predicts, as with bidirectional attention.
     """
     tokens = predicted(model, samples)
     if tokens is None or samples.ids is None or takes_decoder_ids(model):
         return tokens
     windows = samples.ids[:WINDOWS_TRIED, :TOKENS_TRIED].split(1)
-    if _change(model, windows[0]) <= LEAST_ROUNDING:  # without more passes: each reads all layers that are on the disk
+    if _change(model, windows[0]) <= LEAST_ROUNDING:  # saves passes, each of which may read all layers from disk
         return tokens
-    # In a mixture, rounding may send a token elsewhere, so that one window shows too much: two must show it.
+    # In a mixture of experts, rounding may reroute a token of one window: the second largest change decides.
     change = sorted(_change(model, window) for window in windows)[-2:][0]
     return None if change > max(ROUNDING * torch.finfo(model.dtype).eps, LEAST_ROUNDING) else tokens
 
 
 def _change(model: PreTrainedModel, window: Tensor) -> float:
-    """Returns how much the prediction of the last token of ``[1, tokens]`` changes with that token."""
+    """Returns how much the logits that predict the last token of ``[1, tokens]`` change if that token is replaced."""
     others = window[window != window[0, -1]]
     if not others.numel():
         return 0.0
@@ -261,7 +261,7 @@ def _change(model: PreTrainedModel, window: Tensor) -> float:
 
 
 def check_comparable(model: PreTrainedModel, dense: PreTrainedModel, tokens: int) -> None:
-    """Refuses a dense model that is not one of the same kind and size as the model, or takes shorter windows."""
+    """Refuses a dense model that differs from the model in kind or size, or that takes shorter windows."""
     texts = [network.config.get_text_config() for network in (model, dense)]
     facts: dict[str, list[Any]] = {
         "has a vocabulary of {}": [getattr(config, "vocab_size", None) for config in texts],
@@ -292,7 +292,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 
 class HeldOutMeasure:
-    """One measure of a dense model, taken at construction, and of what is compiled from it, taken later.
+    """A measure of a dense model, taken at construction, and later of the model compiled from it.
 
     Args:
         samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.
@@ -318,7 +318,7 @@ class HeldOutMeasure:
         if self._tokens is not None:
             if self._tokens.numel() < FEW_TOKENS:
                 count = f"{self._tokens.numel():,} tokens are predicted"
-                progress.say(f"the held-out text is short: {count}, and their perplexity says little")
+                progress.say(f"the held-out text is short: only {count}, and a perplexity over so few is unreliable")
             self.name, self.dense = "perplexity", self.compiled(model, None)
         else:
             first = samples[:MAX_ENCODER_WINDOWS]
@@ -343,7 +343,7 @@ class HeldOutMeasure:
     def _perplexity_by_layers(
         self, model: PreTrainedModel, stream: LayerStream, batches: Sequence[Samples], tokens: Tensor
     ) -> float | None:
-        """Returns the perplexity, but runs each layer on all windows before the next one."""
+        """Returns the perplexity; runs each layer on all windows before the next layer."""
         stream.forward()
         total, first = 0.0, first_predicted(model, self.samples)
         with self._progress.stage("evaluate", len(self.samples)) as advance, without_cache(model):

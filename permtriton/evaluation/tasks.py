@@ -178,7 +178,7 @@ class _Harness(HFLM):
         return self._reporting(super().generate_until, requests)
 
     def _reporting(self, answer: Callable[[list[Any]], list[Any]], requests: list[Any]) -> list[Any]:
-        """Answers requests. HFLM hands each answer to its cache hook, which counts here."""
+        """Answers requests and reports progress: HFLM calls its cache hook for each answer, and ours counts them."""
         with self._progress.stage("tasks", len(requests)) as advance:
             self.set_cache_hook(_Counter(advance))
             return answer(requests)
@@ -270,7 +270,7 @@ def _number(value: Any) -> float | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Turns off what lm-eval and datasets print and draw: not all of it can be turned off by their options."""
+    """Silences the output and progress bars of lm-eval and datasets; their own options do not silence all of it."""
     level = logging.root.manager.disable
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))

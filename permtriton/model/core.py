@@ -110,7 +110,7 @@ def embedding_of(model: PreTrainedModel) -> Any:
 
 @contextmanager
 def recorded_embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yields a list to which a run of the model adds the embeddings that it would take as ``inputs_embeds``."""
+    """Yields a list; runs of the model append their input embeddings, what ``inputs_embeds`` would be, to it."""
     embedded: list[Tensor] = []
     table = embedding_of(model)
     taken = "inputs_embeds" in inspect.signature(model.forward).parameters

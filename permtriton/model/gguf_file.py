@@ -91,7 +91,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _without_words(file: Any) -> Any:
-    """Takes the tokenizer's lists from gguf's reader; zeros stand for the words, whose number is in the config."""
+    """Removes the tokenizer's lists from gguf's reader; zeros replace the words, as the config needs their count."""
     from gguf import GGUFValueType
 
     for name in TOKENIZER_LISTS:
@@ -103,11 +103,11 @@ def _without_words(file: Any) -> Any:
 
 
 def check_config(file: GgufFile, config: Any) -> None:
-    """Completes the config that transformers read from a file, and refuses that of another model.
+    """Completes the config that transformers read from a file, and refuses a file that transformers misreads.
 
-    GGUF has no field for the activation of T5 and for the scale of Gemma 2's queries: llama.cpp takes GELU where a
-    feed-forward is gated, and knows Gemma 2 27B by its layers. transformers does not read the window of Phi-3; where a
-    config has its window turned off, it stays so.
+    GGUF has no field for T5's activation or Gemma 2's query scale. As llama.cpp does, this takes GELU for a gated
+    feed-forward, and recognizes Gemma 2 27B by its number of layers. transformers does not read Phi-3's sliding window;
+    it is set here, unless the config turns it off.
     """
     if config.model_type == "t5" and config.is_gated_act:
         config.feed_forward_proj, config.dense_act_fn = "gated-gelu", "gelu_new"
@@ -227,7 +227,7 @@ def read_quickly(file: GgufFile | None = None) -> Iterator[None]:
     """Inside the ``with`` block, transformers reads GGUF files by `_reader`.
 
     Args:
-        file: the file, where only its config is read.
+        file: an opened file, of which only the config is read; None to read files from their paths.
     """
     import gguf
 

@@ -33,7 +33,7 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
     """Builds a model on the meta device, in eval mode, and refuses one that is far larger than its checkpoint.
 
     Args:
-        stored: tensors of the checkpoint, by name; None where the weights are not there.
+        stored: tensors of the checkpoint, by name; None if the weights are not at hand.
     """
     with (
         reading(f"{name}: {model_class.__name__} cannot be built from config.json", ModelError),
