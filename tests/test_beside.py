@@ -1,11 +1,13 @@
 """What stands beside a model's weights, in its folder and config: what comes along, and is it true?"""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+import transformers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 import permtriton
 from permtriton.checkpoint.save import _correct
@@ -106,22 +108,56 @@ def test_damaged_modules_are_passed_over(tmp_path, content):
 
 
 def test_weights_that_transformers_leaves_out_in_silence_are_named(tmp_path, monkeypatch):
-    """Such as the layers of Qwen3-Next and DeepSeek that predict further tokens; the config then declares none."""
+    """Such as the layers of Qwen3-Next and DeepSeek that predict further tokens; but no buffers of earlier versions."""
     monkeypatch.setattr(LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"^mtp.*", r"inv_freq"])
     zoo.tiny_llama().save_pretrained(tmp_path)
-    more = {"mtp.0.up.weight": torch.ones(2, 2), "mtp.0.norm.weight": torch.ones(2), "model.inv_freq": torch.ones(2)}
-    folders.edit_tensors(tmp_path, lambda tensors: tensors.update(more))
-    folders.configure(tmp_path, mtp_num_hidden_layers=1, num_nextn_predict_layers=1)
+    more = dict.fromkeys(["mtp.0.experts.gate_up_proj", "mtp.0.up.bias", "mtp.0.up.weight", "model.inv_freq"])
+    folders.edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(2, 2) for name in more}))
     unused, said = [], []
 
     class Said:
         say = said.append
 
-    model = load_model(Source(str(tmp_path)), progress=Said(), unused=unused)
-    assert unused == ["mtp.0.norm.weight", "mtp.0.up.weight"]
+    load_model(Source(str(tmp_path)), progress=Said(), unused=unused)
+    assert unused == [name for name in more if name.startswith("mtp")]
     assert said == [f"tensors that LlamaForCausalLM does not use are left out: {', '.join(unused)}"]
+
+
+FURTHER = {
+    "LlamaConfig": {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 1, "use_mtp": True},
+    "Step3p7TextConfig": {"num_nextn_predict_layers": 1},
+    "MellumConfig": {"num_mtp_layers": 1},
+    "NemotronHConfig": {"num_nextn_predict_layers": 1, "mtp_layers_block_type": ["full_attention", "moe"]},
+    "DeepseekV3Config": {"num_mtp_layers": 1},
+    "InklingConfig": {
+        "text_config": {}, "mtp_config": {"num_nextn_predict_layers": 2, "local_layer_ids": [0]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FURTHER)
+def test_a_config_declares_no_layers_that_were_left_out(tmp_path, kind):
+    """No transformers class loads those that predict further tokens, and tools that do would look for them."""
+    if not hasattr(transformers, kind):
+        pytest.skip("a later version of transformers has it")
+    model = zoo.tiny_llama()
+    model.config = getattr(transformers, kind)(**FURTHER[kind])
+    model.generation_config.use_mtp = True
     _correct(model)
-    assert (model.config.mtp_num_hidden_layers, model.config.num_nextn_predict_layers) == (0, 0)
+    model.config.save_pretrained(tmp_path)
+    model.generation_config.save_pretrained(tmp_path)
+    assert not GenerationConfig.from_pretrained(tmp_path).use_mtp
+    loaded = type(model.config).from_pretrained(tmp_path)
+    for config in (loaded, loaded.get_text_config()):
+        names = [name for name in dir(config) if re.search("mtp|nextn", name) and not name.startswith("get")]
+        assert {name: value for name in names if (value := getattr(config, name))} == {}
+
+
+def test_layers_that_were_loaded_stay_declared():
+    model = zoo.tiny_llama(num_nextn_predict_layers=1)
+    model.mtp_layers = torch.nn.Linear(2, 2)
+    _correct(model)
+    assert model.config.num_nextn_predict_layers == 1
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -158,6 +194,13 @@ def test_of_several_pickles_the_model_is_named(tmp_path):
     for name in ("config.json", "optimizer.pt", "a.bin", "pytorch_model.bin"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ModelError, match=r"holds only pytorch_model\.bin, a pickle"):
+        permtriton.compile(tmp_path)
+
+
+def test_the_states_of_a_training_are_no_weights(tmp_path):
+    for name in ("config.json", "optimizer.pt", "training_args.bin", "rng_state_0.pth", "scheduler.pt"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ModelError, match=r"holds no weights: give a folder with model\.safetensors"):
         permtriton.compile(tmp_path)
 
 

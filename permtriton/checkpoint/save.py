@@ -1,5 +1,6 @@
 """Saves checkpoints: writes them to a temporary folder and verifies them tensor by tensor before it takes its place."""
 
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import PrunedWeight
 
 SHARD_SIZE = "5GB"
-FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+FURTHER_LAYERS = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")  # names of, and about, layers that predict further tokens
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
@@ -114,17 +115,19 @@ def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, pa
 def _correct(model: Any) -> None:
     """Makes a config say what the folder will hold: a head of its own, and no layers that predict further tokens."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
+    configs += [model.generation_config] if model.can_generate() else []
     embedding = head = None
     if model.main_input_name == "input_ids" and not takes_decoder_ids(model):
         tables = embedding_of(model), model.get_output_embeddings()
         embedding, head = (getattr(table, "weight", None) for table in tables)
     untied = embedding is not None and head is not None and head is not embedding
+    further = any(FURTHER_LAYERS.search(name) for name, _ in model.named_parameters())  # transformers loads none
     for config in configs:
         if untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # readers that trust it would leave the head out
-        for name in FURTHER_LAYERS:
-            if getattr(config, name, None):
-                setattr(config, name, 0)  # transformers loads none
+        for name, value in [*vars(config).items()]:
+            if not further and FURTHER_LAYERS.search(name) and type(value) in (bool, int, list, dict):
+                setattr(config, name, type(value)())  # no layers, of no types
 
 
 def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:

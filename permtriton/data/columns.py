@@ -47,6 +47,12 @@ def documents_in(
             "conversations as messages, or name another column by `text_column=`"
         )
     documents = column_of(column)
+    if isinstance(documents, list) and None in documents:
+        row = documents.index(None) + 1
+        raise CalibrationError(
+            f"{source}: row {row} has no {column} ({documents.count(None)} of {len(documents)} rows have none): remove "
+            "such rows, or name another column by `text_column=`"
+        )
     if column == "input_ids" and len(documents) and isinstance(documents[0], str):
         raise CalibrationError(f"{source}: document 1 is {shown(documents[0])}: expected input_ids as integers")
     if column == "input_ids" and "attention_mask" in names:

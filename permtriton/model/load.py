@@ -39,6 +39,7 @@ from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
 PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the likeliest to be the model first
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # beginnings of pickles of a Trainer
 ADAPTER = "adapter_config.json"
 
 
@@ -191,14 +192,15 @@ def _note_unused(model: PreTrainedModel, names: set[str], progress: Progress | N
 
 
 def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
-    """Returns the weights of a checkpoint that transformers leaves out in silence, such as layers that predict further
-    tokens (``mtp``); but no buffers of earlier versions.
+    """Returns the tensors of a checkpoint that transformers leaves out in silence, such as layers that predict further
+    tokens (``mtp``); but no buffers of earlier versions, whose patterns fit no weight.
     """
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     inner = f"{model.base_model_prefix}."
     used = {name.removeprefix(inner) for name in model.state_dict()}
-    weights = (name for name in stored if name.endswith("weight") and name.removeprefix(inner) not in used)
-    return {name for name in weights if any(re.search(pattern, name) for pattern in patterns)}
+    unused = [name for name in stored if name.removeprefix(inner) not in used]
+    fitting = ({name for name in unused if re.search(pattern, name)} for pattern in patterns)
+    return {name for names in fitting if any(name.endswith("weight") for name in names) for name in names}
 
 
 def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> None:
@@ -369,9 +371,14 @@ def _refuse_pickles(source: Source) -> None:
     check_folder(source)
     if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
         return
-    pickles = [name for pattern in PICKLED for name in sorted(file.name for file in source.folder.glob(pattern))]
-    content = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "no weights"
-    raise ModelError(f"{source.name} holds {content}: permtriton reads .safetensors only; convert the checkpoint first")
+    files = [name for pattern in PICKLED for name in sorted(file.name for file in source.folder.glob(pattern))]
+    pickles = [name for name in files if not name.startswith(OF_TRAINING)]
+    if not pickles:
+        raise ModelError(f"{source.name} holds no weights: give a folder with {WEIGHTS_FILE}, or shards and their index")
+    raise ModelError(
+        f"{source.name} holds only {pickles[0]}, a pickle, which can run code when it is read: permtriton reads "
+        ".safetensors only; convert the checkpoint first"
+    )
 
 
 def _quantization(config: Any) -> Any:
