@@ -374,7 +374,7 @@ def _refuse_pickles(source: Source) -> None:
     files = [name for pattern in PICKLED for name in sorted(file.name for file in source.folder.glob(pattern))]
     pickles = [name for name in files if not name.startswith(OF_TRAINING)]
     if not pickles:
-        raise ModelError(f"{source.name} holds no weights: give a folder with {WEIGHTS_FILE}, or shards and their index")
+        raise ModelError(f"{source.name} holds no weights: give one with {WEIGHTS_FILE}, or shards and their index")
     raise ModelError(
         f"{source.name} holds only {pickles[0]}, a pickle, which can run code when it is read: permtriton reads "
         ".safetensors only; convert the checkpoint first"
