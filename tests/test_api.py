@@ -121,7 +121,6 @@ def test_every_block_of_the_page_runs_as_written(here, capsys):
 
 
 PUBLIC = [*permtriton.__all__, "CompiledModel.evaluate", "CompiledModel.save_pretrained", "CompiledModel.push_to_hub"]
-LONG_EXAMPLES = {"compile", "KeepPattern", "inspect", "dry_run", "CompiledModel.push_to_hub"}  # the pages show the same
 
 
 @pytest.mark.slow
