@@ -190,6 +190,7 @@ def _decoding(bench: Bench, name: str, layers: int, compiled: bool = False) -> N
     dense, sparse = dense_and_packed(bench, "8B", layers)
     if compiled:
         backend = bench.pick("inductor", "eager")  # on a CPU, inductor takes a minute
+        torch._dynamo.reset()  # of what a process has compiled before, its limits count
         dense.compile(fullgraph=True, dynamic=False, backend=backend)
         sparse.compile(fullgraph=True, dynamic=False, backend=backend)
     for batch in bench.pick((1, 64, 16) if compiled else (1, 16, 64), (1, 4)):
