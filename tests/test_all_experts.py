@@ -62,7 +62,7 @@ def test_few_tokens_are_said_unless_all_are_measured():
             mixture(), data=zoo.token_ids(), recipe="mask", calibrate_all_experts=wanted, progress=events.append
         )
         said[wanted] = " ".join(event.text for event in events if event.text)
-    assert "experts were sent fewer calibration tokens than they have intermediate channels" in said[False]
+    assert "experts received fewer calibration tokens than they have intermediate channels" in said[False]
     assert "`calibrate_all_experts=true`" in said[False]
     assert "fewer calibration tokens" not in said[True]
 
