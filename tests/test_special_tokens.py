@@ -17,7 +17,7 @@ from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import special_tokens_of
 from permtriton.data.text_samples import calibration_samples, held_out_windows, line_of_ids_without
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import ConfigError
+from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.objective import LOSSES, dense_objective
 from permtriton.methods.run import Run
 from permtriton.model.seq2seq import divided
@@ -93,6 +93,17 @@ def test_none_cuts_as_the_literature_does(kind):
     assert held_out.ids.flatten().tolist() == stream[: held_out.ids.numel()]
     assert held_out.special.words == samples.special.words == "without special tokens"
     assert samples.counted == slice(0, None)
+
+
+def test_special_tokens_are_in_the_vocabulary():
+    """A tokenizer may have got more tokens than the model."""
+    known = around("BOS")[0][0]
+    with pytest.raises(CalibrationError, match=f"run from .* to {known}, but the model's vocabulary is 0 to"):
+        held_out_windows("text", tokenizer_of("BOS"), known, 16, DOCUMENTS)
+    small = zoo.tiny_llama(vocab_size=known)
+    config = config_from({"samples": 4, "sequence_length": 16})
+    with pytest.raises(CalibrationError, match=f"run from .* to {known}, but the model's vocabulary is 0 to"):
+        calibration_samples(config, tokenizer_of("BOS"), small, DOCUMENTS)
 
 
 def test_a_sequence_of_one_document_has_them_too():

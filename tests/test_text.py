@@ -179,6 +179,7 @@ BAD_FILES = {
     "a shorter mask": ("a.jsonl", '{"input_ids": [1, 2], "attention_mask": [1]}\n', ["document 1", "attention_mask"]),
     "a text is missing": ("a.jsonl", '{"text": "a"}\n\n{"title": "b"}\n', ["row 2 has no text (1 of 2"]),
     "of two columns": ("a.jsonl", '{"text": "a"}\n\n{"input_ids": [1]}\n', ["row 1 has no input_ids (1 of 2"]),
+    "messages as text": ("a.jsonl", '{"messages": "[]"}\n', ["document 1 is '[]'", "role and content"]),
     "id too large": ("a.jsonl", f'{{"input_ids": [1, {VOCABULARY}]}}', [f"to {VOCABULARY}", f"0 to {VOCABULARY - 1}"]),
     "id negative": ("a.jsonl", '{"input_ids": [1, -2]}\n', ["from -2", "vocabulary"]),
     "id enormous": ("a.jsonl", f'{{"input_ids": [{10**30}]}}\n', ["vocabulary"]),
@@ -229,7 +230,7 @@ def test_any_dataset_of_the_hub_with_its_split_and_column(monkeypatch, tokenizer
     asked = replace(config("someone/texts"), text_column="body", split=split)
     assert calibration_ids(asked, tokenizer, VOCABULARY, 0).shape == (4, 16)
     assert requests == [{"path": "someone/texts", "split": wanted}]
-    with pytest.raises(CalibrationError, match=r"has the columns \['body', 'url'\], not text: .* by `text_column=`"):
+    with pytest.raises(CalibrationError, match=r"has the columns \['body', 'url'\], not text: .* `text_column=` may"):
         calibration_ids(replace(asked, text_column=""), tokenizer, VOCABULARY, 0)
     with pytest.raises(CalibrationError, match=r"has the columns \['body', 'url'\], not title: give text"):
         calibration_ids(replace(asked, text_column="title"), tokenizer, VOCABULARY, 0)

@@ -44,17 +44,18 @@ def documents_in(
     if column not in names:
         raise CalibrationError(
             f"{source} has the columns {shown(list(names))}, not {column}: give text or input_ids, or "
-            "conversations as messages, or name another column by `text_column=`"
+            "conversations as messages; of calibration data, `text_column=` may name another column"
         )
     documents = column_of(column)
     if isinstance(documents, list) and None in documents:
         row = documents.index(None) + 1
         raise CalibrationError(
             f"{source}: row {row} has no {column} ({documents.count(None)} of {len(documents)} rows have none): remove "
-            "such rows, or name another column by `text_column=`"
+            "such rows"
         )
-    if column == "input_ids" and len(documents) and isinstance(documents[0], str):
-        raise CalibrationError(f"{source}: document 1 is {shown(documents[0])}: expected input_ids as integers")
+    if column in COLUMNS and column != "text" and len(documents) and isinstance(documents[0], str):
+        expected = "integers" if column == "input_ids" else "a list of messages, each with role and content"
+        raise CalibrationError(f"{source}: document 1 is {shown(documents[0])}: expected {column} as {expected}")
     if column == "input_ids" and "attention_mask" in names:
         documents = Unpadded(documents, column_of("attention_mask"), source)
     return documents

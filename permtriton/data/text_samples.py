@@ -91,10 +91,10 @@ def all_windows(
     encoder = Encoder(source, tokenizer, vocabulary, special or NONE)
     length = encoder.special.room(config.sequence_length, "sequence_length")
     if config.one_document:
-        rows = encoder.checked(_one_document_each(config, documents, encoder, length, seed))
+        rows = _one_document_each(config, documents, encoder, length, seed)
     else:
         rows = _mixed_windows(config, documents, encoder, length, seed, surplus)
-    return Samples({"input_ids": encoder.special.around(rows)}, special=special)
+    return Samples({"input_ids": encoder.checked(encoder.special.around(rows))}, special=special)
 
 
 def _special_tokens(
@@ -177,12 +177,13 @@ def held_out_windows(
     special = _special_tokens(documents, tokenizer, special_tokens, halves=halves)
     around = special or NONE
     length = around.room(sequence_length, "window")
-    stream, _ = Encoder(source, tokenizer, vocabulary, around).stream(documents)
+    encoder = Encoder(source, tokenizer, vocabulary, around)
+    stream, _ = encoder.stream(documents)
     length = min(length, stream.numel())
     if length + len(around) < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
     rows = stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
-    return Samples({"input_ids": around.around(rows)}, special=special)
+    return Samples({"input_ids": encoder.checked(around.around(rows))}, special=special)
 
 
 def calibration_samples(
