@@ -200,7 +200,7 @@ def test_of_several_pickles_the_model_is_named(tmp_path):
 def test_the_states_of_a_training_are_no_weights(tmp_path):
     for name in ("config.json", "optimizer.pt", "training_args.bin", "rng_state_0.pth", "scheduler.pt"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ModelError, match=r"holds no weights: give a folder with model\.safetensors"):
+    with pytest.raises(ModelError, match=r"holds no weights: give one with model\.safetensors"):
         permtriton.compile(tmp_path)
 
 
