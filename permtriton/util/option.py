@@ -1,4 +1,4 @@
-"""What an option is. Its help, choices and limits stand beside its default; flags and docs are made from them."""
+"""What an option is. Its help, choices and limits stand beside its default, in the class of its step or in config.py."""
 
 import dataclasses
 import re

@@ -147,7 +147,7 @@ Draw = Callable[[Callable[..., Tensor], Tensor], Tensor]  # (torch.rand or randn
 
 @dataclass(frozen=True)
 class Loss:
-    """What training can minimise. **Add a loss here**, and its name in ``permtriton/config.py``."""
+    """What training can minimise. **Add a loss here**, and its name above."""
 
     # called with the pruned and the dense model's last hidden states ``[sequences, tokens, hidden]`` and the head;
     # returns the mean over tokens, float32 ``[]``
