@@ -1,4 +1,4 @@
-"""What an option is. Its help, choices and limits stand beside its default, in the class of its step or in config.py."""
+"""What an option is. Help, choices and limits stand beside its default, in the class of its step or in config.py."""
 
 import dataclasses
 import re
