@@ -5,6 +5,7 @@ The source includes no torch headers, so it builds in seconds; it is called thro
 
 import ctypes
 import functools
+import hashlib
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from benchmarks.gpu import caches
 from permtriton.errors import ModelError, PermTritonError
 from permtriton.kernels.permute import check_shapes
+from permtriton.util.durable import replace_file
 
 SOURCE = Path(__file__).with_name("permute.cu")
 
@@ -24,17 +26,18 @@ def built(arch: str) -> Path:
     Raises:
         PermTritonError: no nvcc, or the build failed.
     """
-    path = caches.work() / f"permute_{arch}.so"
+    source = hashlib.sha256(SOURCE.read_bytes()).hexdigest()  # the caches may hold the library of an older one
+    path = caches.work() / f"permute_{arch}_{source[:16]}.so"
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        command = ["nvcc", "-O3", "-std=c++17", f"-arch={arch}", "-shared", "-Xcompiler=-fPIC", str(SOURCE), "-o", part]
+        command = ["nvcc", "-O3", "-std=c++17", f"-arch={arch}", "-shared", "-Xcompiler=-fPIC", str(SOURCE), "-o"]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            replace_file(
+                path, lambda part: subprocess.run([*command, part], check=True, capture_output=True, text=True)
+            )
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or error
             raise PermTritonError(f"{SOURCE.name} could not be built by nvcc: {said}; nothing depends on it") from error
-        part.replace(path)
     return path
 
 

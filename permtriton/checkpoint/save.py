@@ -125,8 +125,8 @@ def _correct(model: Any) -> None:
     for config in configs:
         if untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # readers that trust it would leave the head out
-        for name, value in [*vars(config).items()]:
-            if not further and FURTHER_LAYERS.search(name) and type(value) in (bool, int, list, dict):
+        for name, value in [] if further else [*vars(config).items()]:
+            if FURTHER_LAYERS.search(name) and type(value) in (bool, int, list, dict):
                 setattr(config, name, type(value)())  # no layers, of no types
 
 

@@ -7,13 +7,11 @@ from torch import Tensor
 
 from permtriton.kernels.distances import distances, distances_reference
 from permtriton.kernels.placement import CONFIGS
-from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random
+from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
 
-def cases(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> list[Case]:
+def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
     """Returns the case of each linear whose input has a whole block."""
     return [distances_case(o, c // BLOCK, device) for o, c in shapes if c >= BLOCK]
 
