@@ -229,8 +229,9 @@ class Run(Planned):
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            use_mixed_precision = self.config.mixed_precision and step.stage is Stage.TRAIN  # as the training steps do
-            with self.placed_model() as model, mixed_precision(model, use_mixed_precision):
+            # As the training steps do. Layers that come to the GPU one by one have their weights elsewhere until then.
+            rounds, fixed = self.config.mixed_precision and step.stage is Stage.TRAIN, not self.store.onloads
+            with self.placed_model() as model, mixed_precision(model, rounds, fixed=fixed):
                 samples, kind = self.samples_for(step), objective_kind(step.objective, self.model)
                 objective = dense_objective(model, kind, samples, self.batch_size, self.store)
             self._objectives[key] = objective.on(self.model)

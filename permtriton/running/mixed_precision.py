@@ -123,6 +123,15 @@ def exact_products() -> AbstractContextManager[None]:
     return _precision("highest")
 
 
+def products_of(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
+    """Inside the context, float32 products of factors that a model computed in ``dtype`` are as fast as may be exact.
+
+    A factor that has no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU) loses none by rounding.
+    """
+    fits = dtype in (torch.bfloat16, torch.float16) if device.type == "cuda" else dtype == torch.bfloat16
+    return _precision("medium") if fits and _rounds(device) else nullcontext()
+
+
 def _rounds(device: torch.device) -> bool:
     """Returns whether products of float32 are faster on a device if their factors are rounded: by AMX, or to TF32."""
     return bool(processor().get(AMX)) if device.type == "cpu" else multiplies_bfloat16(device)

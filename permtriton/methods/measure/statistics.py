@@ -22,6 +22,7 @@ from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
 from permtriton.running.layer_walk import LayerInputs, LayerWalk, from_model
+from permtriton.running.mixed_precision import products_of
 from permtriton.util import ranks
 from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
@@ -231,8 +232,9 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
     sums = _zeros(model, layer.sites)
 
     def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
-        for sequence in _sequences(inputs):
-            _add_gram(sums[site.name], sequence)
+        with products_of(inputs.dtype, inputs.device):
+            for sequence in _sequences(inputs):
+                _add_gram(sums[site.name], sequence)
 
     watch_inputs(model, layer, consume, advance)
     return _finished(sums)

@@ -195,11 +195,12 @@ class _Optimizer:
         self.steps += 1
         for key, moment in moments.items():
             self.state[key].copy_(moment)  # itself, where it has not been copied
-        mask = _mask(weight)
-        weight.copy_(values)
-        if _count(weight) < self._kept:  # rounded to 0.0 or -0.0
+        changed = values.detach().to(weight.dtype)
+        if _count(changed) < self._kept:  # rounded to 0.0 or -0.0
             smallest = 2.0**-24 if weight.dtype == torch.float16 else torch.finfo(weight.dtype).tiny
-            weight.copy_(torch.where(mask & (weight == 0), values.new_tensor(smallest).copysign(values), weight))
+            smallest_values = values.new_tensor(smallest).copysign(values).to(weight.dtype)
+            changed = torch.where(_mask(weight) & (changed == 0), smallest_values, changed)
+        weight.copy_(changed)
         if remainder is not None:
             remainder.copy_(values - weight)
         values.data, values.grad = values.new_empty(0), None

@@ -203,6 +203,7 @@ class Trainer:
         note = f", last held-out {history[-1]['held_out']:.4f}"
         if len(history) <= len(rounds):
             self._find_size(rounds[0][0])
+        present_round = None  # whose weights the model holds
         for round_number in range(len(history), len(rounds) + 1):
             start_time, steps_done = time.perf_counter(), self._schedule.steps_until(round_number - 1)
             losses: list[float] = []
@@ -216,14 +217,16 @@ class Trainer:
             if held_out_loss < history[outcome.kept or 0]["held_out"]:
                 self.best_snapshot = {}  # frees the old snapshot before the next one is made
                 outcome.kept, self.best_snapshot = round_number, self._trainable.snapshot()
+            present_round = round_number
             note = f", held-out {held_out_loss:.4f} (was {history[0]['held_out']:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
             self._save(state, outcome)
         self._trainable.check()
-        self._trainable.write(self.best_snapshot)
-        self._trainable.check()
-        description = f"{self._step_name}, held out, when its weights were kept"
-        check_loss(history[outcome.kept or 0]["held_out"], self.held_out_loss(), self._trainable.dtype, description)
+        if present_round != outcome.kept:
+            self._trainable.write(self.best_snapshot)
+            self._trainable.check()
+            description = f"{self._step_name}, held out, when its weights were kept"
+            check_loss(history[outcome.kept or 0]["held_out"], self.held_out_loss(), self._trainable.dtype, description)
 
     def _step(self, sequence_indices: Tensor, step: int) -> float:
         rate = self._schedule.learning_rate * rate_at(step, self._schedule.steps)
@@ -256,9 +259,11 @@ class Trainer:
     def _find_size(self, indices: Tensor) -> None:
         """Lowers the micro-batch size to what fits in memory, by a backward pass that changes no weight.
 
-        Where weights change during the backward pass, running out of memory would leave a step half done.
+        Where weights change during the backward pass, running out of memory would leave a step half done. A CPU's
+        memory runs out by the end of the process, which no trial prevents.
         """
-        if self._trainable.updates_in_backward and ranks.count() == 1 and 1 < indices.numel() <= self._micro_batch.size:
+        changes = self._trainable.updates_in_backward and ranks.count() == 1 and self._run.model.device.type != "cpu"
+        if changes and 1 < indices.numel() <= self._micro_batch.size:
             with self._trainable.ignored_gradients():
                 self._run_backward(indices)
 
