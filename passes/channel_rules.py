@@ -58,7 +58,7 @@ REDUCTION = {
 }  # fmt: skip
 # A function of all values before it along ``dim``, its second argument.
 CUMULATIVE = {aten.cumsum, aten.cumprod, aten.logcumsumexp}
-# The same value at every element, whatever the arguments hold; of new memory none should be read.
+# The same value at every element, whatever the arguments hold; uninitialised memory should not be read at all.
 CONSTANT = {
     aten.empty, aten.empty_like, aten.full, aten.full_like, aten.new_empty, aten.new_full, aten.new_ones,
     aten.new_zeros, aten.ones, aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
@@ -108,7 +108,7 @@ def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Concatenation. A constant beside the same channels all along the dimension is one more value of each of them."""
+    """Concatenation. Beside channels that are the same along the dimension, a constant is one more value of each."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if len(args[0]) > 1 and all(
         isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in args[0]
@@ -136,7 +136,7 @@ def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 
 def _repeated(c: Channels, ids: Tensor, count: int) -> list[Tensor]:
-    """Returns ids as so many parts of `Crossed` ids; channels stand in the first only."""
+    """Returns ids as ``count`` parts of `Crossed` ids; only the first part has channels."""
     return [ids, *[c.new_ids_like(ids) if c.any_channel(ids) else ids] * (count - 1)]
 
 

@@ -1,7 +1,7 @@
 """How channels meet in an operator on several tensors: they move together, or each is a value that the other meets.
 
 Where a gate row meets an up row at one position, both must move together. In an outer product every row of one factor
-meets every row of the other; the rows of either factor may then move for themselves if all of them meet the same. The
+meets every row of the other; the rows of either factor may then move independently if all of them meet the same. The
 result belongs to channels of both factors (`Crossed`).
 """
 
@@ -28,7 +28,7 @@ def joined(parts: Sequence[Tensor]) -> Any:
 
 
 def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns what a function on tensors of ids makes of an operand, part by part."""
+    """Returns the result of a function on tensors of ids, applied to each part of an operand."""
     return joined([function(part) for part in parts_of(c, value)])
 
 

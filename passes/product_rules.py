@@ -137,7 +137,7 @@ def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stride: Sequence[int]) -> Any:
-    """A convolution whose kernel is each channel's own; where it is one position wide, other channels may stand."""
+    """A convolution with a kernel per channel; a dimension in which the kernel has width 1 may hold other channels."""
     rows, shape, kernel = c.axis(weight, 0), c.node.meta["val"].shape, len(weight.shape) - 2
     problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
     for dim in range(-kernel, 0):

@@ -7,8 +7,8 @@ Every tensor of the graph is replaced by an int64 tensor of the same shape that 
 * ``id < 0``: something that is no channel (a mask, a rotary cosine, a variance), different for each element.
 
 Data movement acts on the ids as it would on data. Elementwise operators join channels: joined channels must be permuted
-together. Every operator that acts on a channel adds to the channel's *context*, and so does whatever meets the channel
-there and is no channel. Two channels may change places if and only if they have the same context. A norm over the whole
+together. Every operator that acts on a channel adds to the channel's *context*, and so does every non-channel value
+that meets the channel. Two channels may change places if and only if they have the same context. A norm over the whole
 stream gives every channel the same context, rotary cosines give each channel its own, and attention gives each head
 one. An operator without a rule is a barrier: every channel that enters it gets a context of its own, and the reason is
 recorded.
@@ -192,7 +192,7 @@ class _Interpreter(fx.Interpreter):
         return rule(self._channels, target, args, kwargs)
 
     def _lacks_a_part(self, node: fx.Node) -> bool:
-        """Whether a node reads a tensor that is empty in the trace: no ids say what it holds for more tokens."""
+        """Whether a node reads a tensor that is empty in the trace, so its contents for more tokens are unknown."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return False
@@ -205,7 +205,7 @@ class _Interpreter(fx.Interpreter):
         return False
 
     def _is_zero(self, node: fx.Node) -> bool:
-        """Whether every element of a result is zero, such as of a product with a state before the first token."""
+        """Whether every element of a result is zero, such as a product with the state before the first token."""
         packet = getattr(node.target, "overloadpacket", None)
         if packet in SUMS_OF_PRODUCTS:
             return not self._zeros.isdisjoint(node.all_input_nodes)
@@ -218,7 +218,7 @@ class _Interpreter(fx.Interpreter):
 
 
 def _is_empty(value: Tensor) -> bool:
-    """Whether a tensor has no tokens. None of the last dimension is what the config says, whatever the tokens."""
+    """Whether a tensor has no tokens. A last dimension of size 0 comes from the config, not from the tokens."""
     return any(isinstance(size, int) and not size for size in value.shape[:-1])  # other sizes depend on data
 
 
@@ -248,10 +248,10 @@ def _finish(channels: Channels, hidden_ids: np.ndarray) -> Provenance:
 
 
 def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[ContextChange]:
-    """Tells units apart whose channels are joined in another order, where a unit has several channels of an axis.
+    """Returns context changes that tell units apart whose channels are joined in different orders.
 
-    The first of them takes the place of the other unit's first one, the second of its second one, and so on. Each must
-    then be joined with the same ones at the same places.
+    Units with several channels of an axis change places channel by channel: first with first, second with second.
+    Channels at equal places of two units must therefore be joined with others in the same way.
     """
     axes = np.searchsorted([*channels.starts.values()], np.arange(channels.total), side="right")
     occurrence = numbered(axes * count + labels)

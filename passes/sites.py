@@ -80,7 +80,7 @@ def find_sites(
 
 
 def _linears(provenance: Provenance, model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the linears of a model, by name, and what else holds a weight that the trace multiplies by."""
+    """Returns the linears of a model, by name, and the other modules with a weight that the trace multiplies by."""
     owners = {call.parameter.rpartition(".")[0] for call in provenance.linears}
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if name in owners or isinstance(module, LINEAR_MODULES)}

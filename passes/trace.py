@@ -228,7 +228,7 @@ def _on_cpu(probed: _Probed) -> _Probed:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops what is logged and printed: of a model that it cannot follow, torch.export prints the graph so far.
+    """Drops what is logged and printed: torch.export prints the partial graph of a model that it cannot trace.
 
     What the error says is one line. Attributes that torch.export warns of are restored.
     """

@@ -1,4 +1,4 @@
-"""How does a step change the linears of each layer by the Hessians of their inputs, in the model as changed so far?"""
+"""Changes the linears layer by layer, with the Hessians of their inputs measured in the model as changed so far."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -24,16 +24,16 @@ def update_layers(
     curvatures: Callable[[Mapping[str, Tensor]], Callable[[str], Curved]],
     update: Update[Curved],
 ) -> list[dict[str, Any]]:
-    """Changes the linears layer by layer; what is finished is kept for a run that continues.
+    """Changes the linears layer by layer; finished layers are stored so that an interrupted run can continue.
 
     Args:
         step: name of the step.
-        curvatures: returns, of a layer's Hessians by site, a function of a site's name, whose result ``update`` gets.
-        update: changes a linear, of the model, what ``curvatures`` gave of its site, and the names of site and linear;
-            returns what the step reports of it.
+        curvatures: takes a layer's Hessians by site; returns the function site name -> curvature for ``update``.
+        update: changes one linear, given the model, the curvature of its site, and the names of the site and the
+            linear; returns the linear's entry in the step's report, or None.
 
     Returns:
-        What ``update`` returned of each linear.
+        The entries of all linears.
     """
     plan, state, parts = run.plan, run.state(FinishedLayers, step), list[dict[str, Any]]()
     num_sequences = ranks.own_rows(len(run.samples)).numel()

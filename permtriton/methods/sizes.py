@@ -1,4 +1,4 @@
-"""The sizes of a model and its samples, from which follows how much memory, time and disk a step needs."""
+"""The sizes of a model and its samples, from which the memory, time and disk that a step needs are estimated."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ RELOADING = "reloading"  # the stage that is left out where a second model does 
 class Memory:
     """Bytes that a phase of the work takes beside the program and the model."""
 
-    device: int = 0  # what has to be where the model runs
-    # large tensors, such as inputs of layers, which stand in host memory while layers come to a GPU one by one, and
-    # all that work on a host takes
+    device: int = 0  # bytes that must be on the device where the model runs
+    # bytes of large tensors, such as inputs of layers, which are in host memory while layers come to a GPU one by one;
+    # also all bytes of work that is done on the host
     movable: int = 0
 
     @property
@@ -30,7 +30,7 @@ class MemoryEstimate:
     placement: DevicePlacement  # how the model is placed
     program: int  # what the process holds beside the model before the work begins; 0 on a GPU
     model: int  # parameters
-    # what is in memory already and is not given up: the program, and a model that is not mapped from its files
+    # bytes that are in memory already and stay there: the program, and a model that is not mapped from its files
     held: int
     stages: Mapping[str, int]  # stage -> what it takes beside program and model
     host: int = 0  # what is in host memory, the model included, where layers come to the GPU one by one; else 0
@@ -39,7 +39,7 @@ class MemoryEstimate:
 
     @property
     def largest(self) -> str:
-        """The stage that needs the most of those that no compilation leaves out."""
+        """The stage that needs the most memory, without `RELOADING`, which a compilation may leave out."""
         return max((stage for stage in self.stages if stage != RELOADING), key=self.stages.__getitem__)
 
     @property
@@ -52,12 +52,12 @@ class MemoryEstimate:
         return self.program + self.model + self.stages[stage or self.largest] - self.held
 
     def fits(self, free: int, stage: str | None = None) -> bool:
-        """Returns whether a stage, by default the largest, fits in so many bytes."""
+        """Returns whether a stage, by default the largest, fits in ``free`` bytes."""
         return self.added(stage) <= free
 
     @property
     def savings(self) -> str:
-        """What is done because memory is short; empty if it is not."""
+        """What is done to save memory, in words; empty if nothing is."""
         words = ["backward passes recompute activations"] if self.recomputes else []
         words += [f"{' and '.join(self.saving)}: less is kept, and more computed anew"] if self.saving else []
         return "; ".join(words)
@@ -88,8 +88,8 @@ class ModelSizes:
         layers: number of layers.
         hidden: channels of the hidden states.
         width: most channels that a linear reads, or `hidden` if there are more.
-        layer_channels: channels that the sites of a layer read, or its linears write, if there are more; of experts
-            inside it, one.
+        layer_channels: channels that the sites of a layer read, or that its linears write if those are more; only one
+            expert of a layer counts.
         vocabulary: size of the logits of a token; 0 without a language-model head.
         hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
         forward: bytes of the activations of a pass without gradients and logits.

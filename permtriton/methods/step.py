@@ -1,7 +1,7 @@
-"""What a step of a recipe is: one method, with its options, what it needs, and what it does.
+"""The interface of a recipe's steps: each is one method, with its options, requirements and effect.
 
 A recipe is a tuple of steps, which run one after another. Memory, time, disk, resume, dry run, report and ``--help``
-follow from what each step says of itself, so that a new method is one file in ``permtriton/methods``.
+are derived from the attributes and methods of each step, so a new method is one file in ``permtriton/methods``.
 """
 
 from collections.abc import Sequence
@@ -29,15 +29,15 @@ class Stage(IntEnum):
 class Outcome:
     """What a step reports of its run, as ``permtriton.json`` holds it."""
 
-    unit: str = ""  # what a line of ``history`` is of: ``round`` or ``epoch``
+    unit: str = ""  # what each row of ``history`` describes: ``round`` or ``epoch``
     # the rounds or epochs, from 0, the state before; each with its number under ``unit``, its ``loss`` on the
-    # calibration samples or ``held_out``, and whatever else is known of it
+    # calibration samples or ``held_out``, and further values that the step reports
     history: list[dict[str, Any]] = field(default_factory=list)
     kept: int | None = None  # number of the epoch whose result was kept; None if it is the last
     # what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``, ``seconds``, and
-    # whatever else is known of it
+    # further values that the step reports
     parts: list[dict[str, Any]] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)  # name of what the step left as it was -> the reason
+    left: dict[str, str] = field(default_factory=dict)  # name of each part that the step left unchanged -> the reason
 
 
 class Step(Protocol):
@@ -80,7 +80,7 @@ class Step(Protocol):
 
     @property
     def backward_batch(self) -> int:
-        """Most sequences that it has gradients of before it changes anything; 0 where that is all of them."""
+        """Most sequences whose gradients are accumulated before it changes anything; 0 for all sequences."""
         return 0
 
     @property
@@ -129,7 +129,7 @@ class Step(Protocol):
         return ()
 
     def passes(self, sizes: ModelSizes) -> float:
-        """Returns how many forward passes over the samples that it reads take as long as it, as measured on SmolLM2."""
+        """Returns the step's time as a number of forward passes over the samples that it reads, measured on SmolLM2."""
         return 0.0
 
     def state_bytes(self, sizes: ModelSizes) -> int:

@@ -20,7 +20,7 @@ from permtriton.model.forward import last_hidden_state, replaced_forwards
 from permtriton.util.hooks import hooked
 from permtriton.util.store import MEMORY, Store
 
-CallContext = Callable[[Tensor], AbstractContextManager[None]]  # what a layer runs in on the sequences of such numbers
+CallContext = Callable[[Tensor], AbstractContextManager[None]]  # sequence numbers -> what a layer runs in on them
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -63,7 +63,7 @@ def as_it_is(_of: object) -> AbstractContextManager[None]:
 
 
 class LayerCalls:
-    """A layer with its other arguments than hidden states, for every sequence; ``together``: several in one call."""
+    """A layer with its arguments other than hidden states, for every sequence; ``together``: several in one call."""
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self._layer, self._device = layer, device
@@ -77,7 +77,7 @@ class LayerCalls:
         self._leaves.append([a if same(a, b) else b for a, b in zip(first, call.leaves, strict=True)])
 
     def __call__(self, hidden: Tensor, rows: Tensor, call_context: CallContext = as_it_is) -> Tensor:
-        """Returns the layer's output ``[len(rows), tokens, hidden]`` for sequences of such numbers.
+        """Returns the layer's output ``[len(rows), tokens, hidden]`` for the sequences numbered ``rows``.
 
         Args:
             hidden: their hidden states, ``[len(rows), tokens, hidden]``, on any device.
@@ -105,7 +105,7 @@ class LayerCalls:
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
-        """Decides by two sequences whether several run together: arguments are of one sequence at a time."""
+        """Tests on two sequences whether several can run in one call: arguments were recorded for one at a time."""
         self.together = self._are_joinable() and self._fits_together(hidden[:2], torch.arange(hidden[:2].shape[0]))
 
     def _fits_together(self, hidden: Tensor, rows: Tensor) -> bool:
@@ -131,7 +131,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, leaves: list[Any], structure: py
 def record_chain(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples, store: Store = MEMORY
 ) -> tuple[dict[str, LayerCalls], Tensor]:
-    """Returns the calls of a chain's layers for every sequence, and what its first layer reads.
+    """Returns the calls of a chain's layers for every sequence, and the hidden states that its first layer reads.
 
     The arguments of a chain's layers do not depend on their hidden states. So the layers run for the first sequence
     only: for the others, the model runs without them.
@@ -219,7 +219,7 @@ def _parted(
 def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
     """Inside the context, every other weight has the other sign, which is undone exactly and needs no copy.
 
-    Not all of them: what is even in the weights, such as products of queries and keys, would not change.
+    Negating all of them would not change even functions of the weights, such as products of queries and keys.
     """
     negated = []
     try:
@@ -287,7 +287,7 @@ def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequ
 
 
 def _form(output: Any) -> Form | None:
-    """Returns the form of an output; what else a layer computes, such as a bias, may be an argument of the next one."""
+    """Returns the form of an output; None if it holds more, such as a bias, which the next layer may take."""
     leaves, structure = pytree.tree_flatten(output)
     hidden = _hidden_of(output)
     if not all(isinstance(leaf, PLAIN) for leaf in leaves) or sum(isinstance(leaf, Tensor) for leaf in leaves) > 1:

@@ -1,8 +1,8 @@
 """Mixed precision: float32 is multiplied in fewer bits, where the device does that faster; all else is float32.
 
-Linears that are trained, or that write text, multiply in bfloat16, and so do those that training aims at. Fits let
-torch round the factors of products: to bfloat16 on a processor with AMX, to TF32 on a GPU; what is compared or saved
-follows from exact ones, and so does an order of channels.
+Linears multiply in bfloat16 when they are trained, generate text, or compute the outputs that training aims at. Fits
+let torch round the factors of products: to bfloat16 on a processor with AMX, to TF32 on a GPU. Values that are compared
+or saved are computed with exact products, and so is the order of channels.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,13 +29,14 @@ UNITS = ("avx512_bf16", AMX)  # of processors that multiply bfloat16
 def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = False) -> Iterator[None]:
     """Inside the context, wide linears of float32 round inputs, weights, outputs and gradients to bfloat16.
 
-    What they give is of float32, so that no other operation of the model sees bfloat16. Backward passes belong inside,
+    Their outputs are float32, so that no other operation of the model sees bfloat16. Backward passes belong inside,
     too, because they may compute activations again. The device is that of the first parameter, which is outside of
     layers that come to a GPU one by one.
 
     Args:
-        fixed: whether no weight changes and no gradient is taken. Weights are rounded once, in half of their memory.
-            A head that is not trained is, too: it multiplies a few tokens at a time, so that rounding takes as long.
+        fixed: whether no weight changes and no gradient is taken. Weights are then rounded once, which takes half of
+            their memory. The weight of a head that is not trained is always rounded once: a head multiplies a few
+            tokens at a time, so that rounding it each time would take as long as the products.
     """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 

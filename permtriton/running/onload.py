@@ -23,7 +23,7 @@ from permtriton.passes.plan import Plan, layer_modules
 def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
     """Inside the context, a model in host memory runs on ``device``, where at most one of its layers is at a time.
 
-    A parameter that is changed in place there has changed in it afterwards; a buffer has not.
+    In-place changes of a parameter on the device are written back to the model; changes of a buffer are lost.
     """
     layers = layer_modules(model, plan)
     inside = {module for layer in layers for module in layer.modules()}
@@ -56,7 +56,7 @@ def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
 
 
 def bring(layer: nn.Module) -> None:
-    """Brings the weights of a layer to the device until another one runs; nothing outside of `onloaded`."""
+    """Brings the weights of a layer to the device until another one runs; does nothing outside of `onloaded`."""
     forward = layer.__dict__.get("forward")
     if isinstance(forward, _OnDevice):
         forward.stay()
@@ -64,7 +64,7 @@ def bring(layer: nn.Module) -> None:
 
 @dataclass
 class _Copy:
-    """What a parameter has on the device; both were last the same at that version of the parameter."""
+    """A parameter's copy on the device; ``host`` and ``device`` were equal when the parameter had ``version``."""
 
     host: Tensor
     device: Tensor
@@ -74,7 +74,7 @@ class _Copy:
 class _Copies:
     """Copies of parameters on a device, of one layer at a time.
 
-    A layer may run with the values of two models in turn: there is a copy of each, told apart by where they are.
+    A layer may run with the values of two models in turn: each has a copy, identified by its address in host memory.
     """
 
     def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:

@@ -23,7 +23,7 @@ class DevicePlacement(IntEnum):
 
     @property
     def words(self) -> str:
-        """What is so while the model runs."""
+        """The state of the model while it runs, in words."""
         return ("it is whole", "its layers come to the GPU one by one", "its layers are spread over GPUs")[self]
 
     @property

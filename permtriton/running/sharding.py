@@ -34,9 +34,9 @@ def twin_of(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextmanager
 def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Inside the context, the weights of the layers of a `twin_of` are spread over the ranks; then it is of no use.
+    """Inside the context, the weights of the layers of a `twin_of` are spread over the ranks.
 
-    Its modules may have got parametrizations before.
+    The twin is unusable afterwards. Its modules may have parametrizations.
     """
     mesh = init_device_mesh(device.type, (ranks.count(),))
     layers = layer_modules(twin, plan)
@@ -57,7 +57,7 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
         with ranks.in_step():
             yield
     finally:
-        for layer in layers:  # now: hooks and modules refer to each other, and are freed only later
+        for layer in layers:  # freed here: hooks and modules form reference cycles, which are collected only later
             layer.to_empty(device="meta")
 
 

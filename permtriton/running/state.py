@@ -33,7 +33,7 @@ DIFFERS = {
 
 
 class State(Protocol):
-    """What a step continues from; it is made of a path and of what decides the result."""
+    """A stored state from which a step continues; made from a path and the inputs that determine the result."""
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None: ...
 
@@ -138,7 +138,7 @@ def layers_beside(path: Path) -> list[Path]:
 class FinishedLayers:
     """The layers that a step has pruned so far, each in a `StateFile` of its own, ``.OUTPUT.STEP_NUMBER.safetensors``.
 
-    In one file, all of them would be written again after each.
+    With a single file, all finished layers would be written again after each layer.
     """
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:

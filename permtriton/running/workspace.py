@@ -1,4 +1,4 @@
-"""What a compilation works with from its first moment: a clock, and the files of states."""
+"""The clock and the state files of a compilation."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def state_path(resume_path: Path, step: str) -> Path:
 
 @dataclass
 class Workspace:
-    """What is there before anything is known of the model."""
+    """What exists before anything is known about the model: the clock, and the files of states."""
 
     progress: Progress = field(default_factory=NoProgress)
     # path of the files that keep the states of steps, each with its step's name before the suffix; None keeps no state
@@ -54,7 +54,7 @@ class Workspace:
         """
         if self.resume_path is None:
             return None
-        # The dense model is hashed once; what earlier steps made of it may differ by how other threads round sums.
+        # The dense model is hashed once; a changed model is hashed here: with other threads, sums round differently.
         start = "dense" if model is None else sample_hash(model)
         file = kind(state_path(self.resume_path, step), {**self.inputs, "start": start})
         self.states.append(file)

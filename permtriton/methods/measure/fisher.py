@@ -1,4 +1,4 @@
-"""How much the loss feels each weight: the diagonal Fisher information, as two vectors per linear.
+"""The sensitivity of the loss to each weight: the diagonal Fisher information, as two vectors per linear.
 
 For a linear ``y = W x``, the information of ``W[o, j]`` is the sum over tokens of ``(dL/dy_o)^2 x_j^2``, where the
 labels of the loss are drawn from the dense model's own prediction. It is kept as ``row_o * column_j``: the sum of
@@ -36,7 +36,7 @@ class Fisher:
     """The diagonal Fisher information of one linear's weights, ``row_O * column_C / tokens``."""
 
     # sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so that
-    # ranks and micro-batches do not show, then float32
+    # the result does not depend on ranks and micro-batches, then float32
     row: Tensor
     column: Tensor  # sum over tokens of the square of each input, ``[in_features]``, likewise
     tokens: int = 0  # number of tokens that the linear has seen; fewer than there are for an expert
@@ -55,7 +55,7 @@ class Fisher:
         self.tokens = 0
 
     def curvature(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Returns factors ``(row, column)`` of the second derivative, halved, of the mean loss over so many tokens.
+        """Returns factors ``(row, column)`` of half the second derivative of the mean loss over ``tokens`` tokens.
 
         The loss rises to second order by ``row_o * column_j * w^2`` when a weight ``w`` is removed.
         """
@@ -63,7 +63,7 @@ class Fisher:
 
 
 def row_weights(run: Run) -> dict[str, Tensor]:
-    """Returns linear name -> how much the loss feels each of its rows, float32 ``[out_features]``."""
+    """Returns linear name -> sensitivity of the loss to each of its rows, float32 ``[out_features]``."""
     if run.row_weights is not None:
         return run.row_weights
     information = fisher_information(run, default_objective(run.model))
@@ -74,7 +74,7 @@ def row_weights(run: Run) -> dict[str, Tensor]:
 def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
-    The loss is what `permtriton.methods.measure.objective.LOSSES` has as ``drawn``.
+    The loss is the ``drawn`` function of ``kind`` in `permtriton.methods.measure.objective.LOSSES`.
     """
     information: dict[str, Fisher] = {}
 
@@ -83,7 +83,7 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
             factors.clear()
 
     def watch(name: str, inputs: Tensor) -> Callable[[Tensor], None]:
-        squares, tokens = _squares(inputs), inputs.shape[0]  # of an input that need not stay in memory
+        squares, tokens = _squares(inputs), inputs.shape[0]  # computed now, so that the input need not stay in memory
 
         def add(gradient: Tensor) -> None:
             information[name].row += _squares(gradient)
@@ -118,9 +118,9 @@ def _squares(values: Tensor) -> Tensor:
 def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
     """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU, of all ranks.
 
-    About so many of the calibration tokens are read: whole sequences, at least one. The loss is that of
-    `fisher_information`. Linears that not every token reaches (those of experts) are left out, and those that get no
-    gradient: an indexer chooses tokens, which has none.
+    About ``tokens`` calibration tokens are read, in whole sequences, at least one. The loss is that of
+    `fisher_information`. Two kinds of linears are left out: those that not every token reaches (experts), and those
+    that get no gradient, such as an indexer's, because choosing tokens is not differentiable.
     """
     parts: dict[str, list[Tensor]] = {}
 
@@ -157,12 +157,12 @@ class _BackwardPasses:
         """Runs them.
 
         Args:
-            clear: forgets what was seen; called first, and again where it all starts anew with fewer samples at a time.
-            watch: called with a linear's name and its input ``[tokens, in_features]``; returns what takes the gradient
-                of its output ``[tokens, out_features]``.
+            clear: discards what was collected; called first, and again if all restarts with fewer samples at a time.
+            watch: called with a linear's name and its input ``[tokens, in_features]``; returns the function
+                that is called with the gradient of its output ``[tokens, out_features]``.
         """
         model, samples, run, plan = self.model, self.samples, self.the_run, self.the_run.plan
-        # A layer that comes to the GPU only while it runs is there in the backward pass where it is run again.
+        # With checkpointing, an onloaded layer is on the GPU in the backward pass too, because it is run again there.
         again = run.working_config.activation_checkpointing or run.store.onloads
         layers = layer_modules(model, plan) if again else []
         loss = LOSSES[self.kind].drawn
@@ -192,8 +192,8 @@ def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: igno
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:
-            # No weight of the model requires a gradient: the first linears start the graph. Their outputs are no
-            # leaves of it, which a model could not change in place (OLMo clamps its queries, keys and values).
+            # No weight of the model requires a gradient: the first linears start the graph. Their outputs must
+            # not be leaves, which a model could not change in place (OLMo clamps its queries, keys and values).
             output = output.requires_grad_().clone()
         add = watch(as_multiplied(module, inputs[0]).detach().flatten(0, -2))
         # A layer that is recomputed runs twice, but only one output has a gradient.
@@ -204,9 +204,9 @@ def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: igno
 
 
 class _Draws:
-    """Draws random numbers for one sample after another, the same whatever the micro-batches and the ranks.
+    """Draws random numbers for one sample after another, independently of the micro-batches and the ranks.
 
-    Those of the first ``skip`` samples are drawn and forgotten.
+    The numbers of the first ``skip`` samples are drawn and discarded.
     """
 
     def __init__(self, seed: int, skip: int) -> None:

@@ -31,7 +31,7 @@ def reads_activations(method: ImportanceMethod) -> bool:
 
 
 def inverts_hessians(method: ImportanceMethod) -> bool:
-    """Returns whether what calibration measures for a score are the Hessians of one layer after another."""
+    """Returns whether calibration measures Hessians, one layer after another, for this score."""
     return method == "obs"
 
 

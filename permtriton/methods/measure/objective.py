@@ -1,7 +1,7 @@
-"""What makes a pruned model a good one: the distance of its outputs from the dense model's, lower is better.
+"""The objectives: distances of a pruned model's outputs from the dense model's; lower is better.
 
 ``cosine`` is the paper's: the mean over tokens of ``1 - cos`` of the last hidden states (eq. 10); ``before_norm`` is
-the same of what the final norm reads, as the published code has it. ``kl`` is the mean over tokens of
+the same distance of the final norm's inputs, as in the published code. ``kl`` is the mean over tokens of
 ``KL(dense || pruned)`` of the next token's distribution, in nats, for models with a language-model head.
 The dense model's logits are not stored: they follow from its last hidden states, a chunk of tokens at a time.
 """
@@ -40,7 +40,7 @@ LossKind = Literal[ObjectiveKind, "before_norm"]
 LOSS_WORDS: Mapping[str, str] = {"kl": "of the logits", "cosine": "of the last hidden state"}
 LOGITS_AT_ONCE = 1 << 24  # logits of one chunk of tokens; a few float32 copies of them are alive at once
 PROBE_TOKENS = 8
-SPARSEST = 4  # a loss of logits takes one position in so many, at least
+SPARSEST = 4  # largest stride of the positions that a loss of logits uses
 CHOOSE = "choose the loss cosine (by the option of the step, such as `distill_loss=cosine`)"
 
 
@@ -52,7 +52,7 @@ def minimises(**first: str) -> str:
 
 
 class Head:
-    """What a model computes of its last hidden state: the language-model head, with its scaling and soft-capping."""
+    """The computation from last hidden states to logits: the language-model head, with its scaling and soft-capping."""
 
     def __init__(self, model: PreTrainedModel, samples: Samples, kind: LossKind = "kl") -> None:
         if not has_head(model):
@@ -69,7 +69,7 @@ class Head:
             if core not in self._outputs:  # a head may call only what is inside its backbone
                 self._outputs[core] = core(**probe)
             self.vocabulary = expected.shape[-1]
-            fewer = max(expected.shape[1] - 1, 1)  # a head that needs all tokens at once shows here
+            fewer = max(expected.shape[1] - 1, 1)  # leaving out a token reveals a head that needs all of them at once
             expected = expected[:, :fewer]
             problem = f"objective {kind}: the head of a {type(model).__name__} cannot run alone, so {CHOOSE}"
             with reading(problem, ConfigError):
@@ -201,7 +201,7 @@ class Objective:
     head: Head | None = None  # the model's head; None if the loss does not need it
     # the positions that count, as `permtriton.data.samples.Samples.counted`
     counted: slice = field(default_factory=lambda: slice(None))
-    stride: int = 1  # one in so many of them is taken, another one by the number of the sequence
+    stride: int = 1  # one in ``stride`` of them is used; the first one depends on the number of the sequence
 
     def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns the mean loss over the tokens of the sequences ``rows``, by the model's hidden states of these."""
@@ -274,10 +274,10 @@ def dense_objective(
 
 
 def stride_of(model: PreTrainedModel, head: int) -> int:
-    """Returns one in how many positions is taken, `SPARSEST` at most: 1 unless a head of so many weights is large.
+    """Returns the stride of the positions that the loss uses, 1 to `SPARSEST`: larger if the head has many weights.
 
-    Logits of a quarter of a million words, thrice a step, take longer than all layers of a small model, forward and
-    backward. A gradient from one position in three costs a third of that, and reaches all tokens before it.
+    Logits of a quarter of a million words, computed three times per step, take longer than all layers of a small model,
+    forward and backward. One position in three costs a third of that, and its gradient reaches all tokens before it.
     """
     embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     output = model.get_output_embeddings()

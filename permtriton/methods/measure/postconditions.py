@@ -22,9 +22,7 @@ LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundre
 
 @dataclass(frozen=True)
 class Retained:
-    """Importance that N:M masks retain in one pruned linear, as sums of scores: of all, in the present order, and in
-    the order that was given.
-    """
+    """Sums of scores in one pruned linear: all, and what N:M masks retain in the present and in the given order."""
 
     total: float
     present: float

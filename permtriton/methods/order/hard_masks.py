@@ -31,10 +31,10 @@ from permtriton.util.sparsity import NMPattern
 
 @dataclass
 class _HardMasked:
-    """A pruned linear: its parameter holds the masked weight meanwhile.
+    """A pruned linear, whose parameter holds the masked weight inside `hard_masked`.
 
-    Where weights are spread over the ranks, all but the parameter is of this rank's rows. ``gradient`` is the sum of
-    those of the masked weight, as stored, at least float32; None if not taken.
+    Where weights are spread over the ranks, all tensors but the parameter hold this rank's rows only. ``gradient`` is
+    the sum of the masked weight's gradients, in the layout of the stored weight, at least float32; None if not taken.
     """
 
     site: Site
@@ -77,7 +77,7 @@ class HardMasks:
         for linear in self._linears:
             weight, site = linear.oriented(linear.dense), linear.site
             soft = linear.importance.scale.new_empty(0)
-            group = linear.pattern.group  # runs of a frozen space may hold no whole groups
+            group = linear.pattern.group  # the runs of a frozen space need not consist of whole groups
             runs = [group] * (site.channels // group) if site.space.frozen else list(runs_of(site))
             masked = nm_mask(weight, linear.importance, self._order(site, indices), soft, runs, linear.pattern, False)
             share(linear.parameter).copy_(linear.oriented(masked))
@@ -110,7 +110,7 @@ class HardMasks:
                 losses.append(loss)
                 sequences_done += count
                 newly_done = sequences_done - reported
-                if advance is not None and newly_done > 0:  # less where memory was too small and the pass starts again
+                if advance is not None and newly_done > 0:  # not positive while a pass that ran out of memory repeats
                     advance(newly_done)
                     reported += newly_done
             return sum(to_numbers(losses))
@@ -123,9 +123,9 @@ class HardMasks:
         return loss
 
     def _add_up_gradients(self) -> None:
-        """Adds the gradients up over all ranks: an expert that no token of this rank visits may have some elsewhere.
+        """Adds the gradients up over all ranks: an expert without tokens on this rank may have gradients on another.
 
-        FSDP2 has done so for weights that are spread.
+        For weights that are spread, FSDP2 has already added them up.
         """
         if self.spread:
             return
@@ -141,7 +141,7 @@ class HardMasks:
     def terms(
         self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, tokens: int
     ) -> Iterator[SwapTerms]:
-        """Yields what the gains of swapping a space's units follow from, once per linear and copy of the units.
+        """Yields the terms that give the gains of swapping a space's units, once per linear and copy of the units.
 
         Args:
             damping: factor of the curvature; 0 for gains that are exact to first order.

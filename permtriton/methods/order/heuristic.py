@@ -36,7 +36,7 @@ from permtriton.util.permutation import identity
 from permtriton.util.progress import Advance
 from permtriton.util.sparsity import NMPattern
 
-# In parts a sweep tries fewer exchanges: the first is multiplied by the number of parts, the second divided by it.
+# With several parts a sweep tries fewer exchanges: MAX_SWEEPS is multiplied by their number, MIN_GAIN divided by it.
 MAX_SWEEPS = 10
 MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
 MOST_GROUPS = 256  # in one assignment; the assignment kernel takes no more
@@ -109,10 +109,10 @@ def space_scores(
     """Returns the scores of a space's units in all linears that read them, float32 ``[units, rows]``.
 
     With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
-    Without them, each linear's scores are divided by their mean, so that no layer outweighs another; with them, too,
-    where scores have no unit (RIA's): what is lost in one linear cannot be compared with another. Rows are sampled
-    evenly where all linears together have more than ``max_rows``: a linear then counts by its sampled rows. Where
-    several channels of a site share a unit, each of them adds its own rows.
+    Without row weights, each linear's scores are divided by their mean, so that no layer outweighs another. RIA's
+    scores are divided by their mean in both cases: they have no unit, so losses in different linears are not
+    comparable. If all linears together have more than ``max_rows`` rows, rows are sampled evenly, and a linear counts
+    by its sampled rows. Where several channels of a site share a unit, each of them adds its own rows.
     """
     linears = [(site, name) for site in sites for name in site.linears]
     quota = max(max_rows // sum(site.copies for site, _ in linears), 1)
@@ -123,7 +123,7 @@ def space_scores(
             scores *= row_weights[name].pow(importances[name].power / 2)
         if (size := scores.shape[1]) > quota:
             scores = scores[:, torch.linspace(0, size - 1, quota, device=scores.device).long()]
-            scores *= size / quota  # each stands for several; a mean takes this back
+            scores *= size / quota  # each sampled row stands for several rows; dividing by the mean cancels this
         if row_weights is None or importances[name].row is not None:
             scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
         rows += [scores[channels.to(scores.device)] for channels in site.channels_by_unit.unbind(1)]
@@ -169,7 +169,7 @@ def _parts(groups: int) -> int:
 def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, generator: torch.Generator) -> Tensor:
     """Returns ``index`` with the channels at one slot of the groups reassigned, inside random parts if there are many.
 
-    Groups that fill no part stay as they are this time.
+    All parts have the same size; the groups left over are unchanged in this call.
     """
     groups = index.view(-1, pattern.group).clone()
     parts = _parts(len(groups))

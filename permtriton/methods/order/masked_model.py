@@ -2,13 +2,13 @@
 
 The stored weights do not change: each pruned linear sees its weight through a mask that follows the permutations.
 
-Where memory allows, a masked weight is kept as long as its order, through all micro-batches of a step. It is a leaf, so
-autograd adds up its gradients as it does those of a dense model's weights, and the gradient of the order, which is
-linear in them, is taken once, of their sum. A step then costs a dense one and one pass over all masks. Otherwise masks
-and their gradients are computed whenever a linear runs.
+Where memory allows, a masked weight is kept until its order changes, through all micro-batches of a step. It is a leaf,
+so autograd accumulates its gradients as it does for a dense model's weights. The gradient of the order is linear in
+them, so it is computed once, from their sum. A step then costs as much as a dense step plus one pass over all masks.
+Otherwise masks and their gradients are computed whenever a linear runs.
 
-The gradient of the order is what the loss does as each channel takes each position (`permtriton.kernels.placement`), or
-the published one, by way of a softmax (`permtriton.kernels.nm_mask`).
+The gradient of the order is either the change of the loss when each channel is placed at each position
+(`permtriton.kernels.placement`), or the published gradient through a softmax (`permtriton.kernels.nm_mask`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class _MaskedWeight(nn.Module):
         sizes: sizes of the site's blocks, in channel order.
         in_out: whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
         curvature: curvature of the loss; None for the published gradient.
-        group_scale: whether that one divides scores by the mean of their group.
+        group_scale: whether the published gradient divides scores by the mean of their group.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class _MaskedWeight(nn.Module):
         Args:
             soft: the flat soft blocks that ``index`` was assigned from, a leaf; empty where there is no backward pass.
             keep: whether to compute the masked weight now, and to keep it until the next call.
-            curved: factor of the curvature each time that the gradient is taken.
+            curved: factor of the curvature, applied whenever the gradient is computed.
         """
         self.index, self.soft, self._curved = index, soft, curved
         self._kept: Tensor | None = None  # frees the last one before the next one is computed
@@ -128,7 +128,7 @@ class LearnedMasks:
     Args:
         entries: per site whose order learns, its blocks and the masked weights of its linears.
         fixed: the masked weights of all other linears, which keep the base order.
-        keep: whether masked weights are kept as long as their order.
+        keep: whether masked weights are kept until their order changes.
     """
 
     def __init__(
@@ -207,12 +207,12 @@ def masked_model(
 ) -> Iterator[LearnedMasks]:
     """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
 
-    Weights of ``nn.Linear`` are stored input-major meanwhile, so that the masks gather contiguous rows. Masked weights
-    are kept as long as their order, unless memory is short, because they and their gradients take twice the memory of
-    the pruned weights, or the weights are spread over the ranks.
+    Inside the context, weights of ``nn.Linear`` are stored input-major, so that the masks gather contiguous rows.
+    Masked weights are kept until their order changes, except where memory is short (they and their gradients take twice
+    the memory of the pruned weights) or where the weights are spread over the ranks.
 
     Args:
-        model: model of the run, or the twin of it that is spread; unchanged afterwards.
+        model: the run's model, or its twin whose weights are spread over the ranks; unchanged afterwards.
         relaxation: logits of the spaces that learn; the masks of all other sites keep the base order.
         curvatures: linear name -> curvature of the loss; None for the published gradient.
     """
@@ -258,7 +258,7 @@ def _parametrized(module: nn.Module, masked: _MaskedWeight, as_stored: bool) -> 
         weight = module.get_parameter("weight")
         if not as_stored:
             weight.data = _turned(weight.data.t())
-        for name in names:  # restores their order, in which the weight has become the last
+        for name in names:  # restores the order of the parameters: parametrizing has moved the weight to the end
             module._parameters[name] = module._parameters.pop(name)
 
 

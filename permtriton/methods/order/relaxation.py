@@ -79,7 +79,7 @@ class Relaxation(nn.Module):
         batches = []
         for owners, weight in zip(self.owners, self.weights, strict=True):
             logits = self.scale[owners].view(-1, 1, 1) * weight
-            if self.clamp:  # the gradient passes, as in the published code: else what is clamped never comes back
+            if self.clamp:  # straight-through gradient, as in the published code: otherwise clamped logits stay clamped
                 logits = logits + (logits.clamp(-self.clamp, self.clamp) - logits).detach()
             batches.append(sinkhorn(logits, tau, self.rounds))
         return batches
@@ -135,7 +135,7 @@ class SiteBlocks:
     """
 
     def __init__(self, relaxation: Relaxation, site: Site) -> None:
-        # Per block: its first channel and first unit, its size, and where its logits are.
+        # For each block: its first channel, its first unit, its size, and the position of its logits in the batches.
         blocks = sorted(
             (int(channel), start, size, *relaxation.position(site.space, start))
             for start, size in site.space.blocks(relaxation.block_size)

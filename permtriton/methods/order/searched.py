@@ -39,7 +39,7 @@ from permtriton.util.option import documented, option
 from permtriton.util.permutation import identity, moved
 
 PARTNERS = 8  # best partners of each channel that the matching chooses from
-GAINS_AT_ONCE = 1 << 24  # gains of a panel of channels with all their partners, in memory at once
+GAINS_AT_ONCE = 1 << 24  # gains of swaps that are in memory at once
 RAISE, LOWER = 2.0, 0.6  # factors of the damping after a trial that failed, and after a round that succeeded at once
 TRIALS = 5  # sets of swaps that a round tries at most
 LEAST_DAMPING = 1e-2
@@ -105,9 +105,9 @@ class Searched(Step):
     def search(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
         """Returns space name -> unit index relative to the base order, int64 ``[units]``, and all rounds.
 
-        A round says how many ``swaps`` were kept and by how much the loss should fall by their gains (``predicted``),
-        the ``damping`` of its last trial, the number of ``trials``, all of which failed but the last, and how many
-        units are ``moved`` from the base order.
+        The row of a round holds the number of ``swaps`` that were kept, the fall of the loss that their gains predict
+        (``predicted``), the ``damping`` of the last trial, the number of ``trials`` (all but the last one failed, and
+        that one, too, if ``swaps`` is 0), and the number of units that are ``moved`` from the base order.
         """
         spaces = [space for space in run.plan.spaces if not space.frozen]
         if not spaces:
@@ -274,7 +274,7 @@ class Searcher:
 
 
 class _Panel(NamedTuple):
-    """Positions (whole groups) whose swaps with later positions, and each other, are looked at together."""
+    """Positions (whole groups) whose swaps with each other and with later positions are evaluated together."""
 
     left: Tensor
     right: Tensor

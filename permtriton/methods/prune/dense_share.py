@@ -1,13 +1,13 @@
-"""Which linears stay dense, where a share of the prunable weights may: whose masks raise the loss most per weight.
+"""The linears that stay dense, if a share of the weights may: those whose masks raise the loss most per weight.
 
-Where the outputs of row o of a linear are off by ``e_o``, the loss rises to second order by ``f_o e_o / 2``: ``f_o`` is
-the Fisher information of the outputs (`permtriton.methods.measure.fisher`). For ``e_o``, squared scores of what a mask
-drops in the present order are summed: OBS's where it is the importance, else Wanda's, whatever importance decides the
-mask. Such a score stands for the error that its weight leaves in an output when it is dropped alone. What is left of
-their sum once all are dropped and the kept weights are updated differs several times between linears; where the recipe
-updates weights and OBS is the importance, SparseGPT of a few rows tells (`statistics_and_shares_left`). The costs rank
-linears, and predict no loss. Both factors are sums over tokens: the second linears of experts, which read few, count
-for less than they should.
+If the outputs of row o of a linear have the squared error ``e_o``, the loss rises to second order by ``f_o e_o / 2``,
+with the Fisher information ``f_o`` of the outputs (`permtriton.methods.measure.fisher`). ``e_o`` is estimated by the
+scores of the weights that the mask drops in the present order, summed: OBS scores if OBS is the importance, otherwise
+squared Wanda scores, whatever importance decides the mask. Such a score is the squared error of the output if its
+weight alone is dropped. The fraction of the sum that is left once all are dropped and the kept weights are updated
+differs several times between linears. If the recipe updates weights and OBS is the importance, SparseGPT on a few rows
+measures it (`statistics_and_shares_left`). The costs only rank linears; they do not predict the loss. Both factors are
+sums over tokens, so the second linears of experts, which read few tokens, count for less than they should.
 """
 
 import json
@@ -37,13 +37,13 @@ from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 from permtriton.util.store import Store
 
-UPDATED_ROWS = 64  # of a linear; all of them choose the same linears, but for 1% of the weights
+UPDATED_ROWS = 64  # of each linear; with all rows, the choice differs for 1% of the weights
 STATE = "dense_share"
 
 
 @dataclass(frozen=True)
 class DenseShare(Step):
-    """The choice of what stays dense: no recipe names it, but it comes before all steps where there is a share."""
+    """The choice of the dense linears: never named in a recipe, run before all its steps if there is a share."""
 
     name: ClassVar[str] = "dense share"
     prefix: ClassVar[str] = STATE
@@ -60,7 +60,7 @@ class DenseShare(Step):
         return BACKWARD
 
     def run(self, run: Run) -> None:
-        """Measures the sites, chooses linears unless an interrupted run has, and plans anew without them.
+        """Measures the sites, chooses linears unless an interrupted run already did, and plans again without them.
 
         The choice is kept, as gradients of a GPU are not the same in every run.
         """
@@ -94,10 +94,10 @@ class DenseShare(Step):
 def statistics_and_shares_left(
     model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, progress: Progress, store: Store
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Returns the sites' statistics for ``obs``, and what an update of kept weights leaves of each linear's scores.
+    """Returns the sites' statistics for ``obs``, and the fraction of each linear's cost left after SparseGPT.
 
-    The second result is linear -> the error of outputs that SparseGPT leaves, by the sum of the OBS scores of what a
-    mask drops.
+    The second result is linear -> squared error of the outputs after SparseGPT, divided by the sum of the OBS scores of
+    the weights that a mask drops.
     """
 
     def measure(site: Site, hessian: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -137,14 +137,14 @@ def most_sensitive(
 ) -> list[str]:
     """Returns the linears that stay dense, by name: together at most a share of the prunable weights.
 
-    They are taken one after another, the most sensitive first; one that would exceed the share is passed over, and so
-    is the last one that would be pruned. Experts that one parameter holds go together.
+    They are taken one after another, the most sensitive first; a linear that would exceed the share is passed over,
+    and at least one linear is always pruned. Experts that one parameter holds go together.
 
     Args:
         importances: of every linear of the plan, by name, which decide its mask.
-        errors: likewise, scores in the unit of an output, in which what the mask drops is counted.
-        rows: how much the loss feels each row, float32 ``[out_features]``, by name.
-        left: what an update of kept weights leaves of each linear's cost; None where none is made.
+        errors: likewise, but with scores in the unit of an output, which give the cost of the dropped weights.
+        rows: sensitivity of the loss to each row, float32 ``[out_features]``, by name.
+        left: fraction of each linear's cost that remains after the kept weights are updated; None without an update.
     """
     sizes: dict[str, int] = {}
     costs: dict[str, float] = {}

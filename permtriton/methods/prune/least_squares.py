@@ -1,12 +1,12 @@
 """Least squares on an N:M mask: weights that are fitted, and pruned ones that take the place of kept ones.
 
-With ``E(V) = (V - W*) H (V - W*)^T`` of a row and ``g = (V - W*) H``, the kept weight i becomes 0 and the pruned weight
-j becomes ``t``. With the best ``t = (v_i H_ij - g_j) / H_jj``, all others as they are, the error falls by
+An exchange sets the kept weight i of a row to 0 and its pruned weight j to ``t``. With ``g = (V - W*) H``, the error
+``(V - W*) H (V - W*)^T`` of the row falls most for ``t = (v_i H_ij - g_j) / H_jj``, namely by
 
     (v_i H_ij - g_j)^2 / H_jj - v_i^2 H_ii + 2 v_i g_i
 
-SparseGPT decides group by group from the first channel to the last, before it knows what the kept weights can make up
-for. Here every group of a row gives up its worst choice at once, as far as the error falls.
+SparseGPT decides group by group from the first channel to the last, before it knows which errors the kept weights can
+compensate for. Here all groups of a row exchange their best pair at once, wherever that lowers the error.
 """
 
 import math
@@ -20,17 +20,17 @@ from permtriton.running.mixed_precision import exact_products
 from permtriton.util.sparsity import NMPattern
 
 FIT_AFTER_EXCHANGE = 4  # rounds of conjugate gradients after each round of exchanges
-# Pairs of weights that are looked at together: on a CPU they fit its caches, on a GPU they bound the memory.
+# Pairs of weights that are evaluated at once: few enough for the caches of a CPU, or for the memory of a GPU.
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: int) -> Tensor:
     """Minimises ``tr((V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients in each row.
 
-    The number of rounds is fixed: a residual that ends them would let rounding decide a whole round.
+    The number of rounds is fixed: with a stopping rule on the residual, rounding could add or drop a whole round.
 
     Args:
-        start: ``[out_features, in_features]``, zero where pruned, as the result.
+        start: ``[out_features, in_features]``, zero where pruned, and so is the result.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
     """
@@ -64,12 +64,12 @@ def _conjugate_gradients(
     total: Callable[[Tensor], Tensor],
     iterations: int,
 ) -> Tensor:
-    """Returns the weight after some rounds from ``start``, which stays zero where it is.
+    """Returns the weight after ``iterations`` rounds from ``start``, whose zeros stay zero.
 
     Args:
-        product: multiplies by the matrix of the quadratic, into a tensor of its own.
+        product: multiplies by the matrix of the quadratic form and returns a new tensor.
         scale: diagonal of that matrix, by which directions are divided.
-        total: sums products of single weights, of each problem that is solved on its own.
+        total: sums elementwise products over the weights of each independent problem (a row, or the whole weight).
     """
     weight = start.clone(memory_format=torch.contiguous_format)
     inverse = (weight != 0).to(weight.dtype).div_(scale)  # 0 where pruned, so that no direction leaves the mask
@@ -92,7 +92,7 @@ def _conjugate_gradients(
 def metric_of(gradients: Tensor) -> Tensor:
     """Returns ``K / mean(diag K) + I`` with ``K = E[g g^T]`` of gradients ``[tokens, out_features]``.
 
-    The identity stands for what a few thousand tokens do not show of ``K``.
+    The identity regularises ``K``, which is estimated from only a few thousand tokens.
     """
     gradients = gradients.float()
     metric = gradients.T @ gradients
@@ -126,7 +126,7 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
 
 
 def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """Returns ``fitted``, with rows of ``start`` where these have no larger error: overflow may spoil a fit."""
+    """Returns ``fitted``, but rows of ``start`` where their error is no larger, such as where a fit has overflowed."""
     errors = [row_errors(weight, target, hessian) for weight in (fitted, start)]
     return torch.where((errors[0] < errors[1]).unsqueeze(1), fitted, start)
 
@@ -157,7 +157,7 @@ def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: N
 
     Args:
         gradient: ``g``, of the weight's shape.
-        share: of the groups of a row where the error would fall, those that fall most, float32 ``[out_features]``.
+        share: fraction of each row's groups with a gain that exchange, largest gains first, float32 ``[out_features]``.
     """
     rows = max(AT_ONCE.get(weight.device.type, AT_ONCE["cpu"]) // (weight.shape[1] * pattern.group), 1)
     parts = zip(weight.split(rows), gradient.split(rows), share.split(rows), strict=True)

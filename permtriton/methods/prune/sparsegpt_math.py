@@ -17,9 +17,9 @@ COLUMNS_AT_ONCE = 128  # columns between updates of all later ones, as published
 
 
 def damped(hessian: Tensor) -> Tensor:
-    """Returns ``H`` with 1% of its mean diagonal added, which is all that a channel has that was never active.
+    """Returns ``H`` with 1% of its mean diagonal added to the diagonal.
 
-    Whatever the unit of the activations, weights of such channels then have the lowest scores.
+    A channel that was never active has only that there, so that its weights score lowest in any unit of activations.
     """
     hessian = hessian.clone()
     hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
@@ -28,7 +28,7 @@ def damped(hessian: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Curvature:
-    """A site's Hessian, and what is computed of it once for all linears that read the site.
+    """A site's Hessian, and the matrices computed from it once for all linears that read the site.
 
     Attributes:
         dead: bool ``[channels]``, True where a channel was never active.
@@ -50,7 +50,7 @@ class Curvature:
 
 
 def curvatures(hessians: Mapping[str, Tensor]) -> Callable[[str], Curvature]:
-    """Returns a function of a site's name that gives its curvature, and computes it again only for another site."""
+    """Returns a function of a site's name that returns its curvature; the curvature of the last site is cached."""
     return lru_cache(maxsize=1)(lambda site: Curvature.of(hessians[site], site))
 
 
@@ -76,7 +76,7 @@ def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Te
     """Prunes a weight ``[out_features, in_features]`` to N:M and updates what is kept, channel by channel.
 
     Args:
-        curvature: of its inputs, from the model as pruned so far.
+        curvature: of the linear's inputs, measured in the model as pruned so far.
         mask: bool, True where a weight is kept; None chooses a mask group by group, by the OBS score of the weights as
             updated so far.
 

@@ -1,7 +1,7 @@
-"""Step ``distill``: all kept weights of a pruned model are trained together, to give the dense model's outputs back.
+"""Step ``distill``: trains all kept weights of a pruned model together to reproduce the dense model's outputs.
 
-A tenth of the samples, at most 24, is held out. It is measured after every epoch, or after every round of one that has
-more than `ROUND` steps; the weights with the lowest loss on it are kept, which may be those before training.
+A tenth of the samples, at most 24, is held out. The loss on them is measured after every epoch, or after every round of
+an epoch with more than `ROUND` steps. The weights with the lowest held-out loss are kept, perhaps the initial ones.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from permtriton.util.permutation import epoch_order
 
 HALF = 2  # bytes
 MOST_FURTHER = 63
-ROUND = 64  # most steps of a round, or as many as read three times what is held out, if that is more
+ROUND = 64  # most steps of a round, or the steps that read three times the held-out samples, if these are more
 WITHOUT_STEPS = {"distill_steps": (0,)}
 
 
@@ -109,7 +109,7 @@ class Distill(TrainingStep):
         return sizes.pruned * (moments + (HALF if sizes.element < FLOAT32 else 0))
 
     def _epochs(self, calibration: int, sequences: int) -> int:
-        """Returns the number of epochs: more where the text has too few further samples."""
+        """Returns the number of epochs: more if the text is too short for the further samples."""
         if self.steps:
             return ceil(self.steps * self.batch_size / max(sequences - num_held_out(sequences), 1))
         return max(self.epochs, round(self.epochs * (1 + self.further) * calibration / sequences))
@@ -120,7 +120,7 @@ class Distill(TrainingStep):
         with run.placed_model() as model:
             names = [name for _, name in run.plan.linears()]
             weights = weights_of(model, names)
-            # A shared weight gets its gradient in parts: then all of it must be there before the weight changes.
+            # The gradient of a shared weight arrives in parts, and the weight may change only after the last part.
             unshared = len(weights) == len(names) and all(site.num_calls == 1 for site in run.plan.sites)
             kept_weights = KeptWeights(weights, self.optimizer, run.store, updates_in_backward=unshared)
             schedule = self._schedule(samples, self._epochs(len(run.samples), len(samples)), run.config.seed)
@@ -135,7 +135,7 @@ class Distill(TrainingStep):
         batches = [trained[order].split(self.batch_size) for order in orders]
         if self.steps:
             batches = [tuple(chain.from_iterable(batches))[: self.steps]]
-        # Rounds are longer where the held-out sequences are many, so that measuring these stays a small part.
+        # With many held-out sequences rounds are longer, so that measuring them remains a small part of the time.
         length = max(ROUND, 3 * held_out.numel() // self.batch_size)
         rounds = [epoch[start : start + length] for epoch in batches for start in range(0, len(epoch), length)]
         return Schedule(rounds, held_out, samples.tokens, self.learning_rate)

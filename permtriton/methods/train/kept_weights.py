@@ -1,14 +1,14 @@
 """The weights that pruning kept, changed in place by Adam or Adafactor.
 
-Only kept weights are trained, so no step can change what was pruned. Which they are needs no memory: they are those
-that are not 0, and a step leaves none at 0. A weight is changed as soon as a backward pass has
-its gradient, if that is all of the step's: then the gradients of a single weight are in memory at a time.
+Only kept weights are trained, so no step can change a pruned weight. No mask is stored: the kept weights are those that
+are not 0, and no step sets one to 0. If one backward pass has the whole gradient of a step, a weight is changed as soon
+as its gradient is computed, so that only one gradient is in memory at a time.
 
 Adam has two moments per weight. Adafactor (Shazeer and Stern, arXiv 1804.04235, here without a first moment) has one
 number per row and per column.
 
-A step may be far below the spacing of a weight in half precision. So each has a remainder, what rounding has left of
-its value, and both are added up in float32 while the weight is changed.
+The change in a step may be far smaller than the spacing of half-precision numbers. So each weight has a remainder (its
+value before rounding minus the rounded value), and the two are added in float32 when the weight is changed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +42,8 @@ class KeptWeights(Trainable):
     """The nonzero weights of some linears.
 
     The learning rate is relative to the root mean square of a linear's kept weights: models of different widths, whose
-    weights differ in size tenfold, so take one learning rate. They must not change at once where several layers share a
-    weight: while layers come to a GPU one by one, a backward pass has its gradient in parts.
+    weights differ in size tenfold, can then use the same learning rate. Where several layers share a weight, it must
+    not change during the backward pass: while layers come to a GPU one by one, its gradient arrives in parts.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class KeptWeights(Trainable):
         self._in_one_pass = in_one_pass
 
     def receive_gradient(self, name: str, gradient: Tensor) -> None:
-        if name in self._changed:  # by an attempt whose memory ran out later on
+        if name in self._changed:  # already changed in an attempt that ran out of memory afterwards
             return
         mask = _mask(self._parameters[name]).to(gradient.dtype)  # products with booleans are slower
         gradient = (gradient * mask).to(_wide(gradient.dtype))
@@ -103,11 +103,11 @@ class KeptWeights(Trainable):
                 self._change(name, gradient.to(weight.device))
 
     def _change(self, name: str, gradient: Tensor) -> None:
-        if not all_finite(gradient):  # at pruned weights alone it does no harm
+        if not all_finite(gradient):  # infinity or NaN does no harm at pruned weights
             gradient = torch.where(_mask(self._parameters[name]), gradient, 0)
             if not all_finite(gradient):
                 raise FloatingPointError(name)
-        self._changed.add(name)  # before: an attempt that fails in between is not repeated for this weight
+        self._changed.add(name)  # set first, so that the change is not applied twice if the attempt fails in between
         self._optimizers[name].change(self._parameters[name], gradient.div_(self.scale), self.rate)
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class KeptWeights(Trainable):
             weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
     def check(self) -> None:
-        """Checks that the weights that hold a value are those that did at the start."""
+        """Checks that the nonzero weights are the same ones as at the start."""
         for name, weight in self._parameters.items():
             if not torch.equal(_fingerprint(weight), self._patterns[name]):
                 raise VerificationError(
@@ -151,8 +151,8 @@ class _Optimizer:
     """The optimizer of one weight, which is widened to float32 only while it is changed.
 
     Attributes:
-        state: the moments, and in half precision the remainder, bfloat16 of the weight's shape: all that further
-            changes depend on, beside the weight and the number of `steps`.
+        state: the moments, and in half precision the remainder, bfloat16 of the weight's shape. Together with
+            the weight and the number of `steps`, they determine all further changes.
     """
 
     def __init__(self, weight: Tensor, kind: OptimizerKind, store: Store) -> None:
@@ -164,7 +164,7 @@ class _Optimizer:
         if self._fused:
             self._optimizer, self._pace = torch.optim.Adam([self._values], fused=True), _size(weight)
             shapes = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight.shape)
-        else:  # it measures the size of the weight at every step
+        else:  # Adafactor measures the size of the weight at every step
             self._optimizer = torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
             self._pace, shapes = 1.0, {"row_var": (*batch_dims, rows, 1), "col_var": (*batch_dims, 1, columns)}
         self._moments, self._kept = tuple(shapes), _count(weight)
@@ -182,7 +182,7 @@ class _Optimizer:
             rate: learning rate, relative to the root mean square of the weight.
         """
         values, remainder = self._values, self.state.get("remainder")
-        # Fused Adam takes values, gradient and moments for laid out alike.
+        # Fused Adam assumes that values, gradient and moments have the same memory layout.
         values.data = weight.detach().to(gradient.dtype, memory_format=torch.contiguous_format, copy=True)
         if remainder is not None:
             values.data += remainder.to(weight.device)
@@ -194,7 +194,7 @@ class _Optimizer:
         self._optimizer.step()
         self.steps += 1
         for key, moment in moments.items():
-            self.state[key].copy_(moment)  # itself, where it has not been copied
+            self.state[key].copy_(moment)  # no effect where the moment is the stored tensor itself
         changed = values.detach().to(weight.dtype)
         if _count(changed) < self._kept:  # rounded to 0.0 or -0.0
             smallest = 2.0**-24 if weight.dtype == torch.float16 else torch.finfo(weight.dtype).tiny

@@ -1,14 +1,14 @@
-"""Step ``round``: kept weights in FP8, layer by layer, each rounded such that it makes up for the errors of the others.
+"""Step ``round``: rounds kept weights to FP8, layer by layer, each so that it compensates for the errors of the others.
 
-FP8 is float8 e4m3 with a scale per row, which the formats fp8 and packed-fp8 then store as it is. With ``H`` of a
-linear's inputs, in the model as rounded so far, the weight ``Q`` on the grid should have a small error
+FP8 is float8 e4m3 with a scale per row; the formats fp8 and packed-fp8 store the result as it is. With the Hessian
+``H`` of a linear's inputs, in the model as rounded so far, the weight ``Q`` on the grid should have a small error
 
     tr((Q - W) H (Q - W)^T)
 
-First each row gets the scale, of the `short_scales`, with which rounding to nearest has the smallest error. Then, one
-after another and several times over, each kept weight takes the place on the grid that is best with all others as they
-are: with ``G = (Q - W) H`` that is ``q_j - G_j / H_jj``, rounded. No error grows, and pruned weights stay zero; GPTQ
-(arXiv 2210.17323), which visits each weight once, would let pruned ones take part.
+First each row gets the scale, among the `short_scales`, with which rounding to nearest has the smallest error. Then
+several sweeps of coordinate descent move each kept weight to the grid point that is best with all others fixed: with
+``G = (Q - W) H``, that is ``q_j - G_j / H_jj``, rounded. The error never grows, and pruned weights stay zero. GPTQ
+(arXiv 2210.17323) visits each weight once, and would also change pruned weights.
 """
 
 import time
@@ -71,9 +71,9 @@ class Round(Step):
         return sizes.finished_layers
 
     def run(self, run: Run) -> Outcome:
-        """Returns for each linear its ``name``, ``seconds``, and the errors of plain rounding and of this.
+        """Returns for each linear its ``name``, ``seconds``, and its errors ``start`` and ``end``.
 
-        These, ``start`` and ``end``, are those above, relative to ``tr(W H W^T)``.
+        ``start`` is the error of rounding to nearest and ``end`` that of this step, both relative to ``tr(W H W^T)``.
         """
         names = [name for _, name in run.plan.linears()]
         skip_reasons = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
@@ -130,7 +130,7 @@ def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
 
 
 def _round_block(q_CO: Tensor, gradient_CO: Tensor, kept_CO: Tensor, hessian: Tensor, scale: Tensor) -> None:
-    """Rounds the weights of some channels anew, in place; those after one see what it has changed at once."""
+    """Rounds the weights of some channels again, in place, one channel after another with an updated gradient."""
     for channel, (q, gradient, is_kept) in enumerate(zip(q_CO, gradient_CO, kept_CO, strict=True)):
         best_value = (q - gradient / hessian[channel, channel]) / scale
         new_q = best_value.clamp_(-LARGEST, LARGEST).to(FLOAT8).float().mul_(scale).mul_(is_kept)

@@ -1,9 +1,9 @@
-"""Step ``tune``: every vector of a pruned model, and a scale per row of its weights, trained to give the dense outputs.
+"""Step ``tune``: trains the vectors of a pruned model, and a scale per weight row, to reproduce the dense outputs.
 
-Vectors are the gains and biases of norms, whatever their class, and the biases of linears. They are a thousandth of the
-weights, so they hardly overfit, and backward passes need the gradients of no weight: that of a scale is the sum over
-tokens of a linear's output times the gradient there. While scales are trained they multiply outputs; at the end they
-are folded into the weights, whose pattern they cannot change.
+Vectors are the gains and biases of norms of any class, and the biases of linears. They have a thousandth as many values
+as the weights, so they hardly overfit. Backward passes compute no weight gradients: the gradient of a scale is the sum
+over tokens of the linear's output times the gradient of that output. During training, scales multiply outputs; at the
+end they are folded into the weights, whose N:M pattern this cannot change.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -33,7 +33,7 @@ from permtriton.util.option import documented, option
 from permtriton.util.store import Store
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-ROUNDS = 4  # that all steps are divided into: after each, the held-out samples are measured
+ROUNDS = 4  # rounds into which all steps are divided; the held-out loss is measured after each
 TRAINED_PER_HELD_OUT, MOST_HELD_OUT = 10, 16
 
 
@@ -76,7 +76,7 @@ class Tune(TrainingStep):
 
     @staticmethod
     def num_held_out(samples: int) -> int:
-        """Returns how many of so many samples decide which round is kept."""
+        """Returns how many of ``samples`` samples are held out to decide which round is kept."""
         return min(max(samples // (TRAINED_PER_HELD_OUT + 1), 1), MOST_HELD_OUT)
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
@@ -115,7 +115,7 @@ class Tune(TrainingStep):
             outcome.kept = 0
 
     def _schedule(self, samples: Samples) -> Schedule:
-        """Returns rounds of steps over all samples but those held out, from the first one again where they are few.
+        """Returns rounds of steps over all samples that are not held out, cycling through them if there are too few.
 
         The samples are in random order already. A single one is both trained on and held out.
         """
@@ -130,9 +130,9 @@ class Tune(TrainingStep):
 class TunedValues(Trainable):
     """The vectors of a model, copied in float32, and the logarithms of the scales of its pruned linears' rows.
 
-    Adam changes them, by a learning rate that is relative to the root mean square of a vector, or where it is all 0, of
-    the weight beside it, which bears the unit of its outputs, too; to 1 for the logarithms, which are relative already.
-    What the head has stays as it is, because the dense model's logits follow from it, too.
+    Adam changes them. The learning rate is relative to the root mean square of a vector. For a vector of zeros, it is
+    relative to that of the weight in the same module, whose size reflects the scale of the outputs. For the logarithms,
+    which are relative already, it is used unchanged. The head's vectors stay fixed: the dense logits use them too.
 
     Attributes:
         values: parameter -> its values, and ``LINEAR.scale`` -> float32 ``[out_features]``, each once, however many
