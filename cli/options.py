@@ -53,7 +53,7 @@ Model = Annotated[
         metavar="MODEL", help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton)."
     ),
 ]
-# Arguments of a public function -> the flags of those that are not for Python alone.
+# Arguments of a public function -> the flags of those that the command line has.
 FLAGS: dict[type, dict[str, Any]] = {
     CompileArgs: {
         "recipe": _method(

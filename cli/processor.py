@@ -23,7 +23,7 @@ def suit_processor(source: Source, progress: Progress) -> None:
     A small model runs on one thread, unless the user named a number: where another process takes a core, all threads of
     an operator wait for the one that lost it. A wide model's float32 products are given to oneDNN where that is faster.
     """
-    with suppress(PermTritonError):  # loading the model says it, and in its place
+    with suppress(PermTritonError):  # loading the model reports it later
         if resolve_device(source.device).type != "cpu":
             return
         size = _hidden_size(source)

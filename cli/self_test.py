@@ -1,4 +1,4 @@
-"""Does permtriton work here? A compilation of a tiny model from end to end, and the kernels on a GPU."""
+"""The self-test: compiles a tiny model from end to end, and runs the kernels on a GPU."""
 
 import tempfile
 import time

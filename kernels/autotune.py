@@ -47,7 +47,7 @@ class _State:
     """State of the process: entries read from the file, and configurations that are forced."""
 
     measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Any] = field(default_factory=dict)
-    decisions: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # of `decided`
+    decisions: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # arguments of `decided` -> its result
     entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
     forced: Mapping[str, Config] = field(default_factory=dict)
     requests: list[Request] | None = None
@@ -96,10 +96,9 @@ def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: tor
 
 
 def decided(key: tuple[Any, ...], decide: Callable[..., Any]) -> Any:
-    """Returns ``decide(*key)``, which asks `config_for`, from the second call on without asking again.
+    """Returns ``decide(*key)``, which calls `config_for`; the result is cached.
 
-    While something is forced or collected, and while a CUDA graph is captured, it is asked each time: what is decided
-    then need not hold afterwards.
+    While configurations are forced or collected, or a CUDA graph is captured, it is not: it need not hold afterwards.
     """
     state = _STATE
     if state.forced or state.requests is not None or state.choices is not None:

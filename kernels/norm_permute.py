@@ -196,7 +196,7 @@ def _statistics(row_ptr, C, eps, TILE: tl.constexpr, KIND: tl.constexpr):
 
 @jit
 def _added(value, residual_ptr, total_ptr, inside, ADD: tl.constexpr):
-    """Returns a row plus another one, if there is one, and stores it: rounded, as torch does."""
+    """Returns a row plus its residual, if there is one, and stores the sum, rounded as by torch."""
     if ADD:
         residual = tl.load(residual_ptr, mask=inside, other=0.0)
         value = (value.to(tl.float32) + residual.to(tl.float32)).to(value.dtype)

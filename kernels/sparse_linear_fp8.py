@@ -47,7 +47,7 @@ DENSE_MULTIPLE = 16  # of both dimensions, for `_scaled_mm`
 
 
 def pack_fp8(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns values, positions and scales of an N:M weight ``[O, C]``, rounded."""
+    """Returns float8 values, positions and float32 scales ``[O]`` of an N:M weight ``[O, C]``, which is rounded."""
     rounded, scale = round_to_fp8(weight)
     values, positions = pack(rounded.float(), pattern)
     return values.to(rounded.dtype), positions, scale.flatten().float()

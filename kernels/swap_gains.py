@@ -67,13 +67,12 @@ class RankOneCurvature:
     column: Tensor  # float32 ``[in_features]``
 
     def to(self, device: torch.device) -> RankOneCurvature:
-        """Returns the curvature on a device."""
         return RankOneCurvature(self.row.to(device), self.column.to(device))
 
 
 @dataclass(frozen=True)
 class SwapTerms:
-    """What the gains of swaps need to know of some positions of one linear's order.
+    """The terms of swap gains at some positions of one linear's order.
 
     All are float32, or float64 for float64 weights, of shape ``[positions, O]``.
     """

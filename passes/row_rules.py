@@ -63,7 +63,7 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
 
 
 def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Writes one row wherever a mask is true, or rows under a mask or at positions: then any row may be at any place."""
+    """Writes one row wherever a mask is true, or rows under a mask or at positions, where any may go to any place."""
     x, source, node = c.ids_of(args[0]), c.ids_of(args[2]), c.node.args[1]
     if len(node) == 1 and isinstance(node[0], fx.Node):  # type: ignore[arg-type, index]
         index, dims = c.ids_of(args[1][0]), _indexed(0, node[0])  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""Which linears does a user want to prune, which to stay dense, and which to have a pattern of their own?"""
+"""The linears that a user wants to prune, to leave dense, or to give a pattern of their own."""
 
 import re
 from collections.abc import Iterable, Mapping

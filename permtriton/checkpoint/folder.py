@@ -1,4 +1,4 @@
-"""What is in a folder that permtriton wrote? All who read one, such as transformers, vLLM and export, open it here."""
+"""A folder that permtriton wrote. All who read one, such as transformers, vLLM and export, open it here."""
 
 from collections.abc import Mapping
 from functools import cached_property

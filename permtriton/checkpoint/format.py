@@ -1,4 +1,4 @@
-"""In which formats are pruned weights stored, and what does each mean?"""
+"""The formats in which pruned weights are stored."""
 
 from enum import StrEnum
 
@@ -23,7 +23,7 @@ MEANINGS = {
     Format.FP8: "linears in float8 e4m3 with a scale per row, as compressed-tensors lays them out; vLLM loads it by "
     "itself, transformers with that package; refused in layout fused",
 }
-SERVED_ALONE = (Format.PLAIN, Format.FP8)  # that other programs load without permtriton, so that nothing may permute
+SERVED_ALONE = (Format.PLAIN, Format.FP8)  # other programs load them without permtriton, so no module may permute
 PACKED = (Format.PACKED, Format.PACKED_FP8)  # that store positions
 IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # whose weights are rounded
 NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the module that writes it

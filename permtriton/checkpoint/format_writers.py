@@ -1,4 +1,4 @@
-"""How does each format store tensors: which tensors, which ``quantization_config``, and how is it checked?
+"""How each format stores tensors: which ones, with which ``quantization_config``, and how they are verified.
 
 `FormatWriter` stores them as they are; a format that does not is a subclass. ``export.py`` does the rest, whatever the
 format. **Add a way of storing in a file beside ``fp8.py``**, and to `permtriton.checkpoint.export.WRITERS`.
@@ -52,7 +52,7 @@ class FormatWriter:
         return self._entries(hashes) if self.source.permuted else None
 
     def names(self) -> list[str]:
-        """Returns the names of the tensors that the result holds, packed ones as one."""
+        """Returns the names of the tensors in the result; a packed weight has one name."""
         return self.source.names()
 
     def verify(self, written: Folder, progress: Progress) -> None:

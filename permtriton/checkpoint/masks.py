@@ -1,4 +1,4 @@
-"""Which weights of a pruned linear are kept, and in which order are its channels, in a folder or in memory?"""
+"""The masks of pruned linears and the order of their channels, from a folder or from memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Is a packed weight possible, when does it stay packed, and how does it become dense?"""
+"""Packed weights: which stay packed, how they are checked, cast and unpacked."""
 
 from collections.abc import Sequence
 

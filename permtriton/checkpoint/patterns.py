@@ -1,4 +1,4 @@
-"""Is a model N:M that says so of itself? What is the pattern of one that says nothing?"""
+"""Checks that a model is N:M as it claims, and finds the pattern of one that claims nothing."""
 
 from collections.abc import Iterator
 

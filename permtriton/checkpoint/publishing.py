@@ -1,4 +1,4 @@
-"""How is a folder published on the hub?"""
+"""Publishes a folder on the hub."""
 
 from pathlib import Path
 

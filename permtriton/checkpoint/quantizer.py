@@ -302,7 +302,7 @@ class PermTritonQuantizer(HfQuantizer):
         """Refuses a checkpoint that lacks tensors, except tied ones and those that the model class does not need."""
         ignored = "|".join(f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ())
         pairs = dict(getattr(model, "all_tied_weights_keys", {})).items()
-        tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # not both names are missing
+        tied = {name for pair in pairs for name in pair if not set(pair) <= missing}  # pairs with a stored name
         names = sorted(name for name in missing - tied if not (ignored and re.search(ignored, name)))
         if names:
             others = f" and {len(names) - 1} more" if names[1:] else ""

@@ -45,7 +45,7 @@ Integer = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # longer ones are damage
 Pattern = Annotated[str, AfterValidator(pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[list[Integer], AfterValidator(_permutation)]
-OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # what is only shown is not looked at
+OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # entries that are only shown are not checked
 Record = dict[str, Any]  # all entries of ``permtriton.json``, which docs/formats.md describes
 
 

@@ -20,7 +20,7 @@ MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module `QUANTIZERS` by means of the finders after it, and registers permtriton once it is executed."""
+    """Finds the module `QUANTIZERS` by the finders after this one, and registers permtriton once it is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,4 +1,4 @@
-"""Which module of a model without weights does a permuted or packed one replace, and under which name?"""
+"""Replaces modules of a model without weights by permuted and packed ones."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

@@ -64,7 +64,7 @@ def _save(
     model: Any, tokenizer: Any, source: Source | None, record: Record, pruned: Mapping[str, PrunedWeight], output: Path,
     *, overwrite: bool, compiled: Pruned | None = None,
 ) -> Record:  # fmt: skip
-    sparsity = record["config"]["sparsity"]  # it goes without saying
+    sparsity = record["config"]["sparsity"]  # patterns that equal it are not recorded
     permuted = checkpoint_config(model, sparsity) is not None
     names = stored_names(model, pruned, original=not permuted)
     patterns = {names.stored[name]: str(weight.pattern) for name, weight in pruned.items()}
@@ -90,7 +90,7 @@ def _save(
             seconds = {"save": round(saved - started, 3), "verify": round(time.perf_counter() - saved, 3)}
             written["seconds"] = {**record["seconds"], **seconds}
             written["memory"] = {**record["memory"], "peak": peak_memory(compiled.device or model.device)}
-        if compiled is None or compiled.is_trained:  # and was measured before
+        if compiled is None or compiled.is_trained:  # the evaluation in the record is older
             written["trained"] = model.name_or_path
             written["evaluation"] = {"text": "not measured since the weights were trained"}
         return write_record(partial, written, WITH_PERMTRITON if permuted else ALONE, real_path(output).name)

@@ -1,4 +1,4 @@
-"""How are the tensors of files read one by one, and what are the hashes of the files?"""
+"""Reads the tensors of files one by one, and hashes the files."""
 
 import hashlib
 from collections.abc import Iterable, Iterator

@@ -42,7 +42,7 @@ def written(count: int) -> int:
 
 
 def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
-    """Returns the bytes of what is kept while the model writes a text of so many tokens."""
+    """Returns name -> bytes that are kept while the model writes a text of ``tokens`` tokens."""
     text = model.config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
@@ -56,7 +56,7 @@ def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
 
 
 def texts_at_once(model: PreTrainedModel, tokens: int, count: int) -> int:
-    """Returns how many of ``count`` texts of so many tokens are written together."""
+    """Returns how many of ``count`` texts of ``tokens`` tokens are written together."""
     return min(max(AT_ONCE // sum(kept_of_text(model, tokens).values()), 1), count)
 
 

@@ -1,4 +1,4 @@
-"""How do texts, token ids and tensors that a caller holds in memory become samples?"""
+"""Samples from texts, token ids and tensors that a caller holds in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

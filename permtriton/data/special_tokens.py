@@ -15,12 +15,12 @@ PROBE = "a text"
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """What stands around each sequence that is cut out of a text; nothing by default."""
+    """The special tokens around each sequence that is cut out of a text; none by default."""
 
     before: tuple[int, ...] = ()  # ids before the text
     after: tuple[int, ...] = ()  # ids after it
     end: tuple[int, ...] = ()  # ids between the documents of one sequence
-    words: str = "without special tokens"  # what stands around it, as people read it
+    words: str = "without special tokens"  # the special tokens, in words
     # the same of an encoder-decoder's labels, which are the second half of a row; None where a row is one sequence
     labels: "SpecialTokens | None" = None
 
@@ -70,7 +70,7 @@ NONE = SpecialTokens()
 
 
 def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = False) -> SpecialTokens:
-    """Returns what a tokenizer puts around a single text.
+    """Returns the special tokens that a tokenizer puts around a single text.
 
     Args:
         halves: whether the model is an encoder-decoder, whose rows hold an input sequence and then its labels.

@@ -1,4 +1,4 @@
-"""Where does the model run? Its placement on the devices, chosen by memory, and what a compilation cannot do there."""
+"""Places the model on the devices, by memory, and refuses what a compilation cannot do there."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Which run is it? What decides a result, and whether the states of an interrupted run belong to it."""
+"""The inputs that decide the result of a run: an interrupted run continues only from states with the same ones."""
 
 import re
 from collections.abc import Sequence

@@ -127,7 +127,7 @@ def _keeps_more(start: Planned) -> bool:
 
 
 def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[str, list[Memory]]:
-    """Returns stage or step -> what each of its phases takes; ``rounds``: generation may keep rounded weights."""
+    """Returns stage or step -> memory of each of its phases; ``rounds``: generation may keep rounded weights."""
     model, config = start.model, start.config
     proof = 2 * max(p.numel() for p in model.parameters()) * (sizes.element + FLOAT32)  # of a permuted weight, widened
     phases = {

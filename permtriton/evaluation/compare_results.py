@@ -32,8 +32,8 @@ class Measured(Distances):
     cosine: float  # it is always known, as there is a dense model
     # zero-shot score by the task's name and the metric's, such as ``arc_easy acc``; None where it is no finite number
     tasks: dict[str, float | None]
-    # mean accuracy of the tasks, a group with a score of its own in place of its tasks; None without two of them, or
-    # where one has none
+    # mean accuracy of the tasks, a group with a score of its own counting as one; None for fewer than two, or if one
+    # has no accuracy
     accuracy: float | None
     seconds: float  # time of compilation and evaluation together
     compile_seconds: float  # time of the compilation alone

@@ -1,4 +1,4 @@
-"""Which samples, windows and tasks does the literature use? One word stands for all of them."""
+"""Protocols: the samples, windows and tasks of a publication, chosen by one word."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from permtriton.model.name import DEMO
 
 @dataclass(frozen=True)
 class Protocol:
-    """What a protocol sets; what the user gives beside it wins."""
+    """The values that a protocol sets; those that the user gives take precedence."""
 
     options: Mapping[str, Any]  # options of a compilation
     eval_data: str  # held-out text
@@ -36,7 +36,7 @@ PROTOCOLS = {
     ),
 }
 FORMER_NAMES = {"paper": "wanda"}
-# The demo model's own text and sizes: it speaks no English but that of its text.
+# The demo model's own text and sizes: it knows no other text.
 ON_DEMO = Protocol({}, DEMO, None, None)
 
 

@@ -1,4 +1,4 @@
-"""The sections of a report: each function makes one of what the folders record, with its words, figures and tables."""
+"""The sections of a report: each function makes one, with text, figures and tables, from the records of the folders."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

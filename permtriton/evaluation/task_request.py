@@ -1,4 +1,4 @@
-"""Which zero-shot tasks were asked for?"""
+"""The zero-shot tasks that a user asked for."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How does training keep the zeros of N:M weights?
+"""Keeps the zeros of N:M weights during training.
 
 After every step of an optimizer, those of its weights that were zero are set to zero again: torch calls a hook for
 that, whoever wrote the loop. The model itself is not changed, so that it compiles and is saved as before. Two other

@@ -1,4 +1,4 @@
-"""What stands beside a model's weights: which files come along where it is saved, and do others read its states?"""
+"""The files beside a model's weights: which are copied when it is saved, and whether they read its hidden states."""
 
 import json
 from collections.abc import Iterator

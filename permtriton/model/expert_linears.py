@@ -81,12 +81,13 @@ class UnstackedExperts(nn.ModuleList):
 
 
 class RoutedExperts(UnstackedExperts):
-    """Experts that each token is sent to by numbers and weights: ``gate_up_proj`` (or ``up_proj``), ``down_proj``.
+    """Experts to which tokens are sent, with a weight each: ``gate_up_proj`` (or ``up_proj``), ``down_proj``.
 
     Attributes:
         measuring: whether statistics are being taken, of the tokens that are sent to each expert, or of all.
-        all_measured: whether every expert then runs on every token; the result is that of the token's experts still.
-        sent: tokens that were sent to each expert meanwhile, and all tokens, int64 ``[experts + 1]``; None before.
+        all_measured: whether every expert then runs on every token; this does not change the result.
+        sent: numbers of tokens that each expert got while measuring, then of all tokens, int64 ``[experts + 1]``; None
+            before.
     """
 
     measuring = all_measured = False
@@ -135,10 +136,10 @@ class RoutedExperts(UnstackedExperts):
 
 
 class BatchedExperts(UnstackedExperts):
-    """Experts of which each reads its own part of the input: all tokens, times how much of each is for the expert."""
+    """Experts that each read a part of the input of their own: all tokens, times their weights for the expert."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Returns what each expert makes of its part, in the shape of the input, ``[experts * tokens, hidden]``."""
+        """Returns each expert's output for its part, in the shape of the input, ``[experts * tokens, hidden]``."""
         parts = hidden_states.view(len(self), -1, hidden_states.shape[-1]).unbind(0)
         return torch.cat([self._expert(number, part) for number, part in enumerate(parts)])
 

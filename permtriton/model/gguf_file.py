@@ -1,4 +1,4 @@
-"""What is in a GGUF file, before transformers reads and dequantizes it?"""
+"""Reads the header of a GGUF file, before transformers reads and dequantizes its tensors."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""Is a weight N:M? The check of a weight as it is stored, and that of what a pruning step has kept."""
+"""Checks that a stored weight is N:M, and that a pruning step has kept as many weights as it should."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def check_weight(name: str, weight_OC: Tensor, pattern: NMPattern) -> None:
 
 
 def zeros_in_groups(weight_CO: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns the zeros in every group of a weight ``[in_features, out_features]``, int16 ``[groups, out]``."""
+    """Returns how many zeros each group holds of a weight ``[in_features, out_features]``, int16 ``[groups, out]``."""
     return (weight_CO == 0).unflatten(0, (-1, pattern.group)).sum(1, dtype=torch.int16)
 
 

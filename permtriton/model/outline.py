@@ -1,4 +1,4 @@
-"""What is known of a model whose weights are not on this machine?"""
+"""Models whose weights are not on this machine, built from their config and the headers of their weights."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Can a model be saved at the end? All but its weights are saved at the start, into a temporary folder."""
+"""Rehearses saving: all but the weights is saved at the start, into a temporary folder, to find what fails."""
 
 from copy import deepcopy
 from tempfile import TemporaryDirectory

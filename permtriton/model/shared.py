@@ -1,4 +1,4 @@
-"""Which linears are one and the same, because layers share their weights?"""
+"""Linears of layers that share their weights, made one module."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

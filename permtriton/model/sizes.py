@@ -1,4 +1,4 @@
-"""Does a config ask for a model that can exist, and that the weights beside it can fill? Checked before it is built."""
+"""Checks, before a model is built, that its config has possible sizes and fits the weights beside it."""
 
 import math
 import re
@@ -10,7 +10,7 @@ import torch
 from permtriton.errors import ModelError, reading, shown
 from permtriton.model.headers import StoredTensor
 
-# Entries that say how many parts of a kind there are, for which the config classes make lists; the others are GGUF's.
+# Entries that are numbers of parts, for which config classes make lists; the last alternative is for GGUF.
 COUNTS = re.compile(r"(\w+_)?(layers?|depths?|experts?|labels)|.+\.(block|expert)_count")
 MOST_PARTS = 100_000
 MOST_ELEMENTS = 2**43  # without weights to compare with

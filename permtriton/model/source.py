@@ -1,4 +1,4 @@
-"""Where does a model come from: a folder, the hub, a GGUF file, the demo? On which device, and in which dtype?"""
+"""The source of a model: a folder, the hub, a GGUF file or the demo, with its device and dtype."""
 
 import os
 from collections.abc import Iterable, Mapping

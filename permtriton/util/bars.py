@@ -1,4 +1,4 @@
-"""How is progress drawn? As one bar per stage on standard error, or as lines where that is no terminal."""
+"""Draws progress: one bar per stage on standard error, or lines where that is no terminal."""
 
 import os
 import sys

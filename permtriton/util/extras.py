@@ -1,4 +1,4 @@
-"""Which packages does each extra install, and what is said where one is missing?"""
+"""The packages of each extra, and the error where one is missing."""
 
 from importlib.util import find_spec
 

@@ -52,8 +52,8 @@ def check_file(
 
     Args:
         ours: returns whether an earlier file is a result that may be replaced in any case.
-        reads: files and folders that the command reads: no earlier file among them is replaced, but for a result or an
-            HTML page in such a folder. What is no path, such as a name on the hub, is passed over.
+        reads: files and folders that the command reads. These files, and files in these folders, are not replaced,
+            except results and HTML pages in a folder. Names that are no paths, such as on the hub, are ignored.
     """
     check_name(output)
     if output.is_dir():

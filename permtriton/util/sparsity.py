@@ -1,4 +1,4 @@
-"""What is an N:M pattern, and what is said of a weight that has one?"""
+"""N:M patterns, and the weights that have one."""
 
 import re
 from collections import Counter
@@ -78,7 +78,7 @@ def in_words(sparsity: str, exceptions: Iterable[str], total: int) -> str:
 
 @dataclass(frozen=True)
 class PrunedWeight:
-    """What makes a parameter N:M, whatever its values."""
+    """The N:M pattern of a parameter, and where it applies."""
 
     dim: int  # its input dimension, along which groups are counted
-    pattern: NMPattern  # its pattern
+    pattern: NMPattern

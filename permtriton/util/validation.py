@@ -1,4 +1,4 @@
-"""Does what a file holds have the form that permtriton writes? Forms are declared, and pydantic checks them."""
+"""Checks that the content of a file has the form that permtriton writes; pydantic checks the declared forms."""
 
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
