@@ -17,7 +17,7 @@ from permtriton.kernels.tools.case import Random
 from permtriton.kernels.tools.cases import KERNELS
 from permtriton.recipe import config_from
 
-BUDGET = 10.0  # seconds; what has not started by then is left out
+BUDGET = 10.0  # seconds; kernels that have not started by then are left out
 WORKS, ABSENT, FAILS = "works", "not here", "fails"
 SHAPE, TOKENS = (128, 256), 16  # of the linear that kernels are tried on: every kernel takes it
 

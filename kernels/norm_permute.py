@@ -354,7 +354,7 @@ def norm_permute_triton(
 
     Args:
         x, weight, bias, index, eps, offset, kind: as `norm_permute` takes them.
-        added: (what is added to ``x`` first, the sum, which is written), in the dtype and shape of ``x``.
+        added: (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``.
         token_scale: Where the result is quantized, its scales, which are written, of rows that `holds` accepts.
     """
     hidden, dtype = rows_of(x), weight.dtype if kind == "rms" else x.dtype

@@ -91,7 +91,7 @@ def _on_the_gpu_of_its_arguments(
         if check is not None:
             check(*arguments)
         device = arguments[0].device
-        for one in arguments:  # a kernel takes what it is given for a pointer on its own GPU
+        for one in arguments:  # a kernel would read any pointer as one of its own GPU
             if isinstance(one, Tensor) and one.device != device:
                 raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
         with torch.cuda.device(device):

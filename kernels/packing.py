@@ -187,7 +187,7 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
 
 def unpack_reference(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
     """Returns the dense weight ``[O, in_features]``, in chunks of rows. The content of ``positions`` is trusted."""
-    if values.dtype == FLOAT8:  # of which torch moves the bytes only
+    if values.dtype == FLOAT8:  # torch can only move its bytes
         return unpack_reference(values.view(torch.uint8), positions, in_features, pattern).view(FLOAT8)
     weight_OC = values.new_zeros(values.shape[0], in_features)
     starts = _starts(in_features, pattern, values.device)

@@ -38,7 +38,7 @@ from permtriton.util.permutation import inverse
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# num_warps: for rows of 4096 channels. TILE: short rows fill a tile of at least so many channels. PACK_BITS: the size
+# num_warps: for rows of 4096 channels. TILE: least channels of a tile; several short rows fill one. PACK_BITS: the size
 # of the words that rows share; at 8 each row has its own.
 CONFIGS = (Config({"TILE": 2048, "PACK_BITS": 32}, num_warps=16), Config({"TILE": 2048, "PACK_BITS": 8}, num_warps=16))
 STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if they are not aligned

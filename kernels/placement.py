@@ -37,7 +37,7 @@ from permtriton.kernels.swap_gains import ALIGN, RankOneCurvature, SwapTerms, _a
 from permtriton.util.sparsity import NMPattern
 
 AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, near the core on a CPU
-COMPARED, ROWS_AT_ONCE = 1 << 17, 512  # numbers that the reference makes at once, of so many rows
+COMPARED, ROWS_AT_ONCE = 1 << 17, 512  # most numbers, and rows, that the reference computes at once
 LEAST_ROWS = 128  # of W per program
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_I": 32, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 4224}, num_warps=1, num_stages=1),
@@ -64,7 +64,7 @@ def placement_reference(
         index: int64 ``[C]``, the present order, which moves channels inside blocks.
         blocks: Sizes of the blocks, multiples of the pattern's group.
         pattern: What each group keeps.
-        curvature: Curvature of the loss, multiplied by what the gradient is multiplied by.
+        curvature: Curvature of the loss, scaled as ``grad`` is.
     """
     on_cpu = weight.device.type == "cpu"
     dtype = torch.promote_types(weight.dtype, torch.float32)

@@ -345,7 +345,7 @@ def _in_clusters_that_fit(variant: Variant, tokens: int, out_features: int, devi
 def _fits(variant: Variant, tokens: int, out_features: int) -> bool:
     """Whether all clusters of a launch run at once on the current GPU."""
     grid = variant.grid(tokens, out_features)
-    with suppress(PermTritonError):  # clusters of this size cannot be scheduled; a kernel that fails is told of later
+    with suppress(PermTritonError):  # clusters of this size cannot be scheduled; a kernel that fails is reported later
         return variant.kernel.active_clusters(grid) >= grid[0] * grid[2]
     return False
 

@@ -65,7 +65,7 @@ class Traced:
 def _gradients_stay_off() -> Any:
     """Inside the context, nothing turns gradients off or on: torch.export would split the graph there.
 
-    It would make all of its code anew for each part.
+    It would generate all of its code again for each part.
     """
 
     def ignore(_enabled: bool) -> None:

@@ -114,7 +114,7 @@ def compile(
         progress: True draws the bars of the command line; a function is called with each `permtriton.Event`.
         options: every other option of ``permtriton compile``, with underscores: ``sparsity``, ``samples``,
             ``sequence_length``, ``layout``, ``targets``, ``ignore``, ``seed``, ``learn_epochs`` and so on;
-            docs/options.md lists them. Texts stand for what they mean on the command line.
+            docs/options.md lists them. Strings are read as on the command line.
 
     Returns:
         The compiled model: `CompiledModel.evaluate`, `~CompiledModel.save_pretrained`, `~CompiledModel.push_to_hub`,
@@ -322,7 +322,7 @@ def compare(
     Args:
         model: folder, hub name, .gguf file or ``demo``.
         protocol: ``wanda`` or ``permllm`` for what these papers do: calibration as `compile` takes it, text, windows
-            and tasks as `permtriton.evaluate` does; what is given beside it wins.
+            and tasks as `permtriton.evaluate` does; arguments beside it take precedence.
         eval_data, window, eval_windows, tasks, limit, tasks_dir: as `permtriton.evaluate` takes them.
         seeds: seeds of the calibration draw and of learning.
         methods: methods, recipes, steps joined by ``" + "``, or lists of steps, such as ``["wanda", [Heuristic(),

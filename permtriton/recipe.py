@@ -45,7 +45,7 @@ class Recipe:
 
     Attributes:
         steps: what runs, with the options in which the recipe differs from the steps' defaults.
-        summary: what it gives and what it costs, in one line.
+        summary: its result and its cost, in one line.
         generated: sequences that the dense model writes per calibration sample, where it can.
         step_tokens: tokens that a step of ``distill`` reads, at least, unless that takes more sequences than the step
             has by default; 0 for the batch size of the steps.
@@ -182,8 +182,8 @@ def config_from(
     """Builds a config from flat options laid over a recipe.
 
     Args:
-        options: values by option name (dashes or underscores), such as ``{"samples": 64, "learn_epochs": 5}``; texts
-            stand for what they mean on the command line.
+        options: values by option name (dashes or underscores), such as ``{"samples": 64, "learn_epochs": 5}``;
+            strings are read as on the command line.
         recipe: as `steps_of` takes it; None for that of the options, or the default.
         model: name of the model; ``demo`` has small settings of its own.
         in_8_bits: whether a recipe that is a key of `RECIPES` ends with the step that rounds weights to 8 bits.

@@ -23,7 +23,7 @@ CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
 WITH_COMPRESSED_TENSORS = "vLLM alone, and transformers where compressed-tensors is installed"
-# Classes of transformers' models, the class that loads them, and the hub's name of what they do. The first that holds a
+# Model classes of transformers, the class that loads them, and the hub's name of their task. The first that holds a
 # class counts: some read sound and images beside text. The hub has no name of its own for what an encoder-decoder does.
 _KINDS = (
     (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),

@@ -45,7 +45,7 @@ def export(
 ) -> dict[str, Any]:
     """Writes ``folder`` in another format to ``output``, verifies it tensor by tensor, and renames it into place.
 
-    Each file of weights is written anew under its name; the tensors of one are in memory at once.
+    Each file of weights is rewritten under the same name; the tensors of one file are in memory at once.
 
     Args:
         folder: folder that ``permtriton compile`` or this function wrote.

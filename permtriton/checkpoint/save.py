@@ -157,7 +157,7 @@ def copy_file(path: Path, folder: Path, partial: Path) -> bool:
         return False
     copy = partial / path.relative_to(folder)
     copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path, copy)  # without its mode, which may forbid to write it anew
+    shutil.copyfile(path, copy)  # without its mode, which may forbid writing
     return True
 
 

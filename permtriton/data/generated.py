@@ -21,7 +21,7 @@ from permtriton.util.progress import Advance, Progress
 
 BEGINNING = 8  # a text's length, divided by that of the calibration text which it continues
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
-AT_ONCE = 4 * 2**30  # bytes of what is kept of the texts that are written together, at most, unless it is one text
+AT_ONCE = 4 * 2**30  # most bytes that are kept for texts written together; a single text may take more
 
 
 def generation_refusal(model: PreTrainedModel, samples: Samples) -> str:
@@ -80,11 +80,11 @@ def generated_text(
 ) -> Tensor:
     """Writes texts with keys and values cached, at temperature 1, and leaves out those of the highest perplexity.
 
-    A text depends on its beginning, the seed and its number only, up to rounding: neither on how many are written
-    together nor on the number of ranks, each of which writes its share.
+    Up to rounding, a text depends only on its beginning, the seed and its number, not on how many are written together
+    or on the number of ranks, which share the texts.
 
     Args:
-        starts: what the texts begin with, int64 ``[texts, first tokens]``.
+        starts: first tokens of the texts, int64 ``[texts, first tokens]``.
     Returns:
         int64 ``[count, tokens]``, on the CPU.
     """

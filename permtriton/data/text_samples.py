@@ -100,7 +100,7 @@ def all_windows(
 def _special_tokens(
     documents: Documents, tokenizer: PreTrainedTokenizerBase | None, choice: str, *, halves: bool
 ) -> SpecialTokens | None:
-    """Returns what is put around each sequence; None where documents are token ids, which are taken as they are."""
+    """Returns the special tokens around each sequence; None if documents are token ids, which are used unchanged."""
     first = documents[0] if len(documents) else ""
     is_text = isinstance(first, str) or (isinstance(first, list | tuple) and any(isinstance(m, Mapping) for m in first))
     return special_tokens_of(tokenizer, choice, halves=halves) if is_text else None
@@ -113,7 +113,7 @@ def _mixed_windows(
     generator, tokens = torch.Generator().manual_seed(seed), config.samples * length
     cut_off = length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
     stream, ends = encoder.stream(documents, surplus * tokens + cut_off, generator)
-    end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # of what is mixed, whatever follows
+    end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # end of the mixed part
     windows = end // length
     if windows < config.samples:
         raise CalibrationError(

@@ -89,7 +89,7 @@ class _Order:
     """The order of a compiled model's channels."""
 
     names: dict[str, str]  # every name of a parameter -> the first one
-    folds: dict[str, list[Fold]]  # first name -> what was reordered of it
+    folds: dict[str, list[Fold]]  # first name -> reorderings of the parameter
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
     hidden: Tensor | None  # order of the last hidden state's channels; None where they did not move

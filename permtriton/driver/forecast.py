@@ -34,8 +34,8 @@ from permtriton.util.machine import format_bytes
 
 PROBE_TOKENS = 512  # of the pass that is timed, at most
 WRITING = 4  # passes per text that is written; as measured on SmolLM2
-# What is assumed of a GPU that is not here: products in float32 without tensor cores, two thirds of what an H100 can,
-# and copies from host memory.
+# Assumed speed of a GPU that is not here: float32 products without tensor cores (two thirds of an H100's) and copies
+# from host memory.
 PRODUCTS, LINK = 40e12, 20e9  # operations and bytes per second
 ASSUMED = "if a GPU does 40 TFLOP/s and reads 20 GB/s from host memory: assumed, not measured"
 SMALL_FILES = 1 << 24  # bytes of tokenizer, configs and report
@@ -50,7 +50,7 @@ class Forecast:
     seconds: Mapping[str, float]  # stage -> expected time in seconds; empty where it was not measured
     refused: str  # why the memory is too small; empty if it is not
     devices: Devices  # what the compilation runs on
-    assumed: str = ""  # what the seconds rest on where they were not measured; empty where they were
+    assumed: str = ""  # the assumptions behind seconds that were not measured; empty if they were
 
     def rows(self, folder: Path | None) -> Iterator[tuple[str, str]]:
         """Yields the name and value of each need; ``folder`` is where the output goes, None if that is not known."""

@@ -22,7 +22,7 @@ from permtriton.util.permutation import moved
 
 @dataclass(frozen=True)
 class Origin:
-    """What is recorded of a compilation that the pipeline does not know."""
+    """Facts in the record of a compilation that the pipeline does not know."""
 
     command: str  # a command with the same result
     text: str  # name of the held-out data, or why there are none
@@ -36,7 +36,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
     Args:
         comparison: how the pruned model was compared with the lowered graph.
         evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
-        origin: what the pipeline does not know; None for a model that was given in memory, on samples in memory.
+        origin: facts that the pipeline does not know; None for a model that was given in memory, on samples in memory.
     """
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
     name = asked_name(model.name_or_path or "")

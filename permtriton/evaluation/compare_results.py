@@ -37,7 +37,7 @@ class Measured(Distances):
     accuracy: float | None
     seconds: float  # time of compilation and evaluation together
     compile_seconds: float  # time of the compilation alone
-    peak_bytes: int | None  # peak memory during the compilation; None where the system cannot start its count anew
+    peak_bytes: int | None  # peak memory during the compilation; None where the system cannot reset its count
 
 
 @dataclass

@@ -42,7 +42,7 @@ Against: TypeAlias = PreTrainedModel | Source | str | Path | None
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Measures):
-    """What is known of a model after an evaluation; None or 0 stands for what was not measured.
+    """The results of an evaluation; None or 0 for values that were not measured.
 
     Attributes:
         tasks: results of the tasks.

@@ -43,7 +43,7 @@ from permtriton.util.store import MEMORY, Store
 
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
 WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # of the held-out text, to test whether a model sees what it predicts
-# Relative difference of logits that counts as rounding: so many epsilons of the dtype, or the second if larger.
+# Relative difference of logits that counts as rounding: ROUNDING epsilons of the dtype, or LEAST_ROUNDING if larger.
 ROUNDING, LEAST_ROUNDING = 4, 1e-4
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
 FEW_TOKENS = 1000  # a perplexity over fewer tokens is unreliable
@@ -85,11 +85,11 @@ def cosine_similarity(hidden: Tensor, dense: Tensor) -> float:
 class Distance:
     """How a distance from the dense model is computed and shown."""
 
-    short: str  # what it is called within a sentence
+    short: str  # its name within a sentence
     words: str  # the same as a row of ``permtriton evaluate``
     header: str  # the same as a column of ``permtriton compare``
     dense: float  # its value for the dense model itself
-    # called with what the model and the dense model put out, ``[windows, tokens, ...]``; returns the sum over tokens
+    # called with the outputs of the model and the dense model, ``[windows, tokens, ...]``; returns the sum over tokens
     total: Callable[[Tensor, Tensor], float]
     output: str  # what it compares: ``logits``, or the last ``hidden`` states, their channels in the same order
 

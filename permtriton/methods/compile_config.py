@@ -1,4 +1,4 @@
-"""A whole compilation as its options say: a recipe's steps, and what they have in common."""
+"""The options of a whole compilation: a recipe's steps, and the options that they share."""
 
 from dataclasses import asdict, dataclass, field
 from math import ceil

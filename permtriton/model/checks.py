@@ -84,7 +84,7 @@ def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
 
 
 def with_rounding(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a value as sums in another order might give it: with noise of its precision, relative to its size.
+    """Returns a value plus noise of its precision, relative to its size: sums in another order may differ as much.
 
     The precision is at most float32's, because norms and rotary angles are computed in float32 in any model.
     """
@@ -97,7 +97,7 @@ def with_rounding(value: Tensor, generator: torch.Generator) -> Tensor:
 def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
     """Measures how much rounding alone changes a model's outputs, relative to the largest output.
 
-    The outputs of all modules that hold parameters are rounded anew, while ``run`` calls the model.
+    While ``run`` calls the model, random rounding errors are added to the outputs of all modules that hold parameters.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -112,7 +112,7 @@ def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
 
 
 def allowed_difference(dtype: torch.dtype, noise: float) -> float:
-    """Returns the largest difference of outputs that rounding explains; ``noise`` is what rounding alone made."""
+    """Returns the largest difference of outputs that rounding explains; ``noise`` is the result of `rounding_noise`."""
     return max(TOLERANCE[dtype], min(NOISE_MARGIN * noise, MOST_ALLOWED))
 
 

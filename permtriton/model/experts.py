@@ -173,7 +173,7 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
 def share_sent(model: PreTrainedModel, experts: nn.Module) -> float:
     """Returns the share of all tokens that each expert of a module is sent, by the config; 1 where it does not say.
 
-    Several numbers are those of the layers, of which the mean counts.
+    If the config has a number per layer, their mean counts.
     """
     text = model.config.get_text_config()
     sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)

@@ -126,7 +126,7 @@ def load_model(
     without_place = set(info["unexpected_keys"])
     _check_unused(model, stored, without_place, source.name)
     _note_unused(model, without_place | _ignored(model, stored), progress, unused)
-    if hasattr(model, "ct_decompress_hook"):  # it waits for a call of the model, not of what is inside
+    if hasattr(model, "ct_decompress_hook"):  # it runs at a call of the model, but not at one of a submodule
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
     if source.gguf is not None:

@@ -1,4 +1,4 @@
-"""What a model is called when others read it, and with what it is asked for."""
+"""The names of a model: for others to read, and for loading it."""
 
 import os
 import re

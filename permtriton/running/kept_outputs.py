@@ -16,7 +16,7 @@ from permtriton.model.experts import stacked_name
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import Site, linear_module
 
-Keep = Callable[[Tensor], Tensor]  # makes of an output what is kept of it, on the same device
+Keep = Callable[[Tensor], Tensor]  # output -> the part of it that is kept, on the same device
 
 
 class KeptOutputs:
@@ -42,7 +42,7 @@ class KeptOutputs:
 
     @contextmanager
     def running(self, rows: Tensor, *, last: bool = False) -> Iterator[None]:
-        """Inside the context, modules return what is kept of them for sequences of such numbers.
+        """Inside the context, modules return their kept outputs for the sequences numbered ``rows``.
 
         Args:
             last: whether it is the last run, of which nothing need be kept.

@@ -20,7 +20,7 @@ from permtriton.model.modules import LINEAR_MODULES
 from permtriton.passes.plan import weight_in_out
 from permtriton.util.machine import processor
 
-NARROW, FEW = 256, 64  # channels and rows below which converting costs what a product spares
+NARROW, FEW = 256, 64  # channels and rows below which converting costs as much as it saves
 AMX = "amx_bf16"
 UNITS = ("avx512_bf16", AMX)  # of processors that multiply bfloat16
 

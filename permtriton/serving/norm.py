@@ -20,7 +20,7 @@ class VllmPermutedRMSNorm(RMSNorm):
     """vLLM's RMS norm, of which each instance in a permtriton model may permute its output.
 
     Which of them do is known once the weights are loaded: those with a stored ``index``, whose ``weight`` has one more
-    dimension. Instances in other models are what they were.
+    dimension. Instances in other models are unchanged.
     """
 
     permutes = False

@@ -116,7 +116,7 @@ class BarProgress:
 
 
 def reporter(progress: Shown) -> Progress:
-    """Returns the progress reporter that the argument ``progress`` of a public function stands for.
+    """Returns the progress reporter for the argument ``progress`` of a public function.
 
     Args:
         progress: True for the bars of the command line, a function that is called with each `Event`, or a reporter;

@@ -87,7 +87,7 @@ def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path =
     """
     if device.type == "cuda":
         gc.collect()
-        torch.cuda.empty_cache()  # the driver takes what torch keeps for its next tensors for used
+        torch.cuda.empty_cache()  # the driver counts memory that torch keeps for its next tensors as used
         return torch.cuda.mem_get_info(device)[0]
     import psutil  # the GPU benchmark runs where it is not installed
 
@@ -146,7 +146,7 @@ def release_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed until `release_memory`: pages anew for each large tensor take a tenth of the time.
+    """Lets glibc keep freed memory until `release_memory`: new pages for each large tensor take a tenth of the time.
 
     It holds for the whole process, which is the command line's own.
     """

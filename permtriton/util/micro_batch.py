@@ -34,7 +34,7 @@ class MicroBatch:
     def run(self, work: Callable[[int], Result]) -> Result:
         """Returns ``work(size)``; where memory runs out, starts it again with half the size.
 
-        The work must not build on what an attempt that failed has left, such as gradients.
+        The work must not use anything that a failed attempt has left, such as gradients.
         """
         while True:
             try:
