@@ -115,7 +115,7 @@ def store_quantized(row, inside, y_ptr, scale_ptr):
 
 @jit
 def _values(x_ptr, up_ptr, inside, SILU: tl.constexpr):
-    """Returns what is quantized; zeros outside."""
+    """Returns the values to quantize; zeros outside."""
     value = tl.load(x_ptr, mask=inside, other=0.0)
     if SILU:
         wide = value.to(tl.float32)

@@ -39,7 +39,7 @@ CONFIGS: tuple[Config, ...] = (
 def sparsegpt_block_reference(
     block: Tensor, factor: Tensor, keep: Tensor | None, pattern: NMPattern
 ) -> tuple[Tensor, Tensor]:
-    """The pass in plain torch: a group at a time, whose errors reach the groups after it at once."""
+    """The pass in plain torch, group by group: the errors of a group are applied to all later channels at once."""
     block, errors = block.clone(), torch.empty_like(block)
     for first in range(0, len(block), pattern.group):
         last = first + pattern.group

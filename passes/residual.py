@@ -63,9 +63,9 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
 
 
 def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:
-    """Returns what an output is added to, row by row and before any reshaping, and by what it is multiplied before.
+    """Returns the node that an output is added to, row by row and before any reshaping, and the factor before that.
 
-    None if nothing is.
+    The node is None if there is none.
     """
     node, factor = product, 1.0
     while len(node.users) == 1:

@@ -181,7 +181,7 @@ def facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _sizes(samples: Mapping[str, Any]) -> str:
-    """Returns how much samples hold, as the record has it, in words."""
+    """Returns the recorded size of samples, in words."""
     return f"{' x '.join(str(size) for size in samples['shape'])} {samples.get('unit', 'tokens')}" + (
         f", {samples['special_tokens']}" if "special_tokens" in samples else ""
     )

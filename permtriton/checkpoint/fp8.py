@@ -144,7 +144,7 @@ class Rounding:
         return weight, scale
 
     def counts(self) -> dict[str, int]:
-        """Returns what ``export`` in ``permtriton.json`` says of it.
+        """Returns further entries of ``export`` in ``permtriton.json``.
 
         ``quantized`` is the number of linears, ``rounded`` that of those whose weights were not on the grid already,
         and ``further_zeros`` that of kept weights that became zeros.

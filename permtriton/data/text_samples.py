@@ -349,7 +349,7 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
 
 
 def _is_dataset(source: str) -> bool:
-    """Whether a name can only be that of a dataset on the hub: it has an owner, no suffix of a file, and is none."""
+    """Whether a name can only be that of a dataset on the hub: it has an owner and no file suffix, and is no file."""
     return is_hub_name(source) and "/" in source and Path(source).suffix not in SUFFIXES
 
 

@@ -100,7 +100,7 @@ class Row(Distances):
     seconds: float  # time that all seeds took together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
     peak_bytes: Integer | None  # the highest
-    by_seed: list[dict[str, Any]]  # what was measured with each seed
+    by_seed: list[dict[str, Any]]  # the measurements with each seed
 
     @classmethod
     def of(cls, config: RowConfig | None, measured: Sequence[Measured]) -> "Row":

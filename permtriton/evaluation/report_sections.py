@@ -287,7 +287,7 @@ def _means(values: Iterable[tuple[int | None, float]]) -> dict[int, float]:
 
 
 def masks(corners: Sequence[MaskCorner]) -> Section:
-    """Which weights are kept, of all folders side by side, as in the appendix of the paper."""
+    """The kept weights of all folders side by side, as in the appendix of the paper."""
     rows, columns = corners[0].kept.shape
     text = (
         f"The mask of {corners[0].linear}: its first {rows} outputs (down) and {columns} inputs (across), kept weights "

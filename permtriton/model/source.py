@@ -107,7 +107,7 @@ class Source:
         return Path(self.location) if os.path.isdir(self.location) else None
 
     def holds(self, file: str) -> bool:
-        """Returns whether the source is a folder that holds ``file``; a GGUF file holds all that belongs to it."""
+        """Returns whether the source is a folder that holds ``file``; False for GGUF, which needs no other file."""
         return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
 
     def find(self, file: str) -> Path | None:
