@@ -1,5 +1,7 @@
 """Free memory within the limits of containers and batch systems, from the files in which Linux states them."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -50,3 +52,23 @@ def test_a_container_sees_its_own_group_as_the_root(system):
 
 def test_a_full_group_leaves_nothing(system):
     assert system("0::/job\n", {"job": v2(GIB, 2 * GIB)}) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to keep memory")
+def test_freed_memory_is_used_again():
+    """In a process of its own, as the setting holds for all of it."""
+    code = """
+import resource, torch
+from permtriton.util.machine import keep_freed_memory
+def new_pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.zeros(1 << 24).add_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+before = new_pages()
+keep_freed_memory()
+new_pages()
+print(before, new_pages())
+"""
+    before, after = map(int, subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert after < before / 10
