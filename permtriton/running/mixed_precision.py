@@ -129,8 +129,9 @@ def products_of(dtype: torch.dtype, device: torch.device) -> AbstractContextMana
 
     A factor that has no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU) loses none by rounding.
     """
-    fits = dtype in (torch.bfloat16, torch.float16) if device.type == "cuda" else dtype == torch.bfloat16
-    return _precision("medium") if fits and _rounds(device) else nullcontext()
+    gpu = device.type == "cuda"
+    fits = dtype == torch.bfloat16 or (gpu and dtype == torch.float16)
+    return _precision("high" if gpu else "medium") if fits and _rounds(device) else nullcontext()
 
 
 def _rounds(device: torch.device) -> bool:
