@@ -36,7 +36,7 @@ from permtriton.data.samples import Samples
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.fisher import fisher_information
-from permtriton.methods.measure.objective import dense_objective
+from permtriton.methods.measure.losses import dense_objective
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.methods.order.searched import Searched, Searcher
 from permtriton.model.forward import hidden_states

@@ -17,7 +17,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.losses import Objective
 from permtriton.methods.order.learned import Learned, OrderTrainer
 from permtriton.methods.order.masked_model import masked_model
 from permtriton.model.forward import last_hidden_state

@@ -34,7 +34,7 @@ from permtriton.kernels.nm_mask import nm_mask_backward
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.objective import ObjectiveKind, dense_objective
+from permtriton.methods.measure.losses import ObjectiveKind, dense_objective
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.order.searched import Searched, Searcher, Swaps

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from benchmarks.real.__main__ import processor, write
 from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.measure.objective import dense_objective
+from permtriton.methods.measure.losses import dense_objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.methods.train.tune import TunedValues
 from permtriton.model.load import load_model

@@ -8,7 +8,7 @@ from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.cli.console import out, print_json, show
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import DryRun, Job
-from permtriton.driver.memory import Devices
+from permtriton.driver.memory_forecast import Devices
 from permtriton.errors import ConfigError, as_flags, reasons_of
 from permtriton.model.source import Source
 from permtriton.running.placement import DevicePlacement

@@ -146,7 +146,7 @@ def cache_folder() -> Path:
 
 
 def cache_file() -> Path:
-    """Returns the file with this user's winners."""
+    """Returns this user's file of the fastest configurations measured, by GPU and versions of libraries."""
     return cache_folder() / "autotune.json"
 
 

@@ -67,8 +67,8 @@ LONG_TILE = 2048
 HELD = 8192  # padded channels up to which a program holds weight and index; beyond, it reads them for every row
 LONG_PROGRAMS, BACKWARD_PROGRAMS = 4, 2  # per multiprocessor
 
-# num_warps for rows of 4096 channels; in proportion, rows of more get twice as many, so that LLVM joins the gather's
-# stores to shared memory to 16 bytes, see `permtriton.kernels.permute`.
+# num_warps for rows of 4096 channels; others get warps in proportion to their length, and longer ones, forward, twice
+# that, so that LLVM merges the gather's stores to shared memory into 16-byte ones: see `permtriton.kernels.permute`.
 CONFIGS = (Config(num_warps=8), Config(num_warps=16))
 BACKWARD_CONFIGS = (Config(num_warps=8), Config(num_warps=16))
 

@@ -48,7 +48,7 @@ CONFIGS: tuple[Config, ...] = (
 
 
 def packed_shapes(out_features: int, in_features: int, pattern: NMPattern) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the shapes of values and positions.
+    """Returns the shapes of the values, ``[O, C / M * N]``, and of the positions, ``[O, bytes]``, of a packed weight.
 
     Raises:
         ModelError: ``in_features`` is not a multiple of the group.

@@ -154,7 +154,7 @@ def _placement_kernel(
     rows, steps, size, row_stride, total,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Known to be multiples of ALIGN, so that loads and stores are wide.
+    # The launcher divided them by ALIGN: as products, the compiler knows them to be multiples, and copies wide words.
     size, row_stride, total = size * ALIGN, row_stride * ALIGN, total * ALIGN
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tiles = tl.cdiv(size, TILE_J)

@@ -238,9 +238,10 @@ def _fill(gains: Tensor, left: SwapTerms, right: SwapTerms) -> None:
 
 
 def for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) -> None:
-    """Runs tiles, on a CPU in threads of their own: torch's threads would wait for each other after every operation.
+    """Calls ``run`` for each tile. On a CPU, a pool of threads does so, in each of which torch uses one thread.
 
-    On a busy machine such waiting takes up to a hundred times as long as the work.
+    If torch's own threads shared each operation, they would wait for each other after every one: on a busy machine, up
+    to a hundred times as long as the work takes.
     """
 
     def alone(tile: Tile) -> None:
@@ -283,7 +284,7 @@ def _swap_gains_kernel(
     rows, left, right, left_row_stride, right_row_stride,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # Known to be multiples of ALIGN, so that loads and stores are wide.
+    # The launcher divided them by ALIGN: as products, the compiler knows them to be multiples, and copies wide words.
     left, left_row_stride = left * ALIGN, left_row_stride * ALIGN
     right, right_row_stride = right * ALIGN, right_row_stride * ALIGN
     i = tl.program_id(1) * TILE_I + tl.arange(0, TILE_I)

@@ -1,4 +1,4 @@
-"""Moves every permutation as far upstream as its placement in the plan says.
+"""Moves each permutation of the graph as far upstream as the plan says; `apply_edits` does so in the model itself.
 
 * ``folded``: into the rows, biases, norm vectors and embedding columns that write the channels, and into the columns of
   all other linears that read them. Nothing is left to do at run time.

@@ -1,4 +1,4 @@
-"""What a model's code decides by values, which an export does not know: branches, and which rows it selects.
+"""Tells torch.export what only values of tensors decide in a model's code: branches, and which rows it selects.
 
 The model first runs on a few samples, and what its code asks of tensors in Python is written down (`Answers`). Where
 all samples give the same answers, such as that nothing is padded, the export gets them at the same lines.

@@ -25,7 +25,7 @@ def routed_nodes(graph: fx.Graph) -> set[fx.Node]:
     """
     assert graph.owning_module is not None
     parameters = dict(graph.owning_module.named_parameters())
-    computed: set[fx.Node] = set()  # by a weight
+    computed: set[fx.Node] = set()  # nodes whose value depends on a parameter
     selected: set[fx.Node] = set()
     for node in graph.nodes:
         packet, inputs = getattr(node.target, "overloadpacket", None), node.all_input_nodes

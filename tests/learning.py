@@ -14,7 +14,7 @@ from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.losses import Objective
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.learned import Learned as Options
 from permtriton.model.forward import cosine_loss, hidden_states

@@ -8,7 +8,7 @@ from permtriton import CompileConfig, NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.objective import dense_objective, has_head
+from permtriton.methods.measure.losses import dense_objective, has_head
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.methods.order.searched import Searched as Options

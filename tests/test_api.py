@@ -208,6 +208,20 @@ def test_a_dataset_gives_the_texts_of_its_column(here):
     assert permtriton.compile("my-model", text_column="body", **run).report["calibration"]["sha256"] == by_list
 
 
+def test_texts_in_memory_give_what_their_file_does(here):
+    """Where the model takes shorter sequences than the default's, a step of training reads more of them."""
+    shutil.copytree("my-model", "short")
+    config, texts = json.loads(Path("short/config.json").read_text()), TEXTS * 40
+    Path("short/config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    Path("calibration.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = {"samples": 4, "distill_steps": 2, "refit_iterations": 1, "refit_metric_tokens": 0}
+    by_name, by_list = (
+        permtriton.compile("short", data=data, eval_data="none", **options).model.state_dict()
+        for data in ("calibration.jsonl", texts)
+    )
+    assert all(torch.equal(weight, by_list[name]) for name, weight in by_name.items())
+
+
 @pytest.mark.parametrize("kind", [None, "torch", "numpy"])
 @pytest.mark.slow
 def test_padding_in_a_dataset_is_not_read(here, kind):

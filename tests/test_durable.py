@@ -10,7 +10,7 @@ import torch
 
 from permtriton.evaluation.compare_results import Measured, ResultFile
 from permtriton.kernels.autotune import write_entries
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util.durable import RANDOM_END, replace_file
 from permtriton.util.output_files import write_file, write_report_file
 

@@ -15,7 +15,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ModelError
 from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
-from permtriton.passes.apply import apply_edits
+from permtriton.passes.apply_edits import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site, linear_module, weight_in_out
 

@@ -13,7 +13,7 @@ import permtriton
 from permtriton import config_from, find_plan
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.samples import Samples
-from permtriton.driver import forecast, memory
+from permtriton.driver import forecast, memory_forecast
 from permtriton.driver.forecast import assumed_pass, check_disk, disk_needs, duration, measured_pass
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
@@ -199,7 +199,7 @@ def test_a_token_runs_the_experts_that_it_is_sent_to(name, number):
     """Two of five, unless calibration has it run all of them; Gemma 4 and HunYuan call their number otherwise."""
     model, gpu, needs = (
         zoo.build("qwen3_moe"),
-        memory.Devices("cuda", 1, 1),
+        memory_forecast.Devices("cuda", 1, 1),
         MemoryEstimate(DevicePlacement.WHOLE, 0, 0, 0, {}),
     )
     model.config.num_experts_per_tok = 0

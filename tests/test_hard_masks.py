@@ -12,7 +12,7 @@ from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.fisher import Fisher
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.objective import dense_objective, has_head
+from permtriton.methods.measure.losses import dense_objective, has_head
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, linear_module, weight_in_out

@@ -14,7 +14,7 @@ from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError
 from permtriton.methods.compile_config import CompileConfig
-from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.losses import Objective
 from permtriton.methods.order.learned import Learned as Options
 from permtriton.methods.order.learned import OrderTrainer
 from permtriton.methods.order.masked_model import masked_model

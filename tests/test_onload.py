@@ -14,7 +14,7 @@ from benchmarks.known_run import Known
 from permtriton import CompileConfig, config_from
 from permtriton.cli.main import app
 from permtriton.data.samples import Samples
-from permtriton.driver.memory import GENERATION, Devices, estimate
+from permtriton.driver.memory_forecast import GENERATION, Devices, estimate
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.evaluation.measures import HeldOutMeasure
@@ -159,7 +159,7 @@ def test_the_gpu_holds_no_more_of_a_deeper_model(recipe):
 
 
 def needed(model, placements: tuple[DevicePlacement, ...]) -> int:
-    """Returns the bytes that `permtriton.driver.memory` expects to be on the GPU at once."""
+    """Returns the bytes that `permtriton.driver.memory_forecast` expects to be on the GPU at once."""
     devices = Devices("cuda", 1, 1 << 40, placements)
     config, samples = config_from(SMALL, "mask"), Samples.of(IDS)
     return estimate(Planned(model, config, samples, *plan_model(model, config, samples)), devices).peak

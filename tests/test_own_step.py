@@ -16,7 +16,7 @@ from permtriton.methods import steps
 from permtriton.methods.sizes import Memory
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import linear_module
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util.option import documented, option
 
 from . import zoo

@@ -6,7 +6,7 @@ import torch
 from permtriton import config_from
 from permtriton.driver.identity import states_beside
 from permtriton.driver.pipeline import compile_model
-from permtriton.running.state import FinishedLayers
+from permtriton.running.resume import FinishedLayers
 
 from . import zoo
 from .expert_stacks import unstacked

@@ -20,8 +20,8 @@ from permtriton.data.samples import Samples
 from permtriton.driver import identity
 from permtriton.driver.choose_placement import check_spread
 from permtriton.errors import ConfigError, ModelError
+from permtriton.running.resume import StateFile
 from permtriton.running.sharding import _around, _check
-from permtriton.running.state import StateFile
 from permtriton.running.workspace import Workspace
 from permtriton.util import ranks
 from permtriton.util.progress import NoProgress

@@ -7,7 +7,7 @@ import pytest
 import permtriton
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError, PermTritonError
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 
 from . import zoo
 from .learning import QUICK, STEPS, Counting, plant, stop, tiny, unchanged
@@ -65,7 +65,7 @@ def test_a_state_that_cannot_be_written_is_a_clear_error(problem, tmp_path, monk
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("permtriton.running.state.save_file", full)
+    monkeypatch.setattr("permtriton.running.resume.save_file", full)
     with unchanged(problem.model), pytest.raises(PermTritonError, match="No space left"):
         problem.learn(resume=StateFile(tmp_path / "state.safetensors", MINE))
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from permtriton import config_from
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import OutputError
 from permtriton.model.checks import model_hash, sample_hash
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 
 from . import zoo
 from .updating import Recording

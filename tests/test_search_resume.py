@@ -2,7 +2,7 @@
 
 import pytest
 
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 
 from .learning import Counting, stop, unchanged
 from .runs import Order

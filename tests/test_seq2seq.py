@@ -19,7 +19,7 @@ from permtriton.data.text_samples import check_samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.evaluate import measure_model
-from permtriton.methods.measure.objective import Head, has_head
+from permtriton.methods.measure.losses import Head, has_head
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.passes.plan import Destination

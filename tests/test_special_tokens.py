@@ -18,7 +18,7 @@ from permtriton.data.special_tokens import special_tokens_of
 from permtriton.data.text_samples import calibration_samples, held_out_windows, line_of_ids_without
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
-from permtriton.methods.measure.objective import LOSSES, dense_objective
+from permtriton.methods.measure.losses import LOSSES, dense_objective
 from permtriton.methods.run import Run
 from permtriton.model.seq2seq import divided
 

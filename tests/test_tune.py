@@ -21,7 +21,7 @@ from permtriton.methods.train.tune import Tune, TunedValues
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util.progress import NoProgress
 from permtriton.util.store import MEMORY
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from permtriton.methods.train import distill
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 
 from .updating import STEPS, Recording, equal, interrupt, tiny
 

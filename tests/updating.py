@@ -14,7 +14,7 @@ from benchmarks.known_run import Known
 from permtriton import CompileConfig, NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.objective import Objective, dense_objective, has_head
+from permtriton.methods.measure.losses import Objective, dense_objective, has_head
 from permtriton.methods.prune.mask import mask_weights
 from permtriton.methods.train.distill import Distill
 from permtriton.passes.plan import Plan, check_pruned, linear_module, weight_in_out

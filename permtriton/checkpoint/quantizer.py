@@ -262,7 +262,7 @@ class PermTritonQuantizer(HfQuantizer):
         changed |= set(filter(is_permuted, model.modules()))
         around = {module for module in model.modules() if changed & set(module.children())}
         for module in changed | {module for module in around if not module._non_persistent_buffers_set}:
-            # transformers then does not initialize it: some classes ask for weights' shapes, which differ here.
+            # Keeps transformers from initializing it: some classes' code reads weights' shapes, which differ here.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
     def _headers(self, files: Sequence[Path], folder: Path) -> Mapping[str, StoredTensor]:

@@ -51,7 +51,7 @@ def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
         cached = latent + text.qk_rope_head_dim
     return {
         "keys and values": tokens * text.num_hidden_layers * cached * model.dtype.itemsize,
-        "logits": vocabulary_of(model) * (2 * 4 + 3 * 8),  # and, in float64, their logarithms, powers and sums
+        "logits": vocabulary_of(model) * (2 * 4 + 3 * 8),  # two float32 tensors, and `_Drawing`: up to three of float64
     }
 
 

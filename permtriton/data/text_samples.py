@@ -111,7 +111,7 @@ def _mixed_windows(
 ) -> Tensor:
     """Returns windows of documents that are joined in random order, int64 ``[at least samples, length]``."""
     generator, tokens = torch.Generator().manual_seed(seed), config.samples * length
-    cut_off = length if surplus > SURPLUS else 0  # what is left over at the ends of both parts
+    cut_off = length if surplus > SURPLUS else 0  # for the remainders of the two parts
     stream, ends = encoder.stream(documents, surplus * tokens + cut_off, generator)
     end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # end of the mixed part
     windows = end // length

@@ -1,11 +1,11 @@
-"""Places the model on the devices, by memory, and refuses what a compilation cannot do there."""
+"""Places the model on the devices, by memory, and refuses what cannot be done there; `resolve_device` reads device=."""
 
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from permtriton.driver.memory import GENERATION, Devices, estimate, estimate_together
+from permtriton.driver.memory_forecast import GENERATION, Devices, estimate, estimate_together
 from permtriton.errors import ConfigError
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import inverts_hessians

@@ -17,7 +17,7 @@ import torch
 from permtriton.checkpoint.format import IN_8_BITS, PACKED, Format
 from permtriton.data.generated import written
 from permtriton.driver.identity import states_beside
-from permtriton.driver.memory import Devices, refusal
+from permtriton.driver.memory_forecast import Devices, refusal
 from permtriton.errors import OutputError
 from permtriton.kernels.packing import position_bits
 from permtriton.methods.compile_config import CompileConfig

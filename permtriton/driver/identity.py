@@ -17,7 +17,7 @@ from permtriton.methods.planning import Planned
 from permtriton.methods.prune import dense_share
 from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
-from permtriton.running.state import StateFile, layers_beside
+from permtriton.running.resume import StateFile, layers_beside
 from permtriton.running.workspace import state_path
 from permtriton.util import ranks
 from permtriton.util.machine import device_name, versions

@@ -24,7 +24,7 @@ from permtriton.data.text_samples import fitted
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin
-from permtriton.driver.memory import Devices
+from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.pipeline import compile_loaded, forecast_loaded
 from permtriton.driver.prepare import CompileInputs
 from permtriton.driver.result import CompiledModel
@@ -276,9 +276,9 @@ class Job:
         if self.args.save_format == Format.FP8:
             check_quantizable(model)
         calibration = fitted(self.config.calibration, self.overrides, model, progress)
-        samples, config, data = None, self.config, self.args.data
-        if calibration != config.calibration:
-            config = replace(config, calibration=calibration)
+        samples, data = None, self.args.data
+        # Sequences of another length are others in number, in a step, and so in the text that is drawn.
+        config = with_suggested(replace(self.config, calibration=calibration), self.overrides)
         if no_text:
             data = torch.zeros(calibration.samples, calibration.sequence_length, dtype=torch.int64)
         if data is not None:

@@ -1,4 +1,4 @@
-"""Makes the record of a compilation, ``permtriton.json``, whose fields are in `permtriton.checkpoint.read_record`."""
+"""Makes the record of a compilation, ``permtriton.json``: all entries but those of saving; see docs/formats.md."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.quantizer import attach
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.make_record import compilation_record
-from permtriton.driver.memory import Devices
+from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.prepare import CompileInputs, begin, prepare
 from permtriton.driver.result import CompiledModel
 from permtriton.driver.traced import check_graph, comparison_refusal, traced_sample

@@ -19,7 +19,7 @@ from permtriton.driver.choose_placement import check_placement, estimated, place
 from permtriton.driver.forecast import Forecast, check_disk, disk_needs, make_forecast
 from permtriton.driver.identity import WRITING, identify
 from permtriton.driver.make_record import Origin
-from permtriton.driver.memory import Devices
+from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.traced import comparison_refusal, graph_outputs, traced_sample
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure
@@ -37,7 +37,7 @@ from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import DevicePlacement, ModelPlacement
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.running.workspace import Workspace
 from permtriton.util import ranks
 from permtriton.util.progress import NoProgress, Progress

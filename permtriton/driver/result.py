@@ -23,7 +23,7 @@ from permtriton.data.in_memory import Data
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.model.name import checked_token
-from permtriton.running.state import State
+from permtriton.running.resume import State
 from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import real_path
 

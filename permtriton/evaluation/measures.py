@@ -4,7 +4,7 @@ Perplexity is by the field's protocol: windows do not overlap, and the first tok
 tokens around a window are not predicted either; after a special token, the first token of text is predicted, too. For
 an encoder-decoder, perplexity is that of the second half of each window, given the first half.
 
-The KL is that of `permtriton.methods.measure.objective`, ``KL(dense || model)`` in nats per token. Here each model
+The KL is that of `permtriton.methods.measure.losses`, ``KL(dense || model)`` in nats per token. Here each model
 computes its own logits, since the head of the model may differ from the dense one's, and nothing but sums outlives a
 forward pass."""
 
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ModelError
-from permtriton.methods.measure.objective import LOGITS_AT_ONCE
+from permtriton.methods.measure.losses import LOGITS_AT_ONCE
 from permtriton.model.checks import model_outputs, relative_difference
 from permtriton.model.core import recorded_states, takes_decoder_ids
 from permtriton.model.forward import (

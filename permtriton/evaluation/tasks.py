@@ -171,7 +171,7 @@ class _Harness(HFLM):
         return self._reporting(super().loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        with mock.patch.object(self, "add_bos_token", False):  # it puts one before the text itself
+        with mock.patch.object(self, "add_bos_token", False):  # lm-eval itself puts prefix_token_id before it
             return self._reporting(super().loglikelihood_rolling, requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:

@@ -1,4 +1,4 @@
-"""The options of a whole compilation: a recipe's steps, and the options that they share."""
+"""A recipe's steps with the options that they share; **add a shared option in** `permtriton.config`, not here."""
 
 from dataclasses import asdict, dataclass, field
 from math import ceil

@@ -10,7 +10,7 @@ from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.run import Run
 from permtriton.passes.plan import Site, linear_module, weight_in_out
 from permtriton.running.layer_walk import LayerWalk
-from permtriton.running.state import FinishedLayers
+from permtriton.running.resume import FinishedLayers
 from permtriton.util import ranks
 
 Curved = TypeVar("Curved")

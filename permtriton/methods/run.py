@@ -13,14 +13,14 @@ from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.objective import Objective, dense_objective, objective_kind
+from permtriton.methods.measure.losses import Objective, dense_objective, objective_kind
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics, tokens_of_experts, undersampled_warning
 from permtriton.methods.planning import Planned
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.reference import Reference
-from permtriton.passes.apply import apply_edits
+from permtriton.passes.apply_edits import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
@@ -73,7 +73,7 @@ class Run(Planned):
         self.outcomes: dict[str, Outcome] = {}
         self._dense_retained: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, int, bool], Objective] = {}
-        self._expected_loss: tuple[Objective, float] | None = None  # by masking alone in the present order
+        self._expected_loss: tuple[Objective, float] | None = None  # of the masked model; None: no promise
 
     # -- what it works with --------------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Run(Planned):
         return importances_of(self.model, self.plan, self.config.importance, self.statistics)
 
     def calibrate(self, measure: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
-        """Measures the statistics of all sites, and how many tokens each expert is sent."""
+        """Keeps the sites' statistics that ``measure`` returns, and how many tokens each expert was sent meanwhile."""
         with self.placed_model() as model:
             statistics = measure(model)
             self.expert_tokens = tokens_of_experts(model, len(self.samples) * self.samples.longest)

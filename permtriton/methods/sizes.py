@@ -178,7 +178,7 @@ class ModelSizes:
 
     @property
     def mask(self) -> int:
-        """Bytes of the temporaries of one mask."""
+        """Bytes of temporaries while the largest pruned linear gets its mask: six float32 numbers per weight."""
         return self.largest_weight * 6 * FLOAT32
 
 

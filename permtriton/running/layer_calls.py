@@ -168,9 +168,9 @@ def find_chains(
 
     Args:
         sample: one sample, to try.
-        weights: the weights that will change, or have two values: an argument that depends on those of a chain's own
-            layers ends the chain. It may depend on other weights, which are final when the chain starts: a decoder's
-            layers read what the encoder made.
+        weights: the weights that change, or are run with two sets of values, while chains run. A chain ends before a
+            layer of which an argument other than its hidden states depends on those of the chain's own layers. It may
+            depend on other weights, which are final when the chain starts: a decoder reads what the encoder made.
     """
     recorded_calls = recorded(model, layers, sample)
     chains: list[list[str]] = []

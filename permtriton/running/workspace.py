@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from permtriton.model.checks import sample_hash
-from permtriton.running.state import State
+from permtriton.running.resume import State
 from permtriton.util.machine import release_memory
 from permtriton.util.progress import NoProgress, Progress
 

@@ -24,7 +24,7 @@ from permtriton.serving.norm import use_permuted_norms
 from permtriton.serving.order import USE_PORTABLE
 from permtriton.serving.servable import check_folder, refuse_unknown_class, refuse_unservable
 
-LOAD_FORMATS = ("auto", "hf", "safetensors")  # those that read the files that were checked
+LOAD_FORMATS = ("auto", "hf", "safetensors")  # of vLLM, that read the safetensors files which `check_folder` checked
 
 
 class PermTritonConfig(QuantizationConfig):

@@ -70,7 +70,7 @@ class _Stage:
         return f"{self.name}{count}, {time.perf_counter() - self.started:.0f} s {self.note}".rstrip()
 
     def advance(self, steps: int, note: str) -> bool:
-        """Counts steps; returns whether that is worth a line: at the end, else at every tenth, and seldom."""
+        """Counts steps; returns whether to print a line: at the end, else at a new tenth, `SELDOM` s after the last."""
         tenths = 10 * self.done // max(self.total, 1)
         self.done, self.note = self.done + steps, note or self.note
         ended = self.done >= self.total > self.done - steps

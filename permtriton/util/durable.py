@@ -29,7 +29,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder inside the ``with`` block, once it is free; without locks, the block runs anyway."""
+    """Waits for a folder's lock and holds it inside the context; on a file system without locks, there is none."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks

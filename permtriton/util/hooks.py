@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Inside the context, hooks are in place; they are removed at its end."""
+    """Removes hooks at the end of the context; those of a generator are registered at its beginning."""
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)

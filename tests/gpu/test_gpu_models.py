@@ -17,7 +17,7 @@ from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, ROUTE_CONFIGS, rou
 from permtriton.kernels.tools.timing import relative_error
 from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.measure.objective import Objective
+from permtriton.methods.measure.losses import Objective
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.learned import Learned
 from permtriton.model.forward import hidden_states

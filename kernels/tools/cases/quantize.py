@@ -47,7 +47,7 @@ def gathered_case(rows: int, channels: int, dtype: torch.dtype, device: torch.de
 
 
 def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """The input of a gated MLP's last linear."""
+    """``silu(gate) * up`` quantized by `silu_quantize`: the input of a gated MLP's last linear."""
 
     def make(seed: int) -> Arguments:
         random = Random(seed, device)

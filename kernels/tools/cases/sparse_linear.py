@@ -1,4 +1,4 @@
-"""Cases of `permtriton.kernels.sparse_linear`."""
+"""What `permtriton.kernels.sparse_linear` is checked, tuned and timed on; see `permtriton.kernels.tools.case`."""
 
 from collections.abc import Sequence
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.methods.measure.objective import LOSSES, LossKind, default_objective
+from permtriton.methods.measure.losses import LOSSES, LossKind, default_objective
 from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.methods.run import Run
 from permtriton.model.modules import as_multiplied
@@ -74,7 +74,7 @@ def row_weights(run: Run) -> dict[str, Tensor]:
 def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
-    The loss is the ``drawn`` function of ``kind`` in `permtriton.methods.measure.objective.LOSSES`.
+    The loss is the ``drawn`` function of ``kind`` in `permtriton.methods.measure.losses.LOSSES`.
     """
     information: dict[str, Fisher] = {}
 

@@ -56,7 +56,7 @@ def retained_importance(
 
 
 def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> dict[str, float]:
-    """Returns the sum of all scores of each pruned linear, by name: of a masked weight, what its mask retained."""
+    """Returns linear -> sum of its weights' scores. Pruned weights score 0: after masking, it is what was retained."""
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
     return {name: float(importances[name].scores(w).sum(dtype=torch.float64)) for name, w in weights.items()}
 

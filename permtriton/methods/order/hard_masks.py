@@ -17,7 +17,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_terms
 from permtriton.methods.measure.fisher import Fisher
-from permtriton.methods.measure.objective import Objective, finite
+from permtriton.methods.measure.losses import Objective, finite
 from permtriton.model.experts import expert_of
 from permtriton.model.forward import to_numbers
 from permtriton.passes.edits import runs_of

@@ -29,7 +29,7 @@ from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Site, linear_module, weight_in_out
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util import ranks
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import identity

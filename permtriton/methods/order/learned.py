@@ -20,7 +20,7 @@ from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.fisher import fisher_information
-from permtriton.methods.measure.objective import ObjectiveKind, finite, minimises
+from permtriton.methods.measure.losses import ObjectiveKind, finite, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.masked_model import LearnedMasks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
@@ -29,7 +29,7 @@ from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running.backward import loss_scale
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch, Result
 from permtriton.util.option import documented, option

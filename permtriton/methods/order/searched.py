@@ -26,14 +26,14 @@ from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.fisher import fisher_information
-from permtriton.methods.measure.objective import Objective, ObjectiveKind, minimises
+from permtriton.methods.measure.losses import Objective, ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util import ranks
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import identity, moved

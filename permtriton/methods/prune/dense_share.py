@@ -32,7 +32,7 @@ from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 from permtriton.util.store import Store

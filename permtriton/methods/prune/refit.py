@@ -50,7 +50,7 @@ from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups, weight_in_out
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.mixed_precision import exact_products
-from permtriton.running.state import FinishedLayers
+from permtriton.running.resume import FinishedLayers
 from permtriton.util import ranks
 from permtriton.util.option import documented, option
 from permtriton.util.sparsity import NMPattern

@@ -13,7 +13,7 @@ import torch
 
 from permtriton.config import OptimizerKind
 from permtriton.data.samples import Samples
-from permtriton.methods.measure.objective import ObjectiveKind, minimises
+from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, GENERATED, Outcome

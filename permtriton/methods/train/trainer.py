@@ -24,7 +24,7 @@ from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import layer_modules
 from permtriton.running.backward import checkpointed, frozen, loss_scale, with_gradients
 from permtriton.running.mixed_precision import mixed_precision
-from permtriton.running.state import StateFile
+from permtriton.running.resume import StateFile
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.progress import Advance

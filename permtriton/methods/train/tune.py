@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.methods.measure.objective import ObjectiveKind, minimises
+from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
-from permtriton.driver import memory
+from permtriton.driver import memory_forecast
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.sizes import RELOADING, MemoryEstimate
@@ -39,7 +39,7 @@ def needs(model, plan, **options) -> MemoryEstimate:
     shape = (config.calibration.samples, config.calibration.sequence_length)
     windows = torch.zeros((3, config.calibration.sequence_length), dtype=torch.int64)
     start = zoo.start(model, config, Samples.of(torch.zeros(shape, dtype=torch.int64)), plan)
-    return memory.estimate(replace(start, held_out=Samples.of(windows)), memory.Devices.of(CPU))
+    return memory_forecast.estimate(replace(start, held_out=Samples.of(windows)), memory_forecast.Devices.of(CPU))
 
 
 def beside(model, plan, **options) -> int:
@@ -48,10 +48,10 @@ def beside(model, plan, **options) -> int:
     return found.stages[found.largest]
 
 
-def refusal(found: MemoryEstimate, devices: memory.Devices | None = None) -> str:
+def refusal(found: MemoryEstimate, devices: memory_forecast.Devices | None = None) -> str:
     model, config = zoo.tiny_llama(), config_from({"recipe": "mask"})
     sizes = zoo.start(model, config, Samples.of(zoo.tiny_ids(2, 8))).sizes
-    return memory.refusal(found, devices or memory.Devices.of(CPU), config, sizes)
+    return memory_forecast.refusal(found, devices or memory_forecast.Devices.of(CPU), config, sizes)
 
 
 def test_a_model_without_a_language_model_head_makes_no_logits():
@@ -114,7 +114,7 @@ def test_only_ranks_on_this_machine_share_its_memory(monkeypatch, environment, s
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    devices = memory.Devices.of(CPU, ranks.count())
+    devices = memory_forecast.Devices.of(CPU, ranks.count())
     assert (devices.count, devices.free, devices.host) == (8, share, share)
 
 
@@ -150,7 +150,7 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> MemoryEstima
     config = config_from({"recipe": "mask,tune", **options})
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
-        needs = memory.estimate_together(start, memory.Devices("cuda", 1, free))
+        needs = memory_forecast.estimate_together(start, memory_forecast.Devices("cuda", 1, free))
     assert bool(needs.savings) == needs.recomputes == needs.report()["recomputes"]
     return needs
 
@@ -193,7 +193,9 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
 
     def needs(count: int, free: int, shard: bool | None = None, onload: bool | None = False) -> MemoryEstimate:
         start = zoo.start(model, config, samples, plan)
-        return memory.estimate(start, memory.Devices("cuda", count, free, allowed_placements(shard, onload)))
+        return memory_forecast.estimate(
+            start, memory_forecast.Devices("cuda", count, free, allowed_placements(shard, onload))
+        )
 
     whole, spread = needs(4, 10**12), needs(4, 0)
     assert whole.placement is DevicePlacement.WHOLE
@@ -201,7 +203,7 @@ def test_weights_that_do_not_fit_one_gpu_are_spread_over_several():
     assert "spread" in spread.placement.weights
     assert needs(1, 0).placement is DevicePlacement.WHOLE, "there is no other GPU"
     assert needs(4, 0, shard=False).placement is DevicePlacement.WHOLE
-    assert refusal(needs(4, 0, shard=False), memory.Devices("cuda", 4, 0))
+    assert refusal(needs(4, 0, shard=False), memory_forecast.Devices("cuda", 4, 0))
     assert needs(4, 10**12, shard=True).placement is DevicePlacement.SPREAD
     assert needs(8, 0).model < spread.model < whole.model
     layers = [sum(each.numel() * each.element_size() for each in layer.parameters()) for layer in model.model.layers]

@@ -8,8 +8,8 @@ from transformers import CohereConfig, CohereForCausalLM, PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
-from permtriton.methods.measure import objective as file
-from permtriton.methods.measure.objective import (
+from permtriton.methods.measure import losses as file
+from permtriton.methods.measure.losses import (
     Head,
     Objective,
     default_objective,
