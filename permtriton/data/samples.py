@@ -106,11 +106,11 @@ class Samples:
         )
 
     def start(self, samples: int, tokens: int) -> "Samples":
-        """Returns the first samples; of text, at most the first ``tokens`` tokens of each."""
+        """Returns the first samples; of text, at most ``tokens`` tokens of each, as `start_of` takes them."""
         first = self[:samples]
         if not self.is_text:
             return first
-        return Samples({name: tensor[:, :tokens] for name, tensor in first.inputs.items()})
+        return Samples({name: start_of(tensor, tokens) for name, tensor in first.inputs.items()})
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Samples":
         """Returns the samples on a device; floating-point tensors in ``dtype``, unless that is None."""
@@ -132,6 +132,14 @@ class Samples:
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+
+def start_of(rows: Tensor, tokens: int) -> Tensor:
+    """Returns rows ``[rows, tokens]`` without what is in the middle: the last two tokens may be an end and a language.
+
+    Some heads read the hidden state at the end token alone.
+    """
+    return rows if rows.shape[1] <= tokens else torch.cat([rows[:, : max(tokens - 2, 0)], rows[:, -min(tokens, 2) :]], 1)
 
 
 Inputs = Tensor | Mapping[str, Tensor] | Samples  # what `Samples.of` takes
