@@ -135,11 +135,14 @@ class Samples:
 
 
 def start_of(rows: Tensor, tokens: int) -> Tensor:
-    """Returns rows ``[rows, tokens]`` without what is in the middle: the last two tokens may be an end and a language.
+    """Returns the first ``tokens`` tokens of each row ``[rows, tokens]``, the last two of which are the row's last two.
 
-    Some heads read the hidden state at the end token alone.
+    These may be an end token, whose hidden state alone some heads read, and a language.
     """
-    return rows if rows.shape[1] <= tokens else torch.cat([rows[:, : max(tokens - 2, 0)], rows[:, -min(tokens, 2) :]], 1)
+    if rows.shape[1] <= tokens:
+        return rows
+    last = min(tokens, 2)
+    return torch.cat([rows[:, : tokens - last], rows[:, -last:]], 1)
 
 
 Inputs = Tensor | Mapping[str, Tensor] | Samples  # what `Samples.of` takes
