@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
-from permtriton.model.core import DECODER_IDS, takes_decoder_ids
+from permtriton.model.core import DECODER_IDS, divides_text, takes_decoder_ids
 
 TRACE_TOKENS = 4  # few, so that following channels is cheap; more than one, so that mixing of tokens shows
 MORE_TOKENS = 16  # for models that halve a text several times
@@ -22,8 +22,10 @@ def examples(model: PreTrainedModel) -> list[Samples]:
     name, ids = model.main_input_name, torch.zeros((1, MORE_TOKENS), dtype=torch.int64)
     shapes = {"pixel_values": _images, "input_values": _sounds, "input_features": _spectrograms}.get(name)
     inputs = [torch.zeros(shape) for shape in shapes(model.config)] if shapes else [ids[:, :TRACE_TOKENS], ids]
-    decoder = {DECODER_IDS: ids[:, :TRACE_DECODER_TOKENS]} if takes_decoder_ids(model) else {}
-    return [Samples({name: tensor, **decoder}) for tensor in inputs]
+    if not takes_decoder_ids(model):
+        return [Samples({name: tensor}) for tensor in inputs]
+    decoded = [ids[:, :TRACE_DECODER_TOKENS] if divides_text(model) else tensor.clone() for tensor in inputs]
+    return [Samples({name: tensor, DECODER_IDS: read}) for tensor, read in zip(inputs, decoded, strict=True)]
 
 
 def _images(config: Any) -> Iterator[tuple[int, ...]]:

@@ -5,10 +5,12 @@ import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    BartForSequenceClassification,
     PreTrainedModel,
     T5Config,
     T5EncoderModel,
     T5ForConditionalGeneration,
+    T5ForSequenceClassification,
     T5Model,
     WhisperConfig,
     WhisperForConditionalGeneration,
@@ -168,3 +170,51 @@ def test_sequences_may_fill_both_halves():
     assert max_tokens(build("bart")) == 32
     with pytest.raises(CalibrationError, match="32 positions"):
         check_samples(build("bart"), token_ids(2, 33))
+
+
+# -- classifiers, whose decoder reads the encoder's tokens again -------------------------------------------------------
+
+CLASSIFIERS = {
+    "bart": lambda: BartForSequenceClassification._from_config(BartConfig(**BART)),
+    "t5": lambda: T5ForSequenceClassification._from_config(T5Config(**{**T5, "eos_token_id": 2})),
+}
+
+
+def classifier_and_ids(name: str, tokens: int = 16) -> tuple[PreTrainedModel, torch.Tensor]:
+    torch.manual_seed(0)
+    model, ids = CLASSIFIERS[name](), token_ids(6, tokens)
+    randomize(model)
+    ids[:, -1] = 2
+    return model.eval(), ids
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("bart", 16), ("t5", 80)])
+@pytest.mark.slow
+def test_a_classifier_is_compiled(name, tokens, tmp_path):
+    """Its head reads the decoder's state at the end token, which stands behind what a proof takes of a long sample."""
+    model, ids = classifier_and_ids(name, tokens)
+    compiled = compile_model(model, None, config_from({"importance": "wanda"}, "heuristic,mask"), ids=ids)
+    assert len(list(compiled.plan.linears())) == 2 * 6 + 2 * 10
+    assert compiled.report["proof"]["lowered_graph"] == "same outputs"
+    assert compiled.report["calibration"]["shape"] == [6, tokens]
+    reloaded = type(model).from_pretrained(compiled.save_pretrained(tmp_path / "out")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(reloaded(ids)[0], model(ids)[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifiers_decoder_reads_what_it_reads_without_our_help(name):
+    model, ids = classifier_and_ids(name)
+    with torch.no_grad():
+        assert torch.equal(model(ids)[0], model(**check_samples(model, ids).inputs)[0])
+
+
+def test_a_classifier_takes_whole_sequences_that_end():
+    model, ids = classifier_and_ids("bart")
+    assert max_tokens(model) == 16
+    with pytest.raises(CalibrationError, match="use `sequence_length=16` or less"):
+        check_samples(model, token_ids(2, 17))
+    ids[2, -2:] = torch.tensor([2, 5])  # a language may follow
+    ids[4:, -1] = 5
+    with pytest.raises(CalibrationError, match=r"2 of 6 sequences do not end with the end token \(eos_token_id=2\)"):
+        compile_model(model, None, config_from({}, "mask"), ids=ids)

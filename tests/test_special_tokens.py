@@ -8,7 +8,13 @@ import torch
 from tokenizers import processors
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    T5ForSequenceClassification,
+)
 
 import permtriton
 from permtriton import config_from
@@ -117,6 +123,15 @@ def test_documents_that_have_them_do_not_double_them():
     chats = [f"<s>{each}</s>" for each in DOCUMENTS]
     plain, own = (held_out_windows("text", tokenizer_of("both"), 290, 16, texts) for texts in (DOCUMENTS, chats))
     assert torch.equal(plain.ids, own.ids)
+
+
+def test_a_sequence_of_a_classifier_is_no_pair():
+    """Its decoder reads the encoder's text again."""
+    config = config_from({"samples": 4, "sequence_length": 16})
+    classifier = T5ForSequenceClassification(T5Config(**{**T5, "vocab_size": 290}))
+    read = calibration_samples(config, tokenizer_of("both"), classifier, DOCUMENTS).inputs
+    assert torch.equal(read["input_ids"], drawn("both").ids)
+    assert torch.equal(read["decoder_input_ids"][:, 1:], read["input_ids"][:, :-1])
 
 
 @pytest.mark.parametrize(("kind", "length", "least"), [("BOS", 1, 2), ("both", 2, 3), ("CLS and SEP", 2, 3)])

@@ -1,6 +1,8 @@
 """The documents in the columns of a table: of a file, of a dataset on the hub or in memory."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,47 @@ class Unpadded(Sequence[list[int]]):
         return unpadded(self.ids[number], self.masks[number], f"{self.source}: document {number + 1}")
 
 
+class Conversation(list[Mapping[str, Any]]):
+    """Messages, and the schemas of the tools that the chat template describes before them."""
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], tools: Any, place: str) -> None:
+        super().__init__(messages)
+        listed = tools or []
+        if isinstance(listed, str):
+            with suppress(ValueError, RecursionError):  # else it is no JSON, and refused like all that is no list
+                listed = json.loads(listed) or []
+        if not isinstance(listed, list) or not all(isinstance(schema, Mapping) for schema in listed):
+            raise CalibrationError(
+                f"{place}: its tools are {shown(tools)}: expected a list of schemas, each an object, or such a list "
+                "as JSON; mend them, or remove the column"
+            )
+        self.tools = [_without_nulls(schema) for schema in listed] or None
+
+
+def _without_nulls(value: Any) -> Any:
+    """Returns a schema without the keys of others: a typed column gives each row those of all rows, with null."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+@dataclass(frozen=True)
+class WithTools(Sequence[Any]):
+    """The conversations of a column with the tools of another, each made when it is asked for."""
+
+    documents: Sequence[Any]
+    tools: Sequence[Any]
+    source: str
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: Any) -> Any:
+        messages, place = self.documents[number], f"{self.source}: document {number + 1}"
+        is_text = not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages)
+        return messages if is_text else Conversation(messages, self.tools[number], place)
+
+
 def documents_in(
     names: Sequence[str], column_of: Callable[[str], Sequence[Any]], source: str, chosen: str = ""
 ) -> Sequence[Any]:
@@ -58,4 +101,6 @@ def documents_in(
         raise CalibrationError(f"{source}: document 1 is {shown(documents[0])}: expected {column} as {expected}")
     if column == "input_ids" and "attention_mask" in names:
         documents = Unpadded(documents, column_of("attention_mask"), source)
+    elif column not in ("input_ids", "text") and "tools" in names:
+        documents = WithTools(documents, column_of("tools"), source)
     return documents

@@ -9,7 +9,7 @@ from permtriton.data.media import is_media, stored_samples
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.text_samples import check_inputs, held_out_windows, line_of_ids_without, vocabulary_of
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
-from permtriton.model.core import check_towers, takes_decoder_ids
+from permtriton.model.core import check_towers, divides_text
 from permtriton.model.forward import max_tokens, with_tokens
 from permtriton.model.name import DEMO
 from permtriton.util.progress import Progress
@@ -76,7 +76,7 @@ def _all_windows(
     try:
         windows = held_out_windows(
             name, tokenizer, vocabulary_of(model), length, documents,
-            halves=takes_decoder_ids(model), special_tokens=special_tokens,
+            halves=divides_text(model), special_tokens=special_tokens,
         )  # fmt: skip
         return windows, name
     except (CalibrationError, MissingExtraError) as error:

@@ -106,11 +106,11 @@ class Samples:
         )
 
     def start(self, samples: int, tokens: int) -> "Samples":
-        """Returns the first samples; of text, at most the first ``tokens`` tokens of each."""
+        """Returns the first samples; of text, at most ``tokens`` tokens of each, as `start_of` takes them."""
         first = self[:samples]
         if not self.is_text:
             return first
-        return Samples({name: tensor[:, :tokens] for name, tensor in first.inputs.items()})
+        return Samples({name: start_of(tensor, tokens) for name, tensor in first.inputs.items()})
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Samples":
         """Returns the samples on a device; floating-point tensors in ``dtype``, unless that is None."""
@@ -132,6 +132,17 @@ class Samples:
                 digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
+
+
+def start_of(rows: Tensor, tokens: int) -> Tensor:
+    """Returns the first ``tokens`` tokens of each row ``[rows, tokens]``, the last two of which are the row's last two.
+
+    These may be an end token, whose hidden state alone some heads read, and a language.
+    """
+    if rows.shape[1] <= tokens:
+        return rows
+    last = min(tokens, 2)
+    return torch.cat([rows[:, : tokens - last], rows[:, -last:]], 1)
 
 
 Inputs = Tensor | Mapping[str, Tensor] | Samples  # what `Samples.of` takes

@@ -23,7 +23,7 @@ from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_of
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
-from permtriton.model.core import DECODER_IDS, core_of, embedding_of, takes_decoder_ids
+from permtriton.model.core import DECODER_IDS, core_of, divides_text, embedding_of, takes_decoder_ids
 from permtriton.model.forward import check_length, max_tokens
 from permtriton.model.name import is_hub_name
 from permtriton.model.seq2seq import arguments_of, samples_of
@@ -77,7 +77,7 @@ def all_windows(
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         documents: What is drawn from, where it is in memory; the source then only names it.
         surplus: At least `SURPLUS`. It does not change which sequences come first.
-        halves: Whether the model is an encoder-decoder, which reads two sequences in a row.
+        halves: Whether the model is an encoder-decoder that reads two sequences in a row.
 
     Returns:
         At least ``samples`` rows of ``sequence_length`` tokens: windows that do not overlap, in random order, each with
@@ -203,7 +203,7 @@ def calibration_samples(
     check_length(model, config.calibration.sequence_length)
     windows = all_windows(
         config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus,
-        halves=takes_decoder_ids(model),
+        halves=divides_text(model),
     )  # fmt: skip
     surplus = samples_of(model, windows[count:]) if len(windows) > count else None
     return replace(samples_of(model, windows[:count]), surplus=surplus)
@@ -253,7 +253,7 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
                     f"{name} have shape {tuple(values.shape)} and dtype {values.dtype}: expected integers "
                     f"[samples, tokens] with values from 0 to {vocabulary - 1}"
                 )
-            check_length(model, values.shape[1], of_a_half=bool(made) and samples.ids is None)
+            check_length(model, values.shape[1], of_a_half=divides_text(model) and samples.ids is None)
         elif not bool(values.isfinite().all()):
             bad = int((~values.isfinite()).sum())
             raise CalibrationError(f"{name}: {bad} of {values.numel()} values are NaN or infinite")

@@ -13,6 +13,7 @@ from permtriton.checkpoint.plan_entries import (
 from permtriton.checkpoint.read_record import Record
 from permtriton.data.samples import Samples
 from permtriton.methods.run import Run
+from permtriton.model.core import divides_text
 from permtriton.model.name import asked_name, is_hub_name
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.recipe import compile_command
@@ -50,7 +51,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         "determinism": {"seed": config.seed, **determinism()},
         "dtype": str(model.dtype).removeprefix("torch."),
         "config": config.to_dict(),
-        "calibration": _calibration(run.samples),
+        "calibration": _calibration(run),
         "generated": None
         if run.generated_ids is None
         else {"sha256": Samples.of(run.generated_ids).sha256, "shape": list(run.generated_ids.shape)},
@@ -83,10 +84,12 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
     return record
 
 
-def _calibration(samples: Samples) -> dict[str, Any]:
-    """Returns the samples' hash, and how much they hold: of an encoder-decoder's text, what both halves read."""
+def _calibration(run: Run) -> dict[str, Any]:
+    """Returns the samples' hash, and how much they hold: of a divided text, what both halves read."""
+    samples = run.samples
     widths = [tensor.shape[1] for name, tensor in samples.inputs.items() if name.endswith("input_ids")]
-    width = sum(widths) if samples.is_text and widths else samples.tokens
+    both = samples.is_text and widths and divides_text(run.model)
+    width = sum(widths) if both else samples.tokens
     return {
         "sha256": samples.sha256,
         "shape": [len(samples), width],

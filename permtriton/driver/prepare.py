@@ -33,6 +33,7 @@ from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
 from permtriton.model.prunable import check_original
 from permtriton.model.reference import TOKENS, Reference
+from permtriton.model.seq2seq import check_ends
 from permtriton.passes.plan import named_layers
 from permtriton.recipe import check_recipe, config_from
 from permtriton.running.mixed_precision import mixed_precision
@@ -158,6 +159,7 @@ def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
         if line := line_of_ids_without(samples, inputs.tokenizer):
             progress.say(line)
         ranks.check_shares(len(samples), ranks.count())
+        check_ends(model, samples)
         samples = with_tokens(model, samples.to("cpu"))
         if config.generated and (reason := generation_refusal(model, samples)):
             config = without_text(config, reason, progress)

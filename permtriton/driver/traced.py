@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 from transformers import PreTrainedModel
 
-from permtriton.data.samples import Samples
+from permtriton.data.samples import Samples, start_of
 from permtriton.model.checks import check_same_outputs, model_outputs
 from permtriton.passes.trace import OTHER_VALUES
 from permtriton.passes.verify_graph import count_operators
@@ -29,7 +29,7 @@ def traced_sample(graph: fx.GraphModule, model: PreTrainedModel, samples: Sample
             rows = samples.inputs[str(node.target)][:1]
             if samples.is_text:
                 tokens = node.meta["val"].shape[1]
-                rows = rows.repeat(1, math.ceil(tokens / rows.shape[1]))[:, :tokens]  # which may be fewer than traced
+                rows = start_of(rows.repeat(1, math.ceil(tokens / rows.shape[1])), tokens)  # it may be shorter
             taken[str(node.target)] = rows
     return Samples(taken).to(model.device, model.dtype)
 

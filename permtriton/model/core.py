@@ -27,6 +27,11 @@ def takes_decoder_ids(model: PreTrainedModel) -> bool:
     return DECODER_IDS in inspect.signature(model.forward).parameters
 
 
+def divides_text(model: PreTrainedModel) -> bool:
+    """Whether a text is divided between encoder and decoder; the decoder of a classifier reads the same ids again."""
+    return takes_decoder_ids(model) and (model.can_generate() or is_headless(model))
+
+
 def core_of(model: PreTrainedModel) -> nn.Module:
     """Returns the module whose first output is the last hidden state: the model without its head.
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, first_line
-from permtriton.model.core import core_of, takes_decoder_ids
+from permtriton.model.core import core_of, divides_text, takes_decoder_ids
 from permtriton.model.seq2seq import arguments_of
 from permtriton.util import ranks
 from permtriton.util.hooks import hooked
@@ -161,12 +161,12 @@ def hidden_states(
 def max_tokens(model: PreTrainedModel) -> int | None:
     """Returns the number of tokens in the longest sequence that the model can take; None if there is no limit.
 
-    An encoder-decoder takes half of a sequence in its encoder and half in its decoder.
+    Most encoder-decoders take half of a sequence in their encoder and half in their decoder.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not limit or limit < 0:
         return None
-    if takes_decoder_ids(model):
+    if divides_text(model):
         return 2 * limit
     for module in model.modules():  # in RoBERTa the first token has position padding_idx + 1
         if isinstance(module, nn.Embedding) and module.num_embeddings == limit and module.padding_idx is not None:

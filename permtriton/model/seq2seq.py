@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError
-from permtriton.model.core import DECODER_IDS, takes_decoder_ids
+from permtriton.model.core import DECODER_IDS, divides_text, takes_decoder_ids
 
 
 def samples_of(model: PreTrainedModel, rows: Inputs) -> Samples:
@@ -25,8 +25,8 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
     """Returns the arguments of ``forward``: of an encoder-decoder, those of the decoder are added where they miss.
 
     Args:
-        inputs: token ids as ``input_ids`` (int64 ``[rows, tokens]``), which are cut in the middle; or the encoder's
-            inputs and the decoder's ``labels`` or ``decoder_input_ids``.
+        inputs: token ids as ``input_ids`` (int64 ``[rows, tokens]``), which are cut in the middle, or of a classifier
+            read by both; or the encoder's inputs and the decoder's ``labels`` or ``decoder_input_ids``.
     """
     inputs = dict(inputs)
     if takes_decoder_ids(model) and all(name == "labels" or name.startswith("decoder_") for name in inputs):
@@ -39,7 +39,9 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
     labels = inputs.pop("labels", None)
     if any(name.startswith("decoder_input") for name in inputs):
         return inputs
-    if labels is None and list(inputs) == ["input_ids"]:
+    if labels is None and not divides_text(model):
+        labels = inputs.get("input_ids")
+    elif labels is None and list(inputs) == ["input_ids"]:
         inputs["input_ids"], labels = divided(inputs["input_ids"])
     if labels is None:
         raise CalibrationError(
@@ -47,6 +49,20 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
             f"{type(model).__name__}'s decoder reads"
         )
     return {**inputs, DECODER_IDS: shifted(model, labels)}
+
+
+def check_ends(model: PreTrainedModel, samples: Samples) -> None:
+    """Refuses samples without an end token for a classifier that reads the decoder's state there, as BART's does."""
+    if not takes_decoder_ids(model) or not type(model).__name__.endswith("ForSequenceClassification"):
+        return
+    end = model.config.eos_token_id
+    missing = (samples.inputs["input_ids"][:, -2:] != end).all(1)  # the language may follow
+    if bool(missing.any()):
+        raise CalibrationError(
+            f"{int(missing.sum())} of {len(samples)} sequences do not end with the end token (eos_token_id={end}), "
+            f"whose state the head of {type(model).__name__} reads: give text and a tokenizer that puts it at the end "
+            "of a text, with `special_tokens=auto`, or input_ids that end with it"
+        )
 
 
 def predicted(model: PreTrainedModel, samples: Samples) -> Tensor | None:
