@@ -34,11 +34,11 @@ from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, 
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.evaluation.evaluate import measure_model
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.losses import dense_objective
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.methods.order.searched import Searched, Searcher
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import GatheredLinear, from_norm, replace_module
 from permtriton.model.norms import match_norm

@@ -15,11 +15,11 @@ from permtriton import NMPattern
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import RankOneCurvature
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.losses import Objective
 from permtriton.methods.order.learned import Learned, OrderTrainer
 from permtriton.methods.order.masked_model import masked_model
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.running.backward import checkpointed

@@ -18,7 +18,7 @@ from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
 from permtriton.methods import planning
-from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.source import Source
 from permtriton.passes.plan import linear_module, weight_in_out

@@ -19,7 +19,7 @@ from permtriton.driver.job import Job
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.protocol import measured_by
 from permtriton.methods import steps
-from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Outcome
 from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.source import Source
@@ -33,7 +33,7 @@ from permtriton.util.output_files import real_path
 def compile(
     model: Model,
     args: CompileArgs,
-    flags: Flags,
+    flags: Flags,  # by name, the options of `permtriton.config` and of the steps that the user set
     dry_run: Annotated[
         bool,
         running_option(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from permtriton.finetune.keep_pattern import KeptPattern as KeptPattern
     from permtriton.finetune.keep_pattern import MergedAdapter as MergedAdapter
     from permtriton.finetune.keep_pattern import keep_pattern as keep_pattern
-    from permtriton.methods.compile_config import CompileConfig as CompileConfig
+    from permtriton.methods.recipe_config import CompileConfig as CompileConfig
     from permtriton.recipe import config_from as config_from
     from permtriton.recipe import recipes as recipes
     from permtriton.util.progress import Event as Event
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _MODULES = {
-    "CompileConfig": "methods.compile_config",
+    "CompileConfig": "methods.recipe_config",
     "CompiledModel": "driver.result",
     "DryRun": "driver.job",
     "Evaluated": "evaluation.evaluate",

@@ -79,7 +79,7 @@ class CalibrationConfig:
 @documented
 @dataclass(frozen=True)
 class CommonConfig:
-    """What a compilation has beside its steps; `permtriton.methods.compile_config.CompileConfig` adds them."""
+    """What a compilation has beside its steps; `permtriton.methods.recipe_config.CompileConfig` adds them."""
 
     sparsity: NMPattern = _method(
         NMPattern(2, 4),

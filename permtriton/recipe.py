@@ -19,12 +19,12 @@ from permtriton.config import CalibrationConfig, ImportanceMethod
 from permtriton.errors import ConfigError, near, reading, shown
 from permtriton.evaluation.protocol import protocol_of
 from permtriton.methods import steps
-from permtriton.methods.compile_config import CompileConfig, has_effect, no_effect_refusal
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
+from permtriton.methods.recipe_config import CompileConfig, has_effect, no_effect_refusal
 from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.round import Round

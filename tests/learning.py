@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.losses import Objective
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.learned import Learned as Options
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.util.permutation import identity

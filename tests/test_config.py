@@ -11,7 +11,7 @@ from permtriton import NMPattern, config_from
 from permtriton.cli.compile import compile
 from permtriton.config import CalibrationConfig
 from permtriton.errors import ConfigError
-from permtriton.methods.compile_config import CompileConfig, has_effect
+from permtriton.methods.recipe_config import CompileConfig, has_effect
 from permtriton.methods.steps import STEPS
 from permtriton.methods.train.distill import Distill
 from permtriton.recipe import RECIPES, all_options, check_effects, resolve, with_suggested

@@ -13,7 +13,7 @@ from transformers import BertConfig, LlamaConfig, MixtralConfig, Olmo2Config, Pr
 from permtriton.cli import console
 from permtriton.cli.main import app
 from permtriton.methods import planning
-from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.passes.pipeline import PASS_NAMES
 from permtriton.passes.plan import Plan
 

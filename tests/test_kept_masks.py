@@ -13,12 +13,12 @@ from benchmarks.known_run import Known
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.errors import MemoryTooSmallError
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.losses import Objective
 from permtriton.methods.order.learned import Learned as Options
 from permtriton.methods.order.learned import OrderTrainer
 from permtriton.methods.order.masked_model import masked_model
 from permtriton.methods.order.relaxation import Relaxation
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import hidden_states
 from permtriton.passes.plan import layer_modules

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.order.masked_model import LearnedMasks, masked_model
 from permtriton.methods.order.relaxation import SiteBlocks
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
 from permtriton.util.permutation import identity
 

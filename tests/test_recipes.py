@@ -12,8 +12,8 @@ from permtriton.cli.main import app
 from permtriton.driver.identity import states_beside
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
-from permtriton.methods.compile_config import CompileConfig, has_effect
 from permtriton.methods.prune.mask import Mask
+from permtriton.methods.recipe_config import CompileConfig, has_effect
 from permtriton.methods.steps import STEPS
 from permtriton.model.name import is_hub_name, shown_name
 from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file, steps_of

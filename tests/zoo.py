@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.planning import Planned, plan_model
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.passes.apply_edits import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Plan

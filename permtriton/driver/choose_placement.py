@@ -7,9 +7,9 @@ from torch import nn
 
 from permtriton.driver.memory_forecast import GENERATION, Devices, estimate, estimate_together
 from permtriton.errors import ConfigError
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.planning import Planned, plan_model
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.recipe import suggested
 from permtriton.running.onload import onloading_refusal

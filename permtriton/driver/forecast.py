@@ -20,9 +20,9 @@ from permtriton.driver.identity import states_beside
 from permtriton.driver.memory_forecast import Devices, refusal
 from permtriton.errors import OutputError
 from permtriton.kernels.packing import position_bits
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import reads_activations
 from permtriton.methods.planning import Planned
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.sizes import MemoryEstimate, ModelSizes
 from permtriton.methods.steps import all_steps
 from permtriton.model.expert_linears import UnstackedExperts

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from permtriton.config import ROUNDING_ONLY
 from permtriton.data.samples import Samples
 from permtriton.methods import steps
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.planning import Planned
 from permtriton.methods.prune import dense_share
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
 from permtriton.running.resume import StateFile, layers_beside

@@ -29,7 +29,7 @@ from permtriton.driver.pipeline import compile_loaded, forecast_loaded
 from permtriton.driver.prepare import CompileInputs
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
-from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load, outline
 from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled

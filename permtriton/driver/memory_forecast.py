@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from permtriton.data.generated import kept_of_text, texts_at_once, written
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import inverts_hessians
 from permtriton.methods.planning import Planned
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.sizes import FLOAT32, RELOADING, Memory, MemoryEstimate, ModelSizes
 from permtriton.methods.step import Stage
 from permtriton.methods.steps import all_steps

@@ -23,9 +23,9 @@ from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.traced import comparison_refusal, graph_outputs, traced_sample
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.evaluation.measures import HeldOutMeasure
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.planning import Planned, plan_model
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.run import Run
 from permtriton.methods.step import Stage
 from permtriton.model.checks import check_same_outputs, model_outputs

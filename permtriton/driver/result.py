@@ -21,7 +21,7 @@ from permtriton.checkpoint.read_record import read_record
 from permtriton.checkpoint.save import save_checkpoint
 from permtriton.data.in_memory import Data
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
-from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.name import checked_token
 from permtriton.running.resume import State
 from permtriton.util.machine import as_torch_starts

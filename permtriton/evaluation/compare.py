@@ -29,7 +29,7 @@ from permtriton.evaluation.compare_methods import Method, RowConfig, check_effec
 from permtriton.evaluation.compare_results import Measured, Options, ResultFile, Row
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.measures import DISTANCES
-from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load
 from permtriton.model.source import Source
 from permtriton.recipe import config_from, overrides_of

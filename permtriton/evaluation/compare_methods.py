@@ -7,7 +7,7 @@ from typing import Any
 
 from permtriton.config import ROUNDING_ONLY
 from permtriton.errors import ConfigError, near
-from permtriton.methods.compile_config import CompileConfig, has_effect
+from permtriton.methods.recipe_config import CompileConfig, has_effect
 from permtriton.methods.step import Step
 from permtriton.methods.steps import STEPS
 from permtriton.recipe import ALIASES, DEFAULT, PERMLLM, RECIPES, all_options, config_from

@@ -10,7 +10,7 @@ from permtriton.config import CommonConfig
 from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
-from permtriton.methods.compile_config import CompileConfig
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.sizes import FLOAT32, ModelSizes, without_gradients
 from permtriton.model.core import has_head
 from permtriton.model.experts import stacked_name, unstacked_experts

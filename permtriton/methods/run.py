@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.losses import Objective, dense_objective, objective_kind
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics, tokens_of_experts, undersampled_warning
 from permtriton.methods.planning import Planned
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.reference import Reference

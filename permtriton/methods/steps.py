@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.errors import ConfigError, first_line, shown
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
@@ -19,6 +18,7 @@ from permtriton.methods.prune.dense_share import DenseShare
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.round import Round

@@ -15,11 +15,11 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.kernels import autotune, cusparselt
 from permtriton.kernels.sparse_linear import CUSPARSELT, MMA, ROUTE_CONFIGS, routed
 from permtriton.kernels.tools.timing import relative_error
-from permtriton.methods.compile_config import CompileConfig
 from permtriton.methods.measure.importance import importance_of
 from permtriton.methods.measure.losses import Objective
 from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.learned import Learned
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear
 from permtriton.passes.plan import linear_module, weight_in_out
