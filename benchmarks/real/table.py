@@ -126,15 +126,16 @@ def _measures(report: Mapping[str, Any], windows: int) -> str:
 
 
 def second_in_words(report: Mapping[str, Any]) -> str:
-    """Returns the perplexity of the default on Gemma beside the dense model's and our SparseGPT's, in a sentence."""
-    rows = {row["name"]: row["evaluation"] for row in report["rows"] if row["seed"] == 0}
-    dense, worse, better = (rows[name]["perplexity"] for name in (DENSE, "sparsegpt", "default"))
-    elsewhere = [f"{rows[name][OTHER]:.1f}" for name in (DENSE, "sparsegpt", "default")]
+    """Returns the mean perplexity of the default on Gemma, beside the dense model's and SparseGPT's, in a sentence."""
+    names = (DENSE, "sparsegpt", "default")
+    rows = {name: [row for row in report["rows"] if row["name"] == name] for name in names}
+    dense, worse, better = (fmean(row["evaluation"]["perplexity"] for row in rows[name]) for name in names)
+    elsewhere = [_on_other_text(rows[name]) for name in names]
     share = math.log(better / dense) / math.log(worse / dense)
     return (
-        f"**On a second model**, Gemma 3 270M from its 4-bit GGUF file, dequantized, one seed: {dense:.1f} dense, "
-        f"{worse:.1f} by SparseGPT, {better:.1f} by the default, whose rise is {share:.0%} of SparseGPT's; on Python's "
-        f"language reference {', '.join(elsewhere[:-1])} and {elsewhere[-1]} "
+        f"**On a second model**, Gemma 3 270M from its 4-bit GGUF file, dequantized, mean of {len(rows['default'])} "
+        f"seeds: {dense:.1f} dense, {worse:.1f} by SparseGPT, {better:.1f} by the default, whose rise is {share:.0%} "
+        f"of SparseGPT's; on Python's language reference {', '.join(elsewhere[:-1])} and {elsewhere[-1]} "
         "([rows](docs/benchmarks.md#gemma-3-270m))."
     )
 
