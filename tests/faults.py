@@ -48,7 +48,8 @@ SEARCHED = {**HEURISTIC, "recipe": "heuristic,searched,mask", "search_rounds": 2
 SPARSEGPT = {**HEURISTIC, "recipe": "heuristic,sparsegpt", "importance": "wanda"}
 REFIT = {**HEURISTIC, "recipe": "heuristic,refit"}
 TUNE = {**HEURISTIC, "recipe": "heuristic,mask,tune", "tune_steps": 4, "tune_batch_size": 2, "tune_learning_rate": 0.05}
-DISTILL = {**HEURISTIC, "recipe": "heuristic,mask,distill", "distill_epochs": 1}
+# Training spoils the model, so that the weights before it are the ones kept, and written back.
+DISTILL = {**HEURISTIC, "recipe": "heuristic,mask,distill", "distill_epochs": 1, "distill_learning_rate": 10.0}
 Plant = Callable[[pytest.MonkeyPatch], object]
 
 
