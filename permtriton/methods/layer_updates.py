@@ -64,5 +64,5 @@ def _updating(
 
 
 def weights_of_sites(model: nn.Module, sites: Iterable[Site]) -> dict[str, Tensor]:
-    """Returns linear -> its weight, ``[in_features, out_features]``, for all that read the sites."""
+    """Returns linear -> its weight, ``[in_features, out_features]``, for all linears that read ``sites``."""
     return {name: weight_in_out(linear_module(model, name)) for site in sites for name in site.linears}

@@ -30,7 +30,7 @@ from permtriton.util.sparsity import NMPattern
 class Planned:
     """A dense model with its calibration samples and its plan, from which a forecast and a run are made."""
 
-    model: PreTrainedModel  # which the steps of a run change in place
+    model: PreTrainedModel  # the model, which the steps of a run change in place
     config: CompileConfig  # every option
     samples: Samples  # calibration samples on the CPU
     plan: Plan  # sites and channel spaces
@@ -40,7 +40,7 @@ class Planned:
 
     @cached_property
     def layer_bytes(self) -> list[int]:
-        """The bytes of each layer."""
+        """The bytes of each layer's parameters."""
         modules = layer_modules(self.model, self.plan)
         return [sum(p.numel() for p in layer.parameters()) * self.sizes.element for layer in modules]
 
@@ -100,7 +100,8 @@ def plan_model(
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
-        samples: inputs of the graph, which is traced with the shapes of one sample; text, on a few tokens.
+        samples: samples whose shapes the trace uses, with one sample as the batch; text, or None, is traced on a few
+            tokens.
     """
     with unstacked_experts(model) as experts:
         graph = trace(model, None if samples is None or samples.is_text else samples[:1])
@@ -142,7 +143,7 @@ def sizes(model: PreTrainedModel, plan: Plan) -> dict[str, int]:
 
 
 def _check_stacks(model: PreTrainedModel, plan: Plan, config: CommonConfig) -> None:
-    """Refuses options by which experts that are stored in one parameter would not all be pruned alike."""
+    """Refuses options that would prune only some of the experts stored in one parameter, or prune them differently."""
     if not config.targets and not config.ignore and not config.pattern:
         return
     patterns: dict[str, NMPattern] = {}

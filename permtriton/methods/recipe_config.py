@@ -15,7 +15,7 @@ from permtriton.util.option import Option, documented, options_of
 class CompileConfig(CommonConfig):
     """Everything that decides a compilation's result; `permtriton.recipe.config_from` makes one from a recipe.
 
-    ``named`` is the recipe as it was named; empty for steps that were given as they are.
+    ``named`` is the text that named the recipe or its steps; empty if the steps were given as objects.
     """
 
     steps: tuple[Step, ...] = ()
@@ -64,7 +64,7 @@ class CompileConfig(CommonConfig):
 
     @property
     def generated(self) -> int:
-        """Number of sequences that it writes beside the calibration samples: 0 where no step reads them."""
+        """Number of sequences that the dense model writes beside the calibration samples; 0 if no step reads them."""
         return self.calibration.generated if any(step.reads_generated for step in self.steps) else 0
 
     def has(self, name: str) -> bool:
@@ -85,7 +85,7 @@ def has_effect(option: Option, config: CompileConfig) -> bool:
 
 
 def no_effect_refusal(option: Option, config: CompileConfig) -> str:
-    """Returns with what an option has no effect, and what to do, as the end of a sentence; empty if it has one."""
+    """Returns the end of the sentence "OPTION has no effect with", and what to do; empty if it has an effect."""
     recipe = f"`recipe={config.recipe}`"
     if option.step and not config.has(option.step):
         return f"{recipe}: it is an option of the step {option.step}; leave it out, or add {option.step} to the recipe"

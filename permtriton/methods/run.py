@@ -53,7 +53,7 @@ class Run(Planned):
         retained_importance: pruned linear -> importance that its mask retains in the present order.
         dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
         max_output_difference: largest difference from the dense outputs, relative to the largest output.
-        outcomes: step name -> what it reports.
+        outcomes: step name -> what the step reports.
     """
 
     generated_ids: Tensor | None
@@ -73,9 +73,9 @@ class Run(Planned):
         self.outcomes: dict[str, Outcome] = {}
         self._dense_retained: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, int, bool], Objective] = {}
-        self._expected_loss: tuple[Objective, float] | None = None  # of the masked model; None: no promise
+        self._expected_loss: tuple[Objective, float] | None = None  # as `promise` recorded it; None if there is none
 
-    # -- what it works with --------------------------------------------------------------------------------------------
+    # -- what steps work with ------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> Progress:
@@ -87,12 +87,12 @@ class Run(Planned):
 
     @property
     def low_memory(self) -> bool:
-        """Whether steps must save memory, because not all that they could keep fits."""
+        """Whether steps must save memory, because what they could keep does not fit."""
         return bool(self.memory.saving)
 
     @property
     def working_config(self) -> CompileConfig:
-        """The config for backward passes: activations are checkpointed also where memory is short."""
+        """The config for backward passes, with activation checkpointing also where memory is short."""
         checkpointing = self.config.activation_checkpointing or self.memory.recomputes
         return replace(self.config, activation_checkpointing=checkpointing)
 
@@ -103,9 +103,9 @@ class Run(Planned):
     def samples_for(self, step: Step) -> Samples:
         """Returns the samples that a step reads.
 
-        They are the calibration samples and, for a step that asks for them, surplus ones of the same text
-        (``extra_per_sample``) and what the dense model wrote. A step with ``fresh_samples`` gets the surplus samples
-        and what the dense model wrote, in random order; if they are too few, calibration samples are added.
+        They are the calibration samples and, for a step that asks for them, surplus samples of the same text
+        (``extra_per_sample``) and what the dense model wrote. A step with ``fresh_samples`` gets that many samples in
+        random order: surplus samples and what the dense model wrote and, if these are too few, calibration samples.
         """
         ids = self.generated_ids if step.reads_generated else None
         generated = [] if ids is None else [self.samples.of_text(ids)]
@@ -141,7 +141,7 @@ class Run(Planned):
         return importances_of(self.model, self.plan, self.config.importance, self.statistics)
 
     def calibrate(self, measure: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
-        """Keeps the sites' statistics that ``measure`` returns, and how many tokens each expert was sent meanwhile."""
+        """Stores the site statistics that ``measure`` returns, and how many tokens it routed to each expert."""
         with self.placed_model() as model:
             statistics = measure(model)
             self.expert_tokens = tokens_of_experts(model, len(self.samples) * self.samples.longest)
@@ -151,7 +151,7 @@ class Run(Planned):
             self.progress.say(warning)
 
     def replan(self, plan: Plan, graph: fx.GraphModule, row_weights: dict[str, Tensor] | None) -> None:
-        """Switches to a plan with fewer linears, before channels are permuted; ``row_weights`` is as the attribute."""
+        """Switches to a plan with fewer linears, before channels are permuted; sets the attribute ``row_weights``."""
         sites = {name: site.name for site, name in self.plan.linears()}
         self.statistics = {site.name: self.statistics[sites[site.linears[0]]] for site in plan.sites}
         self.plan, self.graph, self.row_weights = plan, graph, row_weights
@@ -223,13 +223,14 @@ class Run(Planned):
     # -- the distance from the dense model -----------------------------------------------------------------------------
 
     def objective(self, step: Step) -> Objective:
-        """Returns what a step minimises; its targets are the dense outputs in the present channel order.
+        """Returns the objective of a step; its targets are the dense model's outputs in the present channel order.
 
         The first call computes the targets, so it must come before the model is pruned.
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            # As the training steps do. Layers that come to the GPU one by one have their weights elsewhere until then.
+            # Rounded as in the training steps. If layers come to the GPU one by one, their weights are not there yet to
+            # be rounded once.
             rounds, fixed = self.config.mixed_precision and step.stage is Stage.TRAIN, not self.store.onloads
             with self.placed_model() as model, mixed_precision(model, rounds, fixed=fixed):
                 samples, kind = self.samples_for(step), objective_kind(step.objective, self.model)

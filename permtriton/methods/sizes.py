@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from permtriton.running.placement import DevicePlacement
 
 FLOAT32 = 4  # bytes
-RELOADING = "reloading"  # the stage that is left out where a second model does not fit
+RELOADING = "reloading"  # the stage that loads the saved model again; left out where a second model does not fit
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class MemoryEstimate:
     model: int  # parameters
     # bytes that are in memory already and stay there: the program, and a model that is not mapped from its files
     held: int
-    stages: Mapping[str, int]  # stage -> what it takes beside program and model
-    host: int = 0  # what is in host memory, the model included, where layers come to the GPU one by one; else 0
+    stages: Mapping[str, int]  # stage -> bytes that it takes beside program and model
+    host: int = 0  # bytes in host memory, the model included, where layers come to the GPU one by one; else 0
     saving: tuple[str, ...] = ()  # names of the steps that save memory, because what they could keep does not fit
     recomputes: bool = False  # whether backward passes recompute activations, because keeping them would take too much
 
@@ -44,11 +44,11 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """The most that is in use at once."""
+        """The largest number of bytes in use at once."""
         return self.program + self.model + max(self.stages.values())
 
     def added(self, stage: str | None = None) -> int:
-        """Returns what a stage, by default the largest, needs beyond what is held."""
+        """Returns the bytes that a stage, by default the largest, needs in addition to ``held``."""
         return self.program + self.model + self.stages[stage or self.largest] - self.held
 
     def fits(self, free: int, stage: str | None = None) -> bool:
@@ -63,7 +63,7 @@ class MemoryEstimate:
         return "; ".join(words)
 
     def report(self) -> dict[str, object]:
-        """Returns everything, for the report."""
+        """Returns the estimate as JSON values, for the record and for dry runs."""
         return {
             "peak": self.peak,
             "program": self.program,
@@ -87,27 +87,27 @@ class ModelSizes:
         largest_weight: number of weights in the largest linear that is pruned.
         layers: number of layers.
         hidden: channels of the hidden states.
-        width: most channels that a linear reads, or `hidden` if there are more.
-        layer_channels: channels that the sites of a layer read, or that its linears write if those are more; only one
-            expert of a layer counts.
+        width: largest number of input channels of a linear, or ``hidden`` if that is larger.
+        layer_channels: largest number of channels that the sites of one layer read, the residual streams stored with
+            them included, or that its linears write if those are more. No routed site counts, and one stacked expert.
         vocabulary: size of the logits of a token; 0 without a language-model head.
-        hessians: most bytes that the Hessians of one layer take, with what inverting them takes.
-        forward: bytes of the activations of a pass without gradients and logits.
+        hessians: largest number of bytes that the Hessians of one layer take, with what inverting them takes.
+        forward: bytes of the activations of a forward pass that computes neither gradients nor logits.
         spaces: number of units of each channel space that may move.
         kept: share of the weights that are kept.
-        vectors: values of all parameters that are vectors, and rows of the pruned linears.
+        vectors: number of values in all parameters that are vectors, plus the number of rows of the pruned linears.
         rows: rows of the pruned linears that every token runs through.
         sequences: number of samples that a step reads.
         calibration: number of calibration samples.
-        generated, surplus: number of samples beside them: those that the dense model writes, and further ones of the
-            same text.
+        generated, surplus: number of samples beside the calibration samples: those that the dense model writes, and
+            further ones of the same text.
         tokens: tokens of a sample that have logits.
         longest: positions of a sample, in the longer half of an encoder-decoder.
-        positions: positions of all samples that the last hidden state has.
-        micro_batch_size: as the option.
-        backward_batch: most sequences of a step's backward pass, if they are fewer than ``micro_batch_size``; 0 if not.
+        positions: positions of the last hidden state in all samples.
+        micro_batch_size: the option ``micro_batch_size``.
+        backward_batch: the step's ``backward_batch``, which limits its micro-batches; 0 for no limit.
         checkpointing: whether activations are recomputed.
-        low_memory: whether steps shall save memory, because what they could keep does not fit.
+        low_memory: whether steps must save memory, because what they could keep does not fit.
         ranks: number of processes that share the samples.
         shares: number of devices that share the weights.
     """
@@ -143,12 +143,12 @@ class ModelSizes:
 
     @property
     def all_positions(self) -> int:
-        """Positions that a layer reads of all samples."""
+        """Positions that a layer reads in all samples."""
         return self.sequences * self.longest
 
     @property
     def gradients(self) -> int:
-        """Bytes that forward and backward passes keep."""
+        """Bytes of the activations and logits that forward and backward passes keep."""
         channels = self.hidden if self.checkpointing else 10 * self.hidden + 5 * self.width  # as measured on a LLaMA
         sequences = min(self.micro_batch_size, self.backward_batch or self.micro_batch_size)
         backward = sequences * (self.layers * channels + 16 * self.width)
@@ -163,17 +163,17 @@ class ModelSizes:
 
     @property
     def layer_inputs(self) -> int:
-        """Bytes of the inputs of a layer and of the next one, which are joined from parts."""
+        """Bytes of the inputs and the outputs of a layer; the factor 3 leaves room for one more such tensor."""
         return 3 * self.all_positions * self.hidden * self.element
 
     @property
     def layer_by_layer(self) -> Memory:
-        """What the Hessians of one layer after another take."""
+        """The memory that measuring the Hessians of one layer after another takes."""
         return Memory(self.forward + self.hessians + self.mask, self.layer_inputs)
 
     @property
     def finished_layers(self) -> int:
-        """Bytes of all pruned weights, packed; a position takes half a byte in groups of up to 16."""
+        """Bytes of all pruned weights, packed; a kept weight's position takes half a byte in groups of up to 16."""
         return int(self.pruned * self.kept * (self.element + 0.5))
 
     @property
@@ -183,5 +183,5 @@ class ModelSizes:
 
 
 def without_gradients(tokens: int, hidden: int, width: int) -> int:
-    """Returns the bytes of the activations of a pass without gradients and logits; sizes as of `ModelSizes`."""
+    """Returns ``forward`` of `ModelSizes` for a number of tokens; ``hidden`` and ``width`` are as there."""
     return tokens * (hidden + 8 * width) * FLOAT32

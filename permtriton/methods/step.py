@@ -13,7 +13,7 @@ from permtriton.config import CommonConfig
 from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.util.option import check_options
 
-BACKWARD = 3  # forward passes that a forward and a backward pass take as long as
+BACKWARD = 3  # time of a forward and a backward pass together, in forward passes
 GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
 
 
@@ -30,12 +30,12 @@ class Outcome:
     """What a step reports of its run, as ``permtriton.json`` holds it."""
 
     unit: str = ""  # what each row of ``history`` describes: ``round`` or ``epoch``
-    # the rounds or epochs, from 0, the state before; each with its number under ``unit``, its ``loss`` on the
-    # calibration samples or ``held_out``, and further values that the step reports
+    # a row per round or epoch, after a row 0 for the state before the step: the number, under the key that ``unit``
+    # names, the ``loss`` on the calibration samples or on those ``held_out``, and further values of the step
     history: list[dict[str, Any]] = field(default_factory=list)
     kept: int | None = None  # number of the epoch whose result was kept; None if it is the last
-    # what was changed part by part, such as layers: ``name``, the error at its ``start`` and ``end``, ``seconds``, and
-    # further values that the step reports
+    # a row per part that the step changed, such as a linear: ``name``, the error at ``start`` and ``end``, ``seconds``,
+    # and further values of the step
     parts: list[dict[str, Any]] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # name of each part that the step left unchanged -> the reason
 
@@ -80,7 +80,7 @@ class Step(Protocol):
 
     @property
     def backward_batch(self) -> int:
-        """Most sequences whose gradients are accumulated before it changes anything; 0 for all sequences."""
+        """Largest number of sequences whose gradients are accumulated for one change; 0 for all sequences."""
         return 0
 
     @property
@@ -90,12 +90,12 @@ class Step(Protocol):
 
     @property
     def fresh_samples(self) -> int:
-        """Number of new samples that it reads in place of the calibration samples; 0 where it reads these."""
+        """Number of new samples that it reads in place of the calibration samples; 0 if it reads those."""
         return 0
 
     @property
     def extra_per_sample(self) -> int:
-        """Number of spare samples of the same text that it reads, per calibration sample, beside these."""
+        """Number of surplus samples of the same text that it reads per calibration sample, in addition to that one."""
         return 0
 
     def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:
@@ -115,7 +115,7 @@ class Step(Protocol):
         return ""
 
     def sizes(self, sizes: ModelSizes) -> ModelSizes:
-        """Returns the sizes of all samples that it reads, which may be others than the calibration samples."""
+        """Returns ``sizes`` with the numbers of the samples that it reads, not only of the calibration samples."""
         surplus = 0 if self.fresh_samples else min(self.extra_per_sample * sizes.sequences, sizes.surplus)
         sequences = sizes.sequences + surplus + (sizes.generated if self.reads_generated else 0)
         if self.fresh_samples:
@@ -125,7 +125,7 @@ class Step(Protocol):
         return replace(sizes, sequences=sequences, positions=positions, backward_batch=batch, generated=0, surplus=0)
 
     def memory(self, sizes: ModelSizes) -> Sequence[Memory]:
-        """Returns what each of its phases takes."""
+        """Returns the memory that each phase of the step takes."""
         return ()
 
     def passes(self, sizes: ModelSizes) -> float:
@@ -140,7 +140,7 @@ class Step(Protocol):
         return 0
 
     def batches(self, sequences: int) -> Sequence[int]:
-        """Returns the numbers of sequences that it runs together, which ranks in step must be able to share."""
+        """Returns its batch sizes; `permtriton.util.ranks.check_in_step` checks that ranks can share each batch."""
         return ()
 
     def run(self, run: Any) -> Outcome | None:

@@ -1,6 +1,6 @@
-"""All steps that a recipe may name, in the order in which they run. **Add a method here.**
+"""All steps that a recipe may name, in the order of their stages. **Add a method here.**
 
-A step of the user's own is named by where it stands: ``my_steps.py:Mine`` or ``my_package.steps:Mine``.
+A user's own step is named by its file or module and its class: ``my_steps.py:Mine`` or ``my_package.steps:Mine``.
 """
 
 import sys
@@ -28,7 +28,7 @@ STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, 
 
 
 def problem_of(kind: Any) -> str:
-    """Returns why a class is no step that a recipe can have, as the end of a sentence; empty if it is one."""
+    """Returns why a class cannot be a step of a recipe, as the end of a sentence; empty if it can be one."""
     if not (isinstance(kind, type) and Step in kind.__mro__ and is_dataclass(kind)):
         return "is no dataclass derived from permtriton.methods.Step"
     if missing := [attribute for attribute in ("name", "prefix", "summary", "stage") if not hasattr(kind, attribute)]:
@@ -46,7 +46,8 @@ def load(name: str) -> type[Step]:
     """Returns the class of a step of the user's own.
 
     Args:
-        name: ``module:Class`` or ``file.py:Class``; both are looked for in the present folder, too.
+        name: ``module:Class`` or ``file.py:Class``. A module is looked for in the current folder first; the path of a
+            file is relative to it.
     """
     place, _, attribute = name.rpartition(":")
     file = Path(place)
@@ -54,7 +55,7 @@ def load(name: str) -> type[Step]:
     sys.path.insert(0, folder)
     try:
         kind = getattr(import_module(file.stem if file.suffix == ".py" else place), attribute)
-    except Exception as error:  # code of others raises any kind
+    except Exception as error:  # the user's code may raise any kind
         raise ConfigError(f"the step {name} cannot be imported: {first_line(error)}") from error
     finally:
         sys.path.remove(folder)
@@ -64,5 +65,5 @@ def load(name: str) -> type[Step]:
 
 
 def all_steps(config: CompileConfig) -> tuple[Step, ...]:
-    """Returns what a compilation runs: the steps of its recipe, after the choice of what stays dense."""
+    """Returns the steps of a compilation: `DenseShare`, if a share of the weights stays dense, then the recipe's."""
     return (*([DenseShare(config.dense_share)] if config.dense_share else []), *config.steps)

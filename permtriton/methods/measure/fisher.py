@@ -39,7 +39,7 @@ class Fisher:
     # the result does not depend on ranks and micro-batches, then float32
     row: Tensor
     column: Tensor  # sum over tokens of the square of each input, ``[in_features]``, likewise
-    tokens: int = 0  # number of tokens that the linear has seen; fewer than there are for an expert
+    tokens: int = 0  # number of tokens that the linear has read; for an expert, only those routed to it
 
     def of_rows(self, rows: slice) -> "Fisher":
         return Fisher(self.row[rows], self.column, self.tokens)
@@ -145,7 +145,7 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _BackwardPasses:
-    """Backward passes of the loss, one for every sample of this rank; ``model`` runs in place of the run's."""
+    """Backward passes of the loss over this rank's samples; ``model`` is that of ``the_run`` as placed on devices."""
 
     the_run: Run
     model: PreTrainedModel
@@ -154,12 +154,14 @@ class _BackwardPasses:
     micro_batch_size: int
 
     def run(self, stage: str, clear: Callable[[], None], watch: Watch) -> None:
-        """Runs them.
+        """Runs the passes, and shows the inputs and output gradients of every pruned linear to ``watch``.
 
         Args:
-            clear: discards what was collected; called first, and again if all restarts with fewer samples at a time.
+            stage: name of the stage for progress.
+            clear: discards what was collected; called before the first pass, and again if memory runs out and all
+                passes restart with smaller micro-batches.
             watch: called with a linear's name and its input ``[tokens, in_features]``; returns the function
-                that is called with the gradient of its output ``[tokens, out_features]``.
+                that is called with the gradient of the linear's output ``[tokens, out_features]``.
         """
         model, samples, run, plan = self.model, self.samples, self.the_run, self.the_run.plan
         # With checkpointing, an onloaded layer is on the GPU in the backward pass too, because it is run again there.
@@ -186,14 +188,14 @@ class _BackwardPasses:
 
 
 def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]
-    """Returns a hook by which every forward and backward pass shows a linear's inputs and gradients to ``watch``."""
+    """Returns a forward hook that calls ``watch`` with a linear's input, and its result with the output's gradient."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return output
         if not output.requires_grad:
-            # No weight of the model requires a gradient: the first linears start the graph. Their outputs must
-            # not be leaves, which a model could not change in place (OLMo clamps its queries, keys and values).
+            # No weight of the model requires a gradient, so the first linears start the autograd graph. Their outputs
+            # must not be leaves, which a model cannot change in place (OLMo clamps its queries, keys and values).
             output = output.requires_grad_().clone()
         add = watch(as_multiplied(module, inputs[0]).detach().flatten(0, -2))
         # A layer that is recomputed runs twice, but only one output has a gradient.
@@ -213,7 +215,7 @@ class _Draws:
         self._generator, self._skip = torch.Generator().manual_seed(seed), skip
 
     def __call__(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
-        """Returns what ``draw`` (`torch.rand` or `torch.randn`), which fills whole tensors, gives for each sample."""
+        """Returns random numbers of the shape of ``like``; ``draw`` (`torch.rand` or `torch.randn`) fills each row."""
         for _ in range(self._skip):
             draw(like.shape[1:], generator=self._generator)
         self._skip = 0

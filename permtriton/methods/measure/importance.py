@@ -7,7 +7,7 @@ Every score has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a 
 * RIA: ``(|W| / column sum + |W| / row sum) * ||X_j||_2^a`` with ``a = 0.5``;
 * OBS (SparseGPT): ``W^2 / diag(H^-1)_j`` with ``H = X^T X``, damped.
 
-``||X_j||`` is the root of the sum of squares of input channel j, averaged over sequences.
+``||X_j||^2`` is the sum over tokens of the squares of input channel j, divided by the number of sequences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ def inverts_hessians(method: ImportanceMethod) -> bool:
 
 
 def error_importance(method: ImportanceMethod) -> ImportanceMethod:
-    """Returns the importance whose scores are in the unit of an output, with the same statistic where both have one."""
+    """Returns an importance whose scores are errors of the output: ``obs``, or ``wanda``, which has RIA's statistic."""
     return "obs" if inverts_hessians(method) else "wanda"
 
 
@@ -67,7 +67,7 @@ def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor
 def importances_of(
     model: nn.Module, plan: Plan, method: ImportanceMethod, statistics: Mapping[str, Tensor]
 ) -> dict[str, ImportanceFactors]:
-    """Returns linear name -> importance, for every pruned linear; ``statistics`` are by site, as of `importance_of`."""
+    """Returns linear name -> importance, for every pruned linear; ``statistics``: site -> that of `importance_of`."""
     return {
         name: importance_of(method, weight_in_out(linear_module(model, name)), statistics[site.name])
         for site, name in plan.linears()
@@ -87,7 +87,7 @@ def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
 
 
 def descending(values: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields, element by element, the largest value of equally shaped tensors, then the next one, to the smallest.
+    """Sorts equally shaped tensors elementwise: yields the tensor of the largest values first, the smallest last.
 
     For a few large tensors, bubble sort's maxima and minima are much faster than ``torch.topk`` over short rows.
     """

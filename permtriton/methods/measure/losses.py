@@ -3,7 +3,7 @@
 ``cosine`` is the paper's: the mean over tokens of ``1 - cos`` of the last hidden states (eq. 10); ``before_norm`` is
 the same distance of the final norm's inputs, as in the published code. ``kl`` is the mean over tokens of
 ``KL(dense || pruned)`` of the next token's distribution, in nats, for models with a language-model head.
-The dense model's logits are not stored: they follow from its last hidden states, a chunk of tokens at a time.
+The dense model's logits are not stored: they are computed from its last hidden states, a chunk of tokens at a time.
 """
 
 import copy
@@ -45,7 +45,7 @@ CHOOSE = "choose the loss cosine (by the option of the step, such as `distill_lo
 
 
 def minimises(**first: str) -> str:
-    """Returns the help of an option that chooses a loss; ``first`` are those that it names first, in other words."""
+    """Returns the help of an option that chooses a loss; ``first``: loss -> words for those that it names first."""
     losses: dict[str, str] = {**first, **LOSS_WORDS, **first}
     words = ", ".join(f"{name} ({of})" for name, of in losses.items())
     return f"What it minimises: {words}, or auto: kl where there is a language-model head."
@@ -66,7 +66,7 @@ class Head:
         with torch.no_grad(), without_cache(model):
             with _recorded(body_of(model)) as self._outputs:
                 expected = model(**probe).logits
-            if core not in self._outputs:  # a head may call only what is inside its backbone
+            if core not in self._outputs:  # a model may call a module inside its backbone instead, as OPT does
                 self._outputs[core] = core(**probe)
             self.vocabulary = expected.shape[-1]
             fewer = max(expected.shape[1] - 1, 1)  # leaving out a token reveals a head that needs all of them at once
@@ -107,7 +107,7 @@ def _recorded(modules: Sequence[Any]) -> Iterator[dict[Any, Any]]:
 
 @contextmanager
 def _returning(outputs: Mapping[Any, Any]) -> Iterator[None]:
-    """Inside the context, modules and their decoders, which OPT's head calls, return outputs and compute nothing."""
+    """Inside the context, each module, and its decoder (which OPT calls), returns its output and computes nothing."""
     inner = {module.get_decoder(): output for module, output in outputs.items() if module.get_decoder() is not None}
     results = {**inner, **outputs}
     with replaced_forwards(results, lambda module: lambda *arguments, **named: results[module]):
@@ -142,12 +142,12 @@ class _ChunkedKL(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad, None, None
 
 
-Draw = Callable[[Callable[..., Tensor], Tensor], Tensor]  # (torch.rand or randn, like) -> random numbers of that shape
+Draw = Callable[[Callable[..., Tensor], Tensor], Tensor]  # (torch.rand or randn, like) -> numbers of the shape of like
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What training can minimise. **Add a loss here**, and its name above."""
+    """A loss that training can minimise. **Add one to** `LOSSES`, and its name to the types above."""
 
     # called with the pruned and the dense model's last hidden states ``[sequences, tokens, hidden]`` and the head;
     # returns the mean over tokens, float32 ``[]``
@@ -156,7 +156,7 @@ class Loss:
     # gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
     drawn: Callable[[PreTrainedModel, Samples, Draw], Tensor]
     of_logits: bool
-    # returns what ``mean`` reads of a model and samples
+    # called with a model and samples; returns the hidden states that ``mean`` takes
     hidden: Callable[[PreTrainedModel, Samples], Tensor] = last_hidden_state
 
 
@@ -176,7 +176,7 @@ def _drawn_label(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor
 
 def _cosine_of(hidden_of: Callable[[PreTrainedModel, Samples], Tensor]) -> Loss:
     def drawn(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
-        """Returns the normalised hidden state along a direction per token, drawn from the normal distribution."""
+        """Returns the sum over tokens of the normalised hidden state times a direction of normally drawn numbers."""
         hidden = normalize(hidden_of(model, samples)[:, samples.counted].float(), dim=-1)
         return (hidden * draw(torch.randn, hidden)).sum()
 
@@ -201,10 +201,10 @@ class Objective:
     head: Head | None = None  # the model's head; None if the loss does not need it
     # the positions that count, as `permtriton.data.samples.Samples.counted`
     counted: slice = field(default_factory=lambda: slice(None))
-    stride: int = 1  # one in ``stride`` of them is used; the first one depends on the number of the sequence
+    stride: int = 1  # one in ``stride`` counted positions is used; the first one depends on the sequence's number
 
     def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the mean loss over the tokens of the sequences ``rows``, by the model's hidden states of these."""
+        """Returns the mean loss over the tokens of the sequences ``rows``, on which the model gives ``hidden``."""
         dense = self.target[rows.to(self.target.device)].to(hidden.device, non_blocking=True)
         return LOSSES[self.kind].mean(self._taken(hidden, rows), self._taken(dense, rows), self.head)
 
@@ -231,7 +231,7 @@ class Objective:
     ) -> Iterator[tuple[Tensor, int]]:
         """Runs backward passes of the mean loss over ``rows`` times ``scale``, of which each rank runs its share.
 
-        After each of them it yields its part of the mean loss, float32 ``[]``, and its number of sequences.
+        After each pass, yields that pass's part of the mean loss, float32 ``[]``, and its number of sequences.
         """
         for part in ranks.parts(rows, batch):
             loss = self.of(model, samples, part) * (part.numel() / rows.numel())
@@ -239,7 +239,7 @@ class Objective:
             yield loss.detach(), part.numel()
 
     def on(self, model: PreTrainedModel) -> "Objective":
-        """Returns the objective with the head of ``model``, a twin of the one that it was made with."""
+        """Returns the objective with the head of ``model``, a twin of the model that the objective was made with."""
         return replace(self, head=self.head and self.head.on(model))
 
     def reordered(self, order: Tensor | None, store: Store = MEMORY) -> "Objective":
@@ -274,9 +274,9 @@ def dense_objective(
 
 
 def stride_of(model: PreTrainedModel, head: int) -> int:
-    """Returns the stride of the positions that the loss uses, 1 to `SPARSEST`: larger if the head has many weights.
+    """Returns the stride of the positions that the loss uses, 1 to `SPARSEST`; it grows with the ``head``'s weights.
 
-    Logits of a quarter of a million words, computed three times per step, take longer than all layers of a small model,
+    Logits of a vocabulary of 250,000, computed three times per step, take longer than all layers of a small model,
     forward and backward. One position in three costs a third of that, and its gradient reaches all tokens before it.
     """
     embedded = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}

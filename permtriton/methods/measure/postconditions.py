@@ -22,7 +22,7 @@ LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundre
 
 @dataclass(frozen=True)
 class Retained:
-    """Sums of scores in one pruned linear: all, and what N:M masks retain in the present and in the given order."""
+    """Sums of scores in one pruned linear: all, and those that N:M masks retain in the present and the chosen order."""
 
     total: float
     present: float
@@ -39,7 +39,7 @@ def retained_importance(
     """Returns the importance that an N:M mask retains in each pruned linear, by name.
 
     Args:
-        indices: space name -> unit index, int64 ``[units]``, of the given order; spaces without one keep the present
+        indices: space name -> unit index, int64 ``[units]``, of the chosen order; spaces without one keep the present
             order.
         present: linear -> what a mask retains in the present order, where that is known.
     """
@@ -56,7 +56,7 @@ def retained_importance(
 
 
 def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> dict[str, float]:
-    """Returns linear -> sum of its weights' scores. Pruned weights score 0: after masking, it is what was retained."""
+    """Returns linear -> sum of its weights' scores. Pruned weights score 0, so after masking, only kept ones count."""
     weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
     return {name: float(importances[name].scores(w).sum(dtype=torch.float64)) for name, w in weights.items()}
 
@@ -84,7 +84,7 @@ def check_no_worse(start: float, end: float, stage: str) -> None:
 def check_loss(
     measured: float, loss: float, dtype: torch.dtype, moment: str = "calibration, when the order was chosen"
 ) -> None:
-    """Compares the last loss that a stage measured with that of the model that it leaves."""
+    """Compares ``measured``, the last loss that a stage measured, with ``loss``, that of the model that it left."""
     tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
     if not abs(loss - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
         raise VerificationError(

@@ -30,7 +30,7 @@ from permtriton.util.store import MEMORY, Store
 
 Statistic = TypeVar("Statistic")
 SMALL_GAIN = 0.1  # added to a norm's squared gains, as a share of their mean
-GRAM_COLUMNS = 256  # columns per product; with fewer, products lose more time than symmetry saves
+GRAM_COLUMNS = 256  # least number of columns per product; with fewer, products lose more time than symmetry saves
 
 
 def site_statistics(
@@ -199,11 +199,11 @@ def channel_norms(
     progress: Progress,
     layers: Iterable[LayerInputs] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns site name -> ``||X_j||``, float32 ``[channels]``: root of the sum of squares, averaged over sequences.
+    """Returns site name -> ``||X_j||``, float32 ``[channels]``, as `permtriton.methods.measure.importance` defines it.
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets ones, so that its weights are
-    scored by their size alone; ``progress`` reports it. ``layers`` give the sites their inputs in place of one run of
-    the model.
+    scored by their size alone; ``progress`` reports it. The inputs come from ``layers``, or without them from one run
+    of the whole model.
     """
     sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
 
@@ -254,7 +254,7 @@ class Moments:
     residual_shift: Tensor | None = None
 
 
-# Site name -> for each part, its input and residual stream.
+# Site name -> its input and its residual stream, or None, for each part of the sequences.
 SiteInputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]
 
 
@@ -264,7 +264,7 @@ def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, s
 
     def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
         if site.name in site_inputs:
-            # Copies, because the model may overwrite what it gives.
+            # Copies, because the model may change its activations in place.
             site_inputs[site.name].append((store.copied(inputs), None if residual is None else store.copied(residual)))
 
     watch_inputs(model, layer, keep, advance)
@@ -304,8 +304,9 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
 def output_change(model: nn.Module, site: Site, stream_change: Tensor, inputs: Tensor) -> Tensor:
     """Returns the change of a linear's output that changes what is added to the residual stream by ``stream_change``.
 
-    To first order, a norm multiplies by its gain and divides by the token's root mean square, here that of the present
-    output. Channels of small gain get less than the quotient, because they would change the root mean square.
+    Where the output passes a norm, which to first order multiplies it by gain / rms with the root mean square of the
+    token's present output, the change is multiplied by rms / gain; by less at small gains, because a large change of
+    the output would change its root mean square.
     """
     stream_change = stream_change / site.residual_factor
     if site.residual_variant is None:
@@ -356,7 +357,7 @@ def _out_features(model: PreTrainedModel, site: Site) -> int:
 
 
 def _add_gram(total: Tensor, inputs: Tensor) -> None:
-    """Adds ``X^T X`` to ``total``, except for blocks below the diagonal, which symmetry gives: nearly half."""
+    """Adds ``X^T X`` to ``total``, except for blocks below the diagonal (nearly half), which follow by symmetry."""
     width = max(GRAM_COLUMNS, -(-len(total) // 8))
     for start in range(0, len(total), width):
         total[start : start + width, start:] += inputs[:, start : start + width].T @ inputs[:, start:]

@@ -1,4 +1,4 @@
-"""The model with hard N:M masks written into its weights, and the gradient of the loss by the masked weights."""
+"""The model with hard N:M masks written into its weights, and the gradient of the loss by these masked weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -73,7 +73,7 @@ class HardMasks:
 
     @torch.no_grad()
     def set(self, indices: Mapping[str, Tensor]) -> None:
-        """Masks every weight in an order: space name -> unit index, int64 ``[units]``; the base order without one."""
+        """Masks every weight in an order: space -> unit index, int64 ``[units]``; other spaces keep the base order."""
         for linear in self._linears:
             weight, site = linear.oriented(linear.dense), linear.site
             soft = linear.importance.scale.new_empty(0)
@@ -94,7 +94,7 @@ class HardMasks:
     def take_gradients(
         self, objective: Objective, samples: Samples, advance: Callable[[int], None] | None = None
     ) -> float:
-        """Sums the gradient of the mean loss by each masked weight, and returns the mean loss.
+        """Sums up the gradient of the mean loss with respect to each masked weight, and returns the mean loss.
 
         Args:
             advance: called with the number of sequences after each backward pass.
@@ -110,7 +110,7 @@ class HardMasks:
                 losses.append(loss)
                 sequences_done += count
                 newly_done = sequences_done - reported
-                if advance is not None and newly_done > 0:  # not positive while a pass that ran out of memory repeats
+                if advance is not None and newly_done > 0:  # not positive while passes repeat after memory ran out
                     advance(newly_done)
                     reported += newly_done
             return sum(to_numbers(losses))
@@ -172,7 +172,7 @@ def hard_masked(
 ) -> Iterator[HardMasks]:
     """Inside the context, the pruned linears of a dense model in base order hold masked weights.
 
-    Only they have gradients; the model is unchanged afterwards.
+    Only these weights have gradients; the model is unchanged afterwards.
     """
     linears = []
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)

@@ -1,10 +1,11 @@
 """Step ``heuristic``: RIA's two-stage channel order (Zhang et al., 2024), for any N:M.
 
-1. Channel allocation: channels sorted by total importance are dealt out, so that every group gets one of each rank.
+1. Channel allocation: by falling total importance, channels are dealt to the groups, in each round one to each group.
 2. Refinement: one channel is taken out of each group, and all of them are put back by the linear assignment that
    retains the most importance. A sweep does this for every slot of the group; sweeps end when one gains little.
-   The time of an assignment grows with the cube of its groups. Where there are more than `MOST_GROUPS`, random parts
-   of them exchange channels, all parts in one batched assignment, and every slot of every sweep draws other parts.
+   The time of an assignment grows with the cube of the number of groups. Where there are more than `MOST_GROUPS`,
+   they are divided into parts at random, anew for every slot of every sweep; groups exchange channels only inside
+   their part, and one batched assignment computes all parts.
 
 The importance that group g retains when channel c joins it is ``sum_o relu(s_oc - t_og)`` plus a constant, where
 ``t_og`` is the N-th largest score in row o of the channels that stayed. Since ``relu(a) = (|a| + a) / 2`` and the
@@ -40,7 +41,7 @@ from permtriton.util.sparsity import NMPattern
 MAX_SWEEPS = 10
 MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
 MOST_GROUPS = 256  # in one assignment; the assignment kernel takes no more
-MAX_ROWS = 4096  # rows of scores that decide the order of one space; more are sampled evenly
+MAX_ROWS = 4096  # rows of scores that decide the order of one space; of more rows, an even sample is taken
 
 
 @documented
@@ -75,7 +76,7 @@ class Heuristic(Step):
     def run(self, run: Run) -> None:
         if all(space.frozen for space in run.plan.spaces):
             return
-        # Gradients of a GPU, which row weights follow from, are not the same in every run.
+        # Row weights follow from gradients, which differ from run to run on a GPU.
         state = run.state(StateFile, self.name) if self.gradients else None
         if state is not None and (saved_state := state.read()) is not None:
             indices = saved_state[0]
@@ -123,7 +124,7 @@ def space_scores(
             scores *= row_weights[name].pow(importances[name].power / 2)
         if (size := scores.shape[1]) > quota:
             scores = scores[:, torch.linspace(0, size - 1, quota, device=scores.device).long()]
-            scores *= size / quota  # each sampled row stands for several rows; dividing by the mean cancels this
+            scores *= size / quota  # the sum over sampled rows estimates that over all; dividing by the mean cancels it
         if row_weights is None or importances[name].row is not None:
             scores /= scores.mean().clamp_min(torch.finfo(scores.dtype).tiny)
         rows += [scores[channels.to(scores.device)] for channels in site.channels_by_unit.unbind(1)]
@@ -167,9 +168,9 @@ def _parts(groups: int) -> int:
 
 
 def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, generator: torch.Generator) -> Tensor:
-    """Returns ``index`` with the channels at one slot of the groups reassigned, inside random parts if there are many.
+    """Returns ``index`` with the channels at one slot of all groups reassigned, inside random parts if there are many.
 
-    All parts have the same size; the groups left over are unchanged in this call.
+    All parts have the same number of groups; the groups left over are unchanged in this call.
     """
     groups = index.view(-1, pattern.group).clone()
     parts = _parts(len(groups))

@@ -41,7 +41,7 @@ OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 @documented
 @dataclass(frozen=True)
 class Learned(Step):
-    """Options of ``learned``, which starts from the order of earlier steps; the recipe ``permllm`` has the paper's."""
+    """Options of ``learned``, which starts from the order of earlier steps; recipe ``permllm`` has the paper's options."""
 
     name: ClassVar[str] = "learned"
     prefix: ClassVar[str] = "learn"
@@ -155,8 +155,8 @@ class Learned(Step):
     def learn(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
         """Returns space name -> unit index relative to the base order, int64 ``[units]``, and the outcome.
 
-        Its history has one row per epoch, with the loss under the hard permutations after the epoch, and how many units
-        are ``moved`` from the base order. Epoch 0 is the base order.
+        The outcome's history has one row per epoch: the loss under the hard permutations after the epoch, and how many
+        units are ``moved`` from the base order. Epoch 0 is the base order.
         """
         spaces = self.spaces(run.plan)
         if not spaces:
@@ -293,7 +293,7 @@ class OrderTrainer:
         scale = loss_scale(rows.numel() * self._samples.tokens)
 
         def backward(size: int) -> list[Tensor]:
-            # Curvature is scaled like the gradient: all passes and ranks together add that of the whole batch once.
+            # Curvature is scaled like the gradient. Each pass on each rank adds an equal share of the whole batch's.
             passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
             # This also drops the gradients of an attempt that ran out of memory.
             self._masks.set(index, soft_permutations, scale / passes)
@@ -323,7 +323,7 @@ class OrderTrainer:
         return self._check(self._with_memory(mean))
 
     def _with_memory(self, compute: Callable[[int], Result]) -> Result:
-        """Returns ``compute(size)`` with a micro-batch that fits in memory; at worst, keeps no masked weights."""
+        """Returns ``compute(size)`` for a size that fits in memory; if none does, masked weights are no longer kept."""
         try:
             return self._micro_batch.run(compute)
         except MemoryTooSmallError:

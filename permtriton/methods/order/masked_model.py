@@ -71,7 +71,7 @@ class _MaskedWeight(nn.Module):
             curved: factor of the curvature, applied whenever the gradient is computed.
         """
         self.index, self.soft, self._curved = index, soft, curved
-        self._kept: Tensor | None = None  # frees the last one before the next one is computed
+        self._kept: Tensor | None = None  # frees the last masked weight before the next one is computed
         if keep:
             self._kept = self(*self._weight).requires_grad_(soft.requires_grad)
 
@@ -88,9 +88,9 @@ class _MaskedWeight(nn.Module):
         )
 
     def take_gradient(self) -> Tensor | None:
-        """Returns the gradient of the flat soft blocks that follows from that of the kept weight, which is freed.
+        """Returns the gradient of the flat soft blocks, computed from the kept weight's gradient, which is freed.
 
-        None if the weight is not kept, so that autograd computes it itself, or if no token visited the expert.
+        Returns None if no weight is kept, since autograd then computes the gradient, or if no token visited the expert.
         """
         if self._kept is None or self._kept.grad is None:
             return None
@@ -126,7 +126,7 @@ class LearnedMasks:
     """The masks of all pruned linears.
 
     Args:
-        entries: per site whose order learns, its blocks and the masked weights of its linears.
+        entries: for each site whose order is learned, its blocks and the masked weights of its linears.
         fixed: the masked weights of all other linears, which keep the base order.
         keep: whether masked weights are kept until their order changes.
     """
@@ -140,21 +140,21 @@ class LearnedMasks:
         self.keep = keep
         self._entries, self._fixed = list(entries), list(fixed)
         self._soft: Sequence[Tensor] = ()
-        self._leaves: list[Tensor] = []  # per site, its soft blocks detached from the logits
+        self._leaves: list[Tensor] = []  # for each site of ``entries``, its soft blocks detached from the logits
         self._channels = [blocks.units.numel() for blocks, _ in entries]
         self._units = torch.cat([blocks.units for blocks, _ in entries])
         channels = [torch.arange(count, device=self._units.device) for count in self._channels]
-        self._shifts = torch.cat(channels) - self._units  # constant per block, so its channels move as its units do
+        self._shifts = torch.cat(channels) - self._units  # constant inside a block: its channels move as its units do
         self._set_fixed()
 
     def stop_keeping(self) -> None:
-        """From now on computes masked weights whenever a linear runs: less memory, more time."""
+        """From now on, masked weights are computed whenever a linear runs: less memory, more time."""
         self.keep = False
         self._set_fixed()
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Sequence[Tensor] | None, curved: float = 0.0) -> None:
-        """Makes the masks of every site that learns follow a hard permutation, and drops all gradients.
+        """Makes the masks of every site whose order is learned follow a hard permutation, and drops all gradients.
 
         Args:
             index: int64 ``[units of all spaces]``, as `Relaxation.assign` returns it.
@@ -213,7 +213,7 @@ def masked_model(
 
     Args:
         model: the run's model, or its twin whose weights are spread over the ranks; unchanged afterwards.
-        relaxation: logits of the spaces that learn; the masks of all other sites keep the base order.
+        relaxation: logits of the spaces that are learned; the masks of all other sites keep the base order.
         curvatures: linear name -> curvature of the loss; None for the published gradient.
     """
     plan, importances, spread_on = run.plan, run.importances(), run.placement.spread_on
@@ -263,6 +263,6 @@ def _parametrized(module: nn.Module, masked: _MaskedWeight, as_stored: bool) -> 
 
 
 def _turned(matrix: Tensor) -> Tensor:
-    """Returns the transpose of a matrix, contiguous and in the same memory, where a second one may not fit."""
+    """Returns the contiguous transpose of a matrix, in that matrix's memory: no second one stays allocated."""
     turned = matrix.t().contiguous()
     return matrix.contiguous().view(turned.shape).copy_(turned)

@@ -1,4 +1,4 @@
-"""The logits that learn, and the soft and hard permutations that follow from them (eq. 2-6)."""
+"""The learned logits, and the soft and hard permutations that are computed from them (eq. 2-6)."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -25,7 +25,7 @@ class Relaxation(nn.Module):
         sizes: block size of each batch, ascending.
         weights: ``w`` of each batch, float32 ``[blocks, size, size]``.
         owners: for each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
-        first: name of each space that learns -> its first unit; units are numbered through all spaces.
+        first: name of each learned space -> its first unit; units are numbered through all learned spaces.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Relaxation(nn.Module):
         return torch.cat(batches)[self._order]
 
     def join(self, indices: Mapping[str, Tensor]) -> Tensor:
-        """Converts the unit indices of each space, as from `harden`, to one for all spaces, as from `assign`."""
+        """Joins the unit index of each space, as from `harden`, to one index over all spaces, as from `assign`."""
         for space in self._spaces:
             space.check(indices[space.name])
         joined = torch.cat([indices[space.name] + self.first[space.name] for space in self._spaces])
@@ -158,7 +158,7 @@ class SiteBlocks:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def add_gradient(self, flat: Tensor, grads: Sequence[Tensor]) -> None:
-        """Adds the gradient of what `flat` returned to ``grads``, the gradients of its argument, in place.
+        """Adds ``flat``, the gradient of what `flat` returned, to ``grads``, the gradients of ``soft``, in place.
 
         Autograd would instead allocate a gradient of all blocks for every site.
         """

@@ -43,13 +43,13 @@ GAINS_AT_ONCE = 1 << 24  # gains of swaps that are in memory at once
 RAISE, LOWER = 2.0, 0.6  # factors of the damping after a trial that failed, and after a round that succeeded at once
 TRIALS = 5  # sets of swaps that a round tries at most
 LEAST_DAMPING = 1e-2
-LEAST_GAIN = 1e-3  # of the loss; two rounds in a row that gain less are the last
+LEAST_GAIN = 1e-3  # share of the loss; the search ends after two rounds in a row that lower the loss by less
 
 
 @documented
 @dataclass(frozen=True)
 class Searched(Step):
-    """Options of the search, from the order that the steps before it left."""
+    """Options of ``searched``, which starts from the order of earlier steps."""
 
     name: ClassVar[str] = "searched"
     prefix: ClassVar[str] = "search"
@@ -84,7 +84,7 @@ class Searched(Step):
         return self.loss
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
-        weights = sizes.pruned * (sizes.element + max(FLOAT32, sizes.element))  # dense ones, and their gradients
+        weights = sizes.pruned * (sizes.element + max(FLOAT32, sizes.element))  # dense weights, and gradients
         gains = (4 * sizes.largest_weight + 3 * GAINS_AT_ONCE) * FLOAT32
         return (Memory(sizes.gradients + weights // sizes.shares + gains, sizes.targets),)
 
@@ -103,11 +103,11 @@ class Searched(Step):
         return outcome
 
     def search(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
-        """Returns space name -> unit index relative to the base order, int64 ``[units]``, and all rounds.
+        """Returns space name -> unit index relative to the base order, int64 ``[units]``, and the outcome.
 
-        The row of a round holds the number of ``swaps`` that were kept, the fall of the loss that their gains predict
-        (``predicted``), the ``damping`` of the last trial, the number of ``trials`` (all but the last one failed, and
-        that one, too, if ``swaps`` is 0), and the number of units that are ``moved`` from the base order.
+        Its history has a row per round: the number of ``swaps`` that were kept, the fall of the loss that their gains
+        predict (``predicted``), the ``damping`` after the last trial, the number of ``trials`` (only the last one can
+        succeed; none has if ``swaps`` is 0), and the number of units that are ``moved`` from the base order.
         """
         spaces = [space for space in run.plan.spaces if not space.frozen]
         if not spaces:
@@ -148,14 +148,14 @@ class Searched(Step):
 
 
 def _row(number: int, loss: float, **values: Any) -> dict[str, Any]:
-    """Returns the outcome of a round; 0 is the base order."""
+    """Returns the row of a round in the history; round 0 is the base order."""
     defaults = {"swaps": 0, "predicted": 0.0, "damping": 0.0, "trials": 0, "moved": 0, "seconds": 0.0}
     return {"round": number, "loss": loss, **defaults, **values}
 
 
 @dataclass(frozen=True)
 class Swaps:
-    """Swaps of two positions, all int64 ``[swaps]``; no two of them touch the same group."""
+    """Swaps of two positions, int64 ``[swaps]`` except the gains; in a space, no two of them touch the same group."""
 
     space: Tensor  # number of the space of each swap
     left: Tensor
@@ -199,10 +199,10 @@ class Searcher:
     def round(
         self, indices: dict[str, Tensor], last: Mapping[str, Any], advance: Callable[[int], None] | None = None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the unit indices after a round, and what it did.
+        """Returns the unit indices after a round, and its row in the history.
 
         Args:
-            last: the round before.
+            last: row of the round before.
             advance: called with the number of sequences after each backward pass.
         """
         start_time, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
@@ -305,7 +305,7 @@ def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
     """
     order = gain.argsort(descending=True, stable=True)
     ends = torch.stack((left, right))[:, order] // group
-    alive = torch.arange(order.numel())  # ranks of the swaps that may still be taken
+    alive = torch.arange(order.numel())  # places in ``order`` of the swaps that may still be taken
     groups = int(ends.max()) + 1 if order.numel() else 0
     chosen = []
     while alive.numel():

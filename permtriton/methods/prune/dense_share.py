@@ -1,13 +1,13 @@
-"""The linears that stay dense, if a share of the weights may: those whose masks raise the loss most per weight.
+"""The linears that stay dense, if a share of the weights is to: those whose masks raise the loss most per weight.
 
 If the outputs of row o of a linear have the squared error ``e_o``, the loss rises to second order by ``f_o e_o / 2``,
-with the Fisher information ``f_o`` of the outputs (`permtriton.methods.measure.fisher`). ``e_o`` is estimated by the
-scores of the weights that the mask drops in the present order, summed: OBS scores if OBS is the importance, otherwise
+with the Fisher information ``f_o`` of the output (`permtriton.methods.measure.fisher`). ``e_o`` is estimated by the
+sum of scores of the weights that the mask drops in the present order: OBS scores if OBS is the importance, otherwise
 squared Wanda scores, whatever importance decides the mask. Such a score is the squared error of the output if its
-weight alone is dropped. The fraction of the sum that is left once all are dropped and the kept weights are updated
-differs several times between linears. If the recipe updates weights and OBS is the importance, SparseGPT on a few rows
-measures it (`statistics_and_shares_left`). The costs only rank linears; they do not predict the loss. Both factors are
-sums over tokens, so the second linears of experts, which read few tokens, count for less than they should.
+weight alone is dropped. After the kept weights are updated, a fraction of this sum is left as error, and it differs
+several times between linears. If the recipe updates weights and OBS is the importance, SparseGPT on a few rows measures
+this fraction (`statistics_and_shares_left`). The costs only rank linears; they do not predict the loss. Both factors
+are sums over tokens, so the second linears of experts, which read few tokens, count for less than they should.
 """
 
 import json
@@ -37,13 +37,13 @@ from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
 from permtriton.util.store import Store
 
-UPDATED_ROWS = 64  # of each linear; with all rows, the choice differs for 1% of the weights
+UPDATED_ROWS = 64  # rows of each linear to measure on; with all rows, the choice differs for 1% of the weights
 STATE = "dense_share"
 
 
 @dataclass(frozen=True)
 class DenseShare(Step):
-    """The choice of the dense linears: never named in a recipe, run before all its steps if there is a share."""
+    """The choice of the dense linears: never named in a recipe, run before its steps if ``dense_share`` is not 0."""
 
     name: ClassVar[str] = "dense share"
     prefix: ClassVar[str] = STATE
@@ -62,7 +62,7 @@ class DenseShare(Step):
     def run(self, run: Run) -> None:
         """Measures the sites, chooses linears unless an interrupted run already did, and plans again without them.
 
-        The choice is kept, as gradients of a GPU are not the same in every run.
+        The choice is saved, because gradients differ from run to run on a GPU.
         """
         model, config, state = run.model, run.config, run.workspace.state(StateFile, STATE)
         saved_state = None if state is None else state.read()
@@ -138,13 +138,13 @@ def most_sensitive(
     """Returns the linears that stay dense, by name: together at most a share of the prunable weights.
 
     They are taken one after another, the most sensitive first; a linear that would exceed the share is passed over,
-    and at least one linear is always pruned. Experts that one parameter holds go together.
+    and at least one linear is always pruned. Experts that one parameter holds are taken together.
 
     Args:
-        importances: of every linear of the plan, by name, which decide its mask.
-        errors: likewise, but with scores in the unit of an output, which give the cost of the dropped weights.
-        rows: sensitivity of the loss to each row, float32 ``[out_features]``, by name.
-        left: fraction of each linear's cost that remains after the kept weights are updated; None without an update.
+        importances: linear -> importance that decides its mask.
+        errors: linear -> importance whose scores are errors of the output, for the cost of the dropped weights.
+        rows: linear -> sensitivity of the loss to each of its rows, float32 ``[out_features]``.
+        left: linear -> fraction of its cost that remains after the kept weights are updated; None without an update.
     """
     sizes: dict[str, int] = {}
     costs: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Least squares on an N:M mask: weights that are fitted, and pruned ones that take the place of kept ones.
+"""Least squares on an N:M mask: fits the kept weights, and exchanges kept weights for pruned ones.
 
 An exchange sets the kept weight i of a row to 0 and its pruned weight j to ``t``. With ``g = (V - W*) H``, the error
 ``(V - W*) H (V - W*)^T`` of the row falls most for ``t = (v_i H_ij - g_j) / H_jj``, namely by
@@ -45,7 +45,7 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
 
 
 def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
-    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` in the same way, with a metric ``K [out_features, out_features]``."""
+    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` as `least_squares`; metric ``K`` is ``[out_features, out_features]``."""
     return _conjugate_gradients(
         start,
         target,
@@ -102,10 +102,10 @@ def metric_of(gradients: Tensor) -> Tensor:
 
 
 def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: NMPattern, rounds: int) -> Tensor:
-    """Returns a weight whose mask is at least as good in every row: pruned weights take the place of kept ones.
+    """Returns a weight with no larger error in any row, after rounds that exchange kept weights for pruned ones.
 
-    After each round, the weights are fitted to the new mask. A row whose error does not fall keeps the old one, and
-    tries half as many exchanges next time.
+    In each round, the weights are then fitted to the new mask. A row whose error does not fall keeps its old weights,
+    and tries half as many exchanges in the next round.
     """
     hessian, share = curvature.damped, torch.ones(len(weight), device=weight.device)
     difference = weight - target
@@ -165,14 +165,14 @@ def exchanged(weight: Tensor, gradient: Tensor, curvature: Curvature, pattern: N
 
 
 def _exchanged(weight: Tensor, gradient: Tensor, share: Tensor, curvature: Curvature, pattern: NMPattern) -> Tensor:
-    # Places in a group come first: what is computed of all groups is then contiguous.
+    # The place in the group is the first dimension, so that operations on one place of all groups are contiguous.
     size = pattern.group
     v_MOG, g_MOG = (each.unflatten(1, (-1, size)).permute(2, 0, 1).contiguous() for each in (weight, gradient))
     h_MMG = curvature.damped.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2).contiguous()
     h_MG = h_MMG.diagonal().T.contiguous()
     kept_MOG = v_MOG != 0
     free_MOG = ~kept_MOG & ~curvature.dead.view(-1, size).T.unsqueeze(1)
-    step_MMOG = v_MOG.unsqueeze(1) * h_MMG.unsqueeze(2) - g_MOG  # t H_jj, of (i, j)
+    step_MMOG = v_MOG.unsqueeze(1) * h_MMG.unsqueeze(2) - g_MOG  # ``t H_jj`` for each pair (i, j)
     gain_MMOG = step_MMOG.square().div_(h_MG.unsqueeze(1))
     gain_MMOG -= (v_MOG * (v_MOG * h_MG.unsqueeze(1) - 2 * g_MOG)).unsqueeze(1)
     gain_MMOG.masked_fill_(~(kept_MOG.unsqueeze(1) & free_MOG), 0)

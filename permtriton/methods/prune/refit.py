@@ -1,15 +1,15 @@
 """Step ``refit``: least-squares weights on a mask, layer by layer, which also correct errors of the layers before.
 
-Two activations run through the layers: ``X_p`` of the model as pruned so far, which is what a linear will read, and
-``X_d`` of the dense model, which is what its outputs should come from. A linear that writes into the residual stream
-may also correct the stream's error so far, ``R_d - R_p``, where ``R`` is the stream before the addition. For each
-linear, with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on
-``X_p``. Without a mask, the best weight is
+Each layer runs in two models: ``X_p`` are a linear's inputs in the model as pruned so far, which it will read, and
+``X_d`` those in the dense model, whose outputs it should reproduce. A linear that writes into the residual stream may
+also correct the stream's error so far, ``R_d - R_p``, where ``R`` is the stream before the addition. For each linear,
+with ``H = X_p X_p^T + damping``, the weight ``V`` should give ``W X_p + a W (X_d - X_p) + b (R_d - R_p)`` on ``X_p``,
+with ``dense_targets`` a and ``residual_targets`` b. Without a mask, the best weight is
 
     W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
 
-and any other one is worse by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask; conjugate
-gradients then find the minimum on it; and pruned weights take the place of kept ones while that lowers the error
+and the error of any other is larger by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask;
+conjugate gradients minimise the error on it; and kept weights are exchanged for pruned ones while that lowers it
 (`permtriton.methods.prune.least_squares`). Last, with ``K = E[g g^T]`` of the gradients of the linear's outputs, the
 same weights minimise ``tr(K (V - W*) H (V - W*)^T)``: errors of rows with correlated gradients offset each other.
 
@@ -109,7 +109,7 @@ class Refit(Step):
         channels = sizes.width + sizes.hidden if sizes.low_memory else sizes.layer_channels
         inputs = 2 * sizes.layer_inputs + sizes.all_positions * channels * sizes.element
         output_gradients = self.metric_tokens * sizes.rows * 2 * self.gradients
-        # The sums of Hessians are in float64; shift, inverse and factor are those of the site at hand.
+        # The sums of Hessians are in float64; shift, inverse and factor exist for one site at a time.
         fit = 2 * sizes.forward + sizes.hessians * 5 // 2 + sizes.largest_weight * 18 * FLOAT32
         backward = replace(sizes, micro_batch_size=1).gradients * self.gradients
         return Memory(backward, output_gradients), Memory(fit, inputs + output_gradients)
@@ -143,7 +143,7 @@ class Refit(Step):
         turns_by_layer = [sequential_groups(sites) for sites in plan.layers()]
         count = sum(map(len, turns_by_layer))
         steps = (num_sequences + 1) * count + num_sequences * (count if run.low_memory else len(turns_by_layer))
-        # Moving outputs to host memory and back takes longer than computing them again on the GPU.
+        # In host memory, outputs are not kept: moving them there and back takes longer than computing them again.
         keep = None if run.low_memory or run.store.onloads else run.store.moved
         with run.placed_model_for_fit() as model, run.progress.stage("refit", steps) as advance:
             walk = LayerWalk(model, plan, samples, run.batch_size, run.store)

@@ -1,6 +1,6 @@
 """Step ``sparsegpt``: kept weights make up for pruned ones in closed form, layer by layer.
 
-Hessians come from the model as pruned so far; the formulas stand in `permtriton.methods.prune.sparsegpt_math`.
+Hessians come from the model as pruned so far; the formulas are in `permtriton.methods.prune.sparsegpt_math`.
 """
 
 from dataclasses import dataclass

@@ -13,13 +13,13 @@ from permtriton.kernels.sparsegpt_block import sparsegpt_block
 from permtriton.util.sparsity import NMPattern
 
 DAMPING = 0.01  # fraction of the mean diagonal, as published
-COLUMNS_AT_ONCE = 128  # columns between updates of all later ones, as published; rounded down to whole groups
+COLUMNS_AT_ONCE = 128  # columns between two updates of all later columns, as published; rounded down to whole groups
 
 
 def damped(hessian: Tensor) -> Tensor:
     """Returns ``H`` with 1% of its mean diagonal added to the diagonal.
 
-    A channel that was never active has only that there, so that its weights score lowest in any unit of activations.
+    A channel that was never active has only the damping there, so that its weights score lowest at any scale of inputs.
     """
     hessian = hessian.clone()
     hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())

@@ -86,12 +86,12 @@ class Distill(TrainingStep):
 
     @property
     def _in_one_round(self) -> bool:
-        """Whether the only state that it keeps is that at the end."""
+        """Whether the schedule is one round, so that the only state that is saved is the one at the end."""
         return 0 < self.steps <= ROUND
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         collected = sizes.ranks > 1 or self.batch_size > sizes.micro_batch_size
-        copies = 1 if self._in_one_round else 2  # of a state before the end there is another
+        copies = 1 if self._in_one_round else 2  # a state saved before the last round holds another copy
         weights = copies * int(sizes.pruned * sizes.kept) * sizes.element + sizes.pruned * FLOAT32 * collected
         movable = sizes.targets + self._optimizer_bytes(sizes) + weights
         return (Memory(sizes.gradients + sizes.mask, movable),)
@@ -104,12 +104,12 @@ class Distill(TrainingStep):
         return kept if self._in_one_round else 2 * (2 * kept + self._optimizer_bytes(sizes))
 
     def _optimizer_bytes(self, sizes: ModelSizes) -> int:
-        """Returns what the optimizer keeps: moments, and remainders in half precision."""
+        """Returns the bytes that the optimizer keeps: Adam's moments, and the remainders of half-precision weights."""
         moments = 2 * FLOAT32 if self.optimizer == "adam" else 0
         return sizes.pruned * (moments + (HALF if sizes.element < FLOAT32 else 0))
 
     def _epochs(self, calibration: int, sequences: int) -> int:
-        """Returns the number of epochs: more if the text is too short for the further samples."""
+        """Returns the number of epochs: enough for ``steps``, or else ``epochs``, more if there are too few samples."""
         if self.steps:
             return ceil(self.steps * self.batch_size / max(sequences - num_held_out(sequences), 1))
         return max(self.epochs, round(self.epochs * (1 + self.further) * calibration / sequences))
@@ -129,7 +129,7 @@ class Distill(TrainingStep):
                 return trainer.run()
 
     def _schedule(self, samples: Samples, epochs: int, seed: int) -> Schedule:
-        """Returns epochs over all samples but those held out."""
+        """Returns the schedule: epochs over all samples that are not held out, divided into rounds."""
         trained, held_out = split_held_out(len(samples), seed)
         orders = (epoch_order(trained.numel(), seed, number) for number in range(1, epochs + 1))
         batches = [trained[order].split(self.batch_size) for order in orders]

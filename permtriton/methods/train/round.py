@@ -1,12 +1,12 @@
 """Step ``round``: rounds kept weights to FP8, layer by layer, each so that it compensates for the errors of the others.
 
 FP8 is float8 e4m3 with a scale per row; the formats fp8 and packed-fp8 store the result as it is. With the Hessian
-``H`` of a linear's inputs, in the model as rounded so far, the weight ``Q`` on the grid should have a small error
+``H`` of a linear's inputs, in the model as rounded so far, the FP8 weight ``Q`` should have a small error
 
     tr((Q - W) H (Q - W)^T)
 
 First each row gets the scale, among the `short_scales`, with which rounding to nearest has the smallest error. Then
-several sweeps of coordinate descent move each kept weight to the grid point that is best with all others fixed: with
+several sweeps of coordinate descent set each kept weight to the FP8 value that is best with all others fixed: with
 ``G = (Q - W) H``, that is ``q_j - G_j / H_jj``, rounded. The error never grows, and pruned weights stay zero. GPTQ
 (arXiv 2210.17323) visits each weight once, and would also change pruned weights.
 """
@@ -110,7 +110,7 @@ def _damped(hessians: Mapping[str, Tensor]) -> Any:
 
 
 def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
-    """Returns a weight on the grid of FP8, float32 ``[out_features, in_features]``, zero where ``weight`` is.
+    """Returns a weight rounded to FP8, as float32 ``[out_features, in_features]``, zero where ``weight`` is.
 
     Args:
         weight: float32, of the same shape.
@@ -130,7 +130,7 @@ def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
 
 
 def _round_block(q_CO: Tensor, gradient_CO: Tensor, kept_CO: Tensor, hessian: Tensor, scale: Tensor) -> None:
-    """Rounds the weights of some channels again, in place, one channel after another with an updated gradient."""
+    """Rounds the weights of a block of channels again, in place; after each channel, updates the gradient."""
     for channel, (q, gradient, is_kept) in enumerate(zip(q_CO, gradient_CO, kept_CO, strict=True)):
         best_value = (q - gradient / hessian[channel, channel]) / scale
         new_q = best_value.clamp_(-LARGEST, LARGEST).to(FLOAT8).float().mul_(scale).mul_(is_kept)
@@ -139,7 +139,7 @@ def _round_block(q_CO: Tensor, gradient_CO: Tensor, kept_CO: Tensor, hessian: Te
 
 
 def _with_best_scale(weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a weight rounded to nearest, and the scale of each row, ``[out_features, 1]``, that is best for that."""
+    """Returns a weight rounded to nearest with the best scale of each row, and these scales, ``[out_features, 1]``."""
     best, chosen = torch.zeros_like(weight), weight.new_ones(len(weight), 1)
     lowest = weight.new_full((len(weight),), torch.inf)
     for scale in short_scales(weight.abs().amax(1, keepdim=True)):
