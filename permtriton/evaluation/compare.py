@@ -1,4 +1,4 @@
-"""``permtriton compare``: each row is a copy of the model, compiled and measured with each seed; results are kept."""
+"""``permtriton compare``: each row is a copy of the model, compiled and measured with each seed; results are saved."""
 
 import copy
 import platform
@@ -50,16 +50,16 @@ class Comparison:
 
     source: Source  # the dense model
     options: Mapping[str, Any]  # options by name, those of a file and of a protocol included
-    given: Mapping[str, Any]  # names of those that the user gave
-    patterns: Sequence[str]  # patterns of the rows; none for that of the options
+    given: Mapping[str, Any]  # those of ``options`` that the user gave, by name
+    patterns: Sequence[str]  # patterns to compare; empty for the one of ``options``
     args: CompareArgs  # everything else, the values of its protocol included
     calibration: CalibrationConfig  # options of the samples, which all rows share
 
     @classmethod
     def of(cls, model: str, args: CompareArgs, given: dict[str, Any]) -> "Comparison":
-        """Returns the comparison of a model's name, its arguments, and the options that were given."""
+        """Returns the comparison for a model's name, the arguments, and the options that the user gave, by name."""
         patterns = _parts(args.sparsity, "sparsity")
-        if len(patterns) == 1:  # an option as any other
+        if len(patterns) == 1:  # a single pattern is an ordinary option
             given["sparsity"] = patterns[0]
         options = overrides_of(given, args.config, args.protocol, model)
         if "recipe" in options:
@@ -84,7 +84,7 @@ class Comparison:
 
     @property
     def ablation(self) -> str | None:
-        """Name of the option that has several values."""
+        """Name of the option whose ``values`` are compared; None or empty without an ablation."""
         return self.args.ablate and self.args.ablate.replace("-", "_")
 
     def seeds(self) -> list[int]:
@@ -101,7 +101,7 @@ class Comparison:
 
     @property
     def place(self) -> Path:
-        """File that keeps finished results: beside the output, else in the present folder."""
+        """File that keeps finished results: beside the output, or without one in the current folder."""
         first = real_path(Path(self.args.output)) if self.args.output else Path(self._stem)
         return first.with_name(f".{first.name}.rows.json")
 
@@ -118,7 +118,8 @@ class Comparison:
         """Compares the rows, and writes the output.
 
         Args:
-            show: function called with the report; where there is no output, the kept results go only after it.
+            finished: called with each row as soon as it is complete.
+            show: called with the report; without an output, the file of finished results is deleted only after that.
         """
         seeds, args, tasks = self.seeds(), self.args, self.args.task_request
         self.row_configs()  # a wrong name is found before the model is loaded
@@ -177,7 +178,7 @@ class Comparison:
 
     @contextmanager
     def _claimed(self, progress: Progress) -> Iterator[None]:
-        """Keeps other comparisons from the same output inside the ``with`` block."""
+        """Locks the output against other comparisons inside the ``with`` block."""
         folder = real_path(self.place).parent
         if problem := problem_of(folder):
             raise OutputError(
@@ -190,7 +191,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What every model of a comparison is measured by."""
+    """The dense model, the held-out samples and the tasks by which every model of a comparison is measured."""
 
     dense: PreTrainedModel  # dense model
     tokenizer: PreTrainedTokenizerBase | None  # its tokenizer, which calibration texts and tasks need
@@ -198,7 +199,7 @@ class Benchmark:
     tasks: "Tasks | None" = None  # zero-shot tasks, or None
 
     def identity(self, tasks: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what decides every result of a comparison."""
+        """Returns the inputs that decide every result of a comparison, as JSON values; ``tasks`` are part of them."""
         present = run_identity(self.dense, self.dense.device)
         return {
             "held-out text": self.held_out.sha256,
@@ -265,7 +266,8 @@ def compare(
     Args:
         seeds: seeds of the calibration draw and of learning, at least one. All rows with one calibration text share the
             sequences that a seed draws.
-        kept: results of an earlier run, which are not measured again; takes each new one as soon as it is known.
+        kept: results of an earlier run, which are not measured again; each new result is added and saved at once.
+        finished: called with each row as soon as it is complete.
     Returns:
         The dense model's row, then one for each of ``rows``.
     """
@@ -302,14 +304,14 @@ def _shared(configs: Sequence[Options]) -> Options:
 
 
 def _methods(words: Words) -> list[Method]:
-    """Returns the methods: names, as `_parts`, and lists of steps."""
+    """Returns the methods: names, separated as by `_parts`, and lists of steps unchanged."""
     if words is None or isinstance(words, str):
         return list(_parts(words, "methods"))
     return [part for method in words for part in (_parts(method, "methods") if isinstance(method, str) else [method])]
 
 
 def _parts(words: Words, name: str = "") -> list[str]:
-    """Returns what stands between commas, or in a list."""
+    """Returns the words of a list, or of a text that separates them by commas; refuses an empty word."""
     if words is None:
         return []
     several = words.split(",") if isinstance(words, str) else words if isinstance(words, Iterable) else [words]

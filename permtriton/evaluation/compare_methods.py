@@ -15,7 +15,7 @@ from permtriton.util.option import Option
 from permtriton.util.sparsity import NMPattern
 
 FUSED, PORTABLE = " (fused)", " (portable)"
-JOINED = " + "  # steps that make a method of the user's own
+JOINED = " + "  # separates the steps in the name of a user's own method
 _ROW_WEIGHTS = {"heuristic_row_weights": "fisher"}
 
 
@@ -45,13 +45,13 @@ METHODS: dict[str, dict[str, Any]] = {
     **_ORDERS,
     **{f"{name}{FUSED}": {**options, "layout": "fused"} for name, options in _ORDERS.items()},
 }
-# The recipes may be compared, too, where they are named.
+# Every method that can be named; recipes are compared only if they are.
 KNOWN = METHODS | {
     f"{name}{suffix}": {"importance": "auto", "recipe": name, "layout": layout}
     for suffix, layout in (("", "portable"), (FUSED, "fused"))
     for name in RECIPES
 }
-# The paper's method has its own layout, unless another is named.
+# The paper's method has layout fused, unless its name ends with `PORTABLE`.
 KNOWN |= {
     f"{score}{name}{suffix}": {"importance": score.removesuffix(JOINED) or "auto", "recipe": name, "layout": layout}
     for suffix, layout in (("", "fused"), (PORTABLE, "portable"))
@@ -102,7 +102,7 @@ def settings_of(method: Method) -> dict[str, Any]:
 
 
 def _name(method: Method) -> str:
-    """Returns the name of a method; that of steps has the options in which they differ from their defaults."""
+    """Returns the name of a method; that of a list of steps includes the options that differ from their defaults."""
     return method if isinstance(method, str) else JOINED.join(map(_step_name, method))
 
 
@@ -123,10 +123,10 @@ def row_configs(
     """Returns the rows: every method with every pattern and, in an ablation, with every value of one option.
 
     Args:
-        options: values by option name; what the methods set is left out.
+        options: values by option name; where a method sets an option, its value is taken instead.
         methods: methods, as `settings_of` takes them; none means those of `METHODS`, and in an ablation the default
             recipe.
-        ablate: name of the option of an ablation, which takes its values also where a method sets it.
+        ablate: name of the option of an ablation; its ``values`` replace also what a method sets.
     """
     option = None if ablate is None else _ablated(ablate)
     methods = methods or (tuple(METHODS) if ablate is None else (DEFAULT,))

@@ -29,11 +29,11 @@ class Measured(Distances):
     """What was measured of one row with one seed."""
 
     perplexity: float | None  # held-out perplexity; None for encoders
-    cosine: float  # it is always known, as there is a dense model
+    cosine: float  # never None, because a comparison always has a dense model
     # zero-shot score by the task's name and the metric's, such as ``arc_easy acc``; None where it is no finite number
     tasks: dict[str, float | None]
-    # mean accuracy of the tasks, a group with a score of its own counting as one; None for fewer than two, or if one
-    # has no accuracy
+    # mean of ``acc`` over the tasks that have this metric, a group with a score of its own counting as one; None for
+    # fewer than two such tasks, or if one accuracy is no finite number
     accuracy: float | None
     seconds: float  # time of compilation and evaluation together
     compile_seconds: float  # time of the compilation alone
@@ -49,7 +49,7 @@ class ResultFile:
     results: dict[str, Measured] = field(default_factory=dict)  # each result by its `key`
 
     def key(self, **inputs: Any) -> str:
-        """Returns the hash of everything that decides a result: the identity, and what else JSON can hold."""
+        """Returns the hash of everything that decides a result: the identity and ``inputs``, which are JSON values."""
         return hashlib.sha256(json.dumps([self.identity, inputs], sort_keys=True).encode()).hexdigest()
 
     def read(self) -> None:
@@ -99,12 +99,12 @@ class Row(Distances):
     accuracy: float | None = None
     seconds: float  # time that all seeds took together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
-    peak_bytes: Integer | None  # the highest
+    peak_bytes: Integer | None  # the highest of all seeds; None where one is unknown
     by_seed: list[dict[str, Any]]  # the measurements with each seed
 
     @classmethod
     def of(cls, config: RowConfig | None, measured: Sequence[Measured]) -> "Row":
-        """Returns a row from what was measured with each seed; without a config, that of the dense model."""
+        """Returns a row from what was measured with each seed; without a config, the dense model's row."""
 
         def mean(values: Iterable[float | None]) -> float | None:
             known = [value for value in values if value is not None]
@@ -130,7 +130,7 @@ class Row(Distances):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the entry of the report, its name first."""
+        """Returns the row's entry in the report, which begins with method, pattern and setting."""
         return {"method": self.method, "pattern": self.pattern, "setting": self.setting, **asdict(self)}
 
     @property
@@ -180,7 +180,7 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
         table["against dense"] = [row["mean"] / dense if dense else None for row in rows]
     for name, distance in DISTANCES.items():
         if any(row[name] is not None for row in rows):
-            table[distance.header] = [row[name] for row in rows]  # in its place, where it is the measure
+            table[distance.header] = [row[name] for row in rows]  # if it is the measure, the column keeps its place
     for name in rows[0]["tasks"]:
         table[name] = [row["tasks"][name] for row in rows]
     if rows[0]["accuracy"] is not None:
@@ -191,7 +191,7 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
 
 
 def cell(value: Cell) -> str:
-    """Returns a cell as people read it: five significant digits, and nothing for None."""
+    """Returns a cell as text: a float with five significant digits, and nothing for None."""
     if value is None:
         return ""
     return format(value, ".5g") if isinstance(value, float) else str(value)

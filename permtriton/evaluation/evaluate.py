@@ -53,7 +53,7 @@ class Evaluated(Measures):
         text: name of the held-out text; None without windows.
         protocol: what was measured on which samples, in words; None without windows.
         dtype: dtype of the model.
-        device: the machine.
+        device: name of the model's device.
     """
 
     tasks: tuple["TaskResult", ...]
@@ -93,14 +93,14 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
     hidden_order = None if args.hidden_order is None else _checked_order(model, args.hidden_order)
     location = {"gguf_file": args.gguf_file, "revision": args.revision}
     loading = {name: value for name, value in args.loading.items() if name not in location}
-    of_the_dense = against is not None and isinstance(model, PreTrainedModel)  # they say how that one is loaded
+    of_the_dense = against is not None and isinstance(model, PreTrainedModel)  # then ``loading`` is for the dense model
     source = source_of(model, **({} if of_the_dense else loading), **location)
     if isinstance(source, Source):
         name = source.name
         shown.say(f"loading {source.described}")
         with shown.stage("load", 0):
             measured = load.load_model(source, progress=shown)
-        # What lies beside a GGUF file is not its record.
+        # A record beside a GGUF file is not of that file.
         record = None if source.gguf is not None else find_record(source.location, source.hub)
         if record is not None and (problem := broken_claim(measured, record)):
             shown.say(f"warning: {problem}")
@@ -147,7 +147,7 @@ def _dense(against: Against, loading: dict[str, Any]) -> Source | PreTrainedMode
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:
-    """Loads the dense model on the other's machine. On a CPU its weights are mapped from files and need no memory."""
+    """Loads the dense model; refuses one for which ``model``'s GPU has no room. A CPU maps its weights from files."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     if model.device.type == "cuda" and size > (free := available_memory(model.device)):
         raise MemoryTooSmallError(
@@ -168,7 +168,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
 
 
 def _checked_order(model: Any, order: Any) -> Tensor:
-    """Returns an order that was given for a loaded model; its length is checked once the hidden states are known."""
+    """Returns ``hidden_order`` of a loaded model, checked; its length is checked once hidden states are known."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError("`hidden_order=` is for a loaded model: a folder's own record says it; leave it out")
     with reading("hidden_order is no index", ConfigError):

@@ -5,7 +5,7 @@ tokens around a window are not predicted either; after a special token, the firs
 an encoder-decoder, perplexity is that of the second half of each window, given the first half.
 
 The KL is that of `permtriton.methods.measure.losses`, ``KL(dense || model)`` in nats per token. Here each model
-computes its own logits, since the head of the model may differ from the dense one's, and nothing but sums outlives a
+computes its own logits, since the head of the model may differ from the dense one's, and only sums are kept after a
 forward pass."""
 
 import math
@@ -42,7 +42,7 @@ from permtriton.util.progress import NoProgress, Progress
 from permtriton.util.store import MEMORY, Store
 
 MAX_LOSS = 700.0  # nats; exp of more overflows a float
-WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # of the held-out text, to test whether a model sees what it predicts
+WINDOWS_TRIED, TOKENS_TRIED = 4, 32  # windows and their tokens for the test whether a model sees what it predicts
 # Relative difference of logits that counts as rounding: ROUNDING epsilons of the dtype, or LEAST_ROUNDING if larger.
 ROUNDING, LEAST_ROUNDING = 4, 1e-4
 MAX_ENCODER_WINDOWS = 64  # the dense model's hidden states on these samples stay in memory
@@ -58,7 +58,7 @@ def next_token_loss(logits: Tensor, tokens: Tensor, first: int) -> float:
     Args:
         logits: ``[windows, at least first + tokens, vocabulary]``.
         tokens: predicted tokens, int64 ``[windows, tokens]``, on any device.
-        first: position of the logits that predict the first of them.
+        first: position of the logits that predict the first of ``tokens``.
     """
     logits = logits[:, first : first + tokens.shape[1]].flatten(0, 1).float()
     return float(cross_entropy(logits, tokens.flatten().to(logits.device), reduction="sum"))
@@ -85,9 +85,9 @@ def cosine_similarity(hidden: Tensor, dense: Tensor) -> float:
 class Distance:
     """How a distance from the dense model is computed and shown."""
 
-    short: str  # its name within a sentence
-    words: str  # the same as a row of ``permtriton evaluate``
-    header: str  # the same as a column of ``permtriton compare``
+    short: str  # name of the distance within a sentence
+    words: str  # its name as a row of ``permtriton evaluate``
+    header: str  # its name as a column of ``permtriton compare``
     dense: float  # its value for the dense model itself
     # called with the outputs of the model and the dense model, ``[windows, tokens, ...]``; returns the sum over tokens
     total: Callable[[Tensor, Tensor], float]
@@ -139,7 +139,7 @@ def measure_samples(
     hidden_order: Tensor | None = None,
     progress: Progress | None = None,
 ) -> tuple[Measures, float]:
-    """Measures a model with one forward pass per batch, and one of the dense model, which may be the model itself.
+    """Measures a model with one forward pass per batch, and one of ``dense``, unless that is the model itself.
 
     Args:
         samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.
@@ -160,7 +160,7 @@ def measure_samples(
             if model.can_generate() or distance.output != "logits"
         }
     count, first, counted = len(samples), first_predicted(model, samples), samples.counted
-    turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # the same for all ranks, which may run in step
+    turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # as many for each rank: they may run in step
 
     def totals(size: int) -> dict[str, float]:
         sums = dict.fromkeys(("seconds", "loss", "dense_loss", "positions", *distances), 0.0)
@@ -200,7 +200,7 @@ def measure_samples(
 
 
 def _outputs(model: PreTrainedModel, rows: Samples, *, hidden: bool) -> dict[str, Tensor]:
-    """Returns ``logits`` (with a head) and the last ``hidden`` state (if asked), each ``[windows, tokens, ...]``."""
+    """Returns ``logits`` (with a head) and, for ``hidden``, the last hidden state, each ``[windows, tokens, ...]``."""
     samples = replace(rows, inputs=arguments_of(model, rows.inputs))
     if not model.can_generate():
         return {"hidden": last_hidden_state(model, samples)}
@@ -292,7 +292,7 @@ def _kind(model: PreTrainedModel) -> str:
 
 
 class HeldOutMeasure:
-    """A measure of a dense model, taken at construction, and later of the model compiled from it.
+    """A measure of a dense model, computed at construction, and of the model compiled from it, by `compiled`.
 
     Args:
         samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.

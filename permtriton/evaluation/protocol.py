@@ -14,13 +14,13 @@ class Protocol:
 
     options: Mapping[str, Any]  # options of a compilation
     eval_data: str  # held-out text
-    window: int | None  # tokens per window of it
+    window: int | None  # tokens per window of the held-out text
     tasks: tuple[str, ...] | None  # zero-shot tasks, by lm-eval's names
 
 
 AS_PUBLISHED = {"one_document": True, "special_tokens": "none"}
 PROTOCOLS = {
-    # As the code of SparseGPT and Wanda does it; the tasks are those of Wanda's table, which has their `acc`.
+    # As in the code of SparseGPT and Wanda; the tasks are those of Wanda's table, which reports their `acc`.
     "wanda": Protocol(
         {"calibration": "c4", "samples": 128, "sequence_length": 2048, **AS_PUBLISHED},
         "wikitext2",
@@ -36,15 +36,15 @@ PROTOCOLS = {
     ),
 }
 FORMER_NAMES = {"paper": "wanda"}
-# The demo model's own text and sizes: it knows no other text.
+# For the demo model, its own text and sizes: it was trained on no other text.
 ON_DEMO = Protocol({}, DEMO, None, None)
 
 
 def protocol_of(name: str | None, model: str = "") -> Protocol | None:
-    """Returns the protocol of a name; None for None.
+    """Returns the protocol with a name; None for None.
 
     Args:
-        model: name of the model. The demo model has small texts of its own, which every protocol takes there.
+        model: name of the model; for the demo model, which has small texts of its own, every protocol is `ON_DEMO`.
     """
     if name is None:
         return None
@@ -57,9 +57,9 @@ def protocol_of(name: str | None, model: str = "") -> Protocol | None:
 def measured_by(
     name: str | None, eval_data: Any, window: int | None, tasks: Any, model: str = ""
 ) -> tuple[Any, int | None, Any]:
-    """Returns held-out text, window and tasks: what the user gave, and what the protocol says where it is None.
+    """Returns held-out text, window and tasks: what the user gave, with the protocol's values in place of None.
 
-    The window of the protocol is that of its texts: samples in memory have their own.
+    The protocol's window applies to text that is named; samples in memory have a length of their own.
     """
     if (protocol := protocol_of(name, model)) is None:
         return eval_data, window, tasks

@@ -17,7 +17,7 @@ from permtriton.util.output_files import check_file, real_path, write_file
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a report shows; ``lead`` is the summary in a sentence, and ``warnings`` are what limits it."""
+    """Everything that a report shows; ``lead`` sums it up, and ``warnings`` say which numbers do not compare."""
 
     title: str
     lead: str
@@ -42,7 +42,7 @@ def report(
     compared = read_comparison(comparison) if comparison else None
     compiled = read_folders(folders)
     page = html(page_of(compiled, compared, mask_corners(compiled, masks)))
-    check_file(output, overwrite=overwrite)  # again: another may have been written meanwhile
+    check_file(output, overwrite=overwrite)  # again: another process may have written the file since
     write_file(output, page.encode("utf-8", "replace"))
     return real_path(output)
 
@@ -79,7 +79,7 @@ def page_of(
 
 
 def html(page: Page) -> str:
-    """Returns a page that needs no other file. All text is escaped; figures are taken as they are."""
+    """Returns the page as HTML that needs no other file. All text is escaped; figures (SVG) are inserted unescaped."""
     from jinja2 import Environment, StrictUndefined
 
     files = resources.files("permtriton.evaluation")

@@ -43,7 +43,7 @@ class Compiled(Folder):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of the weights dense and packed, in the dtype that was pruned."""
+        """Bytes of the weights dense and packed; unless the folder is packed, those packed follow from the dtype."""
         dense = self.stored_bytes
         if "export" in self.record:
             dense += self.record["export"]["dense_bytes"] - self.record["export"]["stored_bytes"]
@@ -65,7 +65,7 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
-    """Returns the ends of the folders' paths, as short as they can be while all of them differ."""
+    """Returns the last components of each folder's path, as few as distinguish all folders."""
     for parts in range(1, max(len(folder.parts) for folder in folders)):
         labels = [str(Path(*folder.parts[-parts:])) for folder in folders]
         if len(set(labels)) == len(set(folders)):
@@ -77,7 +77,7 @@ def _labels(folders: Sequence[Path]) -> list[str]:
 class MaskCorner:
     """The first rows and columns of a linear's mask, in the dense model's order."""
 
-    label: str  # the folder that it is of
+    label: str  # label of the folder
     linear: str  # name of the linear
     kept: Tensor  # which weights are kept, bool ``[rows, columns]``
 

@@ -8,17 +8,17 @@ from itertools import groupby
 
 WIDTH, HEIGHT = 380, 250  # of a figure, in units that are pixels on a phone
 EDGES = (44, 374, 12, 206)  # left, right, top and bottom of its axes
-LETTER, LINE = 6.8, 15  # width of a letter and height of a line, generously
-COLOURS = 6  # that tell series apart: --c0 to --c5
+LETTER, LINE = 6.8, 15  # width of a letter and height of a line, rounded up
+COLOURS = 6  # number of colours of series, --c0 to --c5
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one thing in a figure."""
+    """A series of points in a figure."""
 
-    name: str  # what they are of
+    name: str  # name in the legend
     points: Sequence[tuple[float, float]]  # horizontal and vertical value of each
-    number: int = 0  # which of the colours they have
+    number: int = 0  # index of their colour
     look: str = "line"  # ``line``, ``dashed``, ``dots`` or ``rings``
     labels: Sequence[str] = ()  # what is written beside the points; empty for nothing
 
@@ -38,7 +38,7 @@ def legend(series: Sequence[Series]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis: the values ``low`` and ``high``, and where they are drawn."""
+    """An axis, with the values ``low`` at the place ``start`` and ``high`` at ``end``."""
 
     low: float
     high: float
@@ -50,7 +50,7 @@ class Scale:
     def around(
         cls, values: Sequence[float], start: float, end: float, *, log: bool = False, margin: float = 0.06
     ) -> "Scale":
-        """Returns an axis on which all values are, a little apart from its ends."""
+        """Returns an axis that holds all values, with a margin, as a share of its length, at both ends."""
         low, high = min(values), max(values)
         if log and low > 0:
             ratio = max(high / low, 1.2) ** margin
@@ -63,7 +63,7 @@ class Scale:
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Returns round numbers on the axis, at most ``most`` but for many decades."""
+        """Returns round numbers on the axis, at most ``most``, unless a logarithmic axis spans more decades."""
         if not self.log or self.high < 3 * self.low:
             rough = 10 ** math.floor(math.log10((self.high - self.low) / most))
             step = next(rough * n for n in (1, 2, 5, 10) if (self.high - self.low) / (rough * n) <= most)
@@ -142,7 +142,7 @@ def _series(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[s
 
 
 def _labels(series: Sequence[Series], drawn: Sequence[Sequence[tuple[float, float]]]) -> Iterator[str]:
-    """Yields the labels: right of their points, or left where there is no room, and above those in the way."""
+    """Yields the labels: right of their points, or left where there is no room, moved up until none overlap."""
     taken: list[tuple[float, float, float]] = []
     for curve, places in zip(series, drawn, strict=True):
         for (x, y), label in zip(places, curve.labels, strict=False):

@@ -48,7 +48,7 @@ class Section:
 
 
 def numbers(values: Sequence[float | None], digits: int = 3) -> list[str]:
-    """Returns the cells of a column: the same decimals for all, so that the smallest number has ``digits`` digits."""
+    """Returns the cells of a column, with as many decimals as give the smallest number ``digits`` significant ones."""
     smallest = min((abs(value) for value in values if value), default=1.0)
     decimals = min(max(digits - 1 - math.floor(math.log10(smallest)), 0), 6)
     return ["–" if value is None else f"{value:,.{decimals}f}" for value in values]
@@ -76,14 +76,14 @@ def verdict(folders: Sequence[Compiled]) -> str:
 
 
 def measures_of(folders: Sequence[Compiled]) -> list[tuple[Any, ...]]:
-    """Returns in which ways the folders that were measured were: measure, model, text and the dense model's value."""
+    """Returns how the folders were measured, each way once: (measure, model, text, the dense model's value)."""
     measured = [(folder, folder.record["evaluation"]) for folder in folders if "dense" in folder.record["evaluation"]]
     ways = ((entry["measure"], folder.model, entry.get("text"), f"{entry['dense']:.4g}") for folder, entry in measured)
     return list(dict.fromkeys(ways))
 
 
 def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) -> Section:
-    """How good the dense and the compiled models are, what they took, and the result of ``permtriton compare``."""
+    """The measures of the dense and the compiled models, their time and memory, and a report of ``compare``."""
     evaluations = [folder.record["evaluation"] for folder in folders]
     measures = dict.fromkeys(entry["measure"] for entry in evaluations if "dense" in entry)
     measured = [(entry["dense"], entry["compiled"]) if "dense" in entry else (None, None) for entry in evaluations]
@@ -138,7 +138,7 @@ def _quality(
 
 
 def _compared(comparison: Mapping[str, Any]) -> Picture:
-    """Returns the picture of a comparison, with the names of the methods that no other one beats in both values."""
+    """Returns the picture of a comparison; it names the methods that no other one beats in both time and measure."""
     sign = 1 if comparison["measure"] == "perplexity" else -1
     dense = next(row["mean"] for row in comparison["rows"] if row["method"] == DENSE)
     rows = [row for row in comparison["rows"] if row["method"] != DENSE]
@@ -185,7 +185,7 @@ Reports = Sequence[tuple[int, Compiled, Mapping[str, Any]]]  # number of the fol
 
 
 def search(folders: Sequence[Compiled]) -> Section:
-    """How the steps progressed: loss by round or epoch, error of each layer."""
+    """The progress of the steps: the loss by round or epoch, and the error of each layer."""
     by_step: dict[str, list[tuple[int, Compiled, Mapping[str, Any]]]] = {}
     for number, folder in enumerate(folders):
         for step in folder.record["steps"]:
@@ -241,7 +241,7 @@ def _errors(name: str, reports: Reports) -> Picture | None:
 
 
 def importance(folders: Sequence[Compiled]) -> Section:
-    """What masks retain before and after the permutation, of all folders on one axis."""
+    """The importance that masks retain before and after the permutation, for all folders on one axis."""
     shares: list[Mapping[str, Any]] = [folder.record["retained_importance"] for folder in folders]
     kinds = list(dict.fromkeys(_kind(name) for share in shares for name in share))
     views = (
@@ -278,7 +278,7 @@ def _kind(linear: str) -> str:
 
 
 def _means(values: Iterable[tuple[int | None, float]]) -> dict[int, float]:
-    """Returns the mean of the values of each place, from the first place to the last."""
+    """Returns place -> mean of its values, in ascending order of the places; values at None are left out."""
     by_place: dict[int, list[float]] = {}
     for place, value in values:
         if place is not None:

@@ -49,7 +49,7 @@ class TaskRequest:
         """Returns what decides the scores; empty without tasks.
 
         Args:
-            output: file that the command writes, which counts for nothing if it is in the folder.
+            output: file that the command writes; it is left out if it is in the folder of tasks.
         """
         if self.names is None:
             return {}
@@ -71,7 +71,7 @@ class TaskRequest:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder, but for hidden ones and those that Python compiles."""
+    """Yields the files in a folder, except hidden ones and Python's compiled ones."""
     for path in sorted(folder.rglob("*")):
         parts = path.relative_to(folder).parts
         if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in parts):

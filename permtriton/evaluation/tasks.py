@@ -57,7 +57,7 @@ class TaskResult:
         shots: examples before each question.
         samples: documents that were evaluated.
         scores: metric -> score, such as ``acc``; where the task has a filter, ``exact_match,strict``.
-        group: group with a score of its own that counts this task or group; None without one.
+        group: name of the group, with a score of its own, that this task or group is part of; None without one.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Tasks:
         names: names of tasks, groups or tags, which may have wildcards.
         limit: documents per task; None for all.
         folder: folder with more tasks: YAML files as lm-eval takes them, in which paths count from this folder. Where
-            it has all of ``names``, lm-eval's own tasks are not looked at. A task may run code of its own.
+            it has all of ``names``, lm-eval's own tasks are not read. A task may run code of its own.
     """
 
     def __init__(self, names: Sequence[str], limit: int | None = None, folder: Path | None = None) -> None:
@@ -92,7 +92,7 @@ class Tasks:
             try:
                 with chdir(folder or "."):
                     self._loaded = manager.load(task_names)
-            except Exception as error:  # the hub client, datasets and each task raise many kinds
+            except Exception as error:  # the hub client, datasets and each task raise exceptions of many kinds
                 hint = "check the files in the folder" if folder else "check the network, or use local tasks"
                 raise TaskError(
                     f"tasks {', '.join(names)} cannot be loaded: {type(error).__name__}: {first_line(error)}; {hint}"
@@ -121,7 +121,7 @@ class Tasks:
                 )
         except (PermTritonError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # templates, metrics and filters come with the tasks
+        except Exception as error:  # templates, metrics and filters come with the tasks and may raise any kind
             raise TaskError(
                 f"tasks {', '.join(self.names)} cannot be run: {type(error).__name__}: {first_line(error)}"
             ) from error
@@ -143,7 +143,7 @@ class Tasks:
                 groups.get(name),
             )
             for name, values in results["results"].items()
-            if "sample_len" in values  # a group without a score of its own has none
+            if "sample_len" in values  # absent in a group without a score of its own
         )
 
 
@@ -171,7 +171,7 @@ class _Harness(HFLM):
         return self._reporting(super().loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        with mock.patch.object(self, "add_bos_token", False):  # lm-eval itself puts prefix_token_id before it
+        with mock.patch.object(self, "add_bos_token", False):  # lm-eval itself puts prefix_token_id before the text
             return self._reporting(super().loglikelihood_rolling, requests)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -198,7 +198,7 @@ class _Harness(HFLM):
         return ids if self._halves else self._open(torch.tensor(ids, dtype=torch.int64)).tolist()
 
     def _open(self, ids: Tensor) -> Tensor:
-        """Removes what a tokenizer puts after a text, since an answer follows."""
+        """Removes the special tokens that the tokenizer puts after a text, because an answer follows."""
         after = torch.tensor(self._after, dtype=ids.dtype)
         ended = len(after) and ids.shape[-1] > len(after) and bool((ids[..., -len(after) :] == after).all())
         return ids[..., : -len(after)] if ended else ids
@@ -260,10 +260,10 @@ def _scores(values: dict[str, Any]) -> dict[str, Score]:
 
 
 def _number(value: Any) -> float | None:
-    """Returns a finite number; None for anything else that a metric, or lm-eval in its place, may give."""
+    """Returns a value as a finite float; None for anything else that a metric or lm-eval may return."""
     try:
         number = float(value)
-    except Exception:  # metrics come with the tasks
+    except Exception:  # a metric of a task may return any object
         return None
     return number if math.isfinite(number) else None
 
@@ -275,7 +275,7 @@ def _quiet() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(without_other_bars())
-        stack.enter_context(mock.patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}))  # no fork beside torch
+        stack.enter_context(mock.patch.dict("os.environ", {"DISABLE_MULTIPROC": "1"}))  # no fork of a torch process
         stack.callback(logging.disable, level)
         logging.disable(logging.CRITICAL)
         yield

@@ -41,7 +41,7 @@ OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 @documented
 @dataclass(frozen=True)
 class Learned(Step):
-    """Options of ``learned``, which starts from the order of earlier steps; recipe ``permllm`` has the paper's options."""
+    """Options of ``learned``, which starts from the order of earlier steps; the paper's are in recipe ``permllm``."""
 
     name: ClassVar[str] = "learned"
     prefix: ClassVar[str] = "learn"

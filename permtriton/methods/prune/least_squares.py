@@ -45,7 +45,7 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
 
 
 def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
-    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` as `least_squares`; metric ``K`` is ``[out_features, out_features]``."""
+    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` as `least_squares`; ``metric``: ``K [out_features, out_features]``."""
     return _conjugate_gradients(
         start,
         target,
