@@ -27,15 +27,15 @@ from permtriton.util.output_files import real_path
 
 WEIGHTS = "adapter_model.safetensors"
 OF_PLAN = ("sparsity", "pattern", "o_proj", "skip_indivisible", "targets", "ignore")  # options that change the plan
-CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the dense weights, too
-READ_STATES = ("score", "classifier", "qa_outputs", "summary")  # heads that the folder's own class may lack
+CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq")  # initializations that change the dense weights, too
+READ_STATES = ("score", "classifier", "qa_outputs", "summary")  # heads that the class of the folder's model may lack
 
 
 def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Writes an adapter of PEFT, trained on the dense model, for a folder ``to`` of layout ``portable``.
 
-    What reads channels (the columns of A) and what writes them (the rows of B) is brought into the folder's order, as
-    the weights beside them were, so that the adapter adds there what it added to the dense model.
+    The columns of A, which read channels, and the rows of B, which write them, are brought into the folder's order, as
+    the weights beside them were, so that the adapter has the effect that it had on the dense model.
 
     Returns:
         ``output``, and the number of ``tensors``, and of those that were ``reordered``.
@@ -88,7 +88,7 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
 class _Order:
     """The order of a compiled model's channels."""
 
-    names: dict[str, str]  # every name of a parameter -> the first one
+    names: dict[str, str]  # every name of a parameter, which is tied if it has several -> its first name
     folds: dict[str, list[Fold]]  # first name -> reorderings of the parameter
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
@@ -107,7 +107,7 @@ class _Order:
         options = {name: config[name] for name in OF_PLAN if name in config}
         plan, _ = plan_model(model, config_from(options))
         pruned = {name for site in record["sites"] for name in site["linears"]}
-        if dense := sorted(set(plan.patterns) - pruned):  # the dense share
+        if dense := sorted(set(plan.patterns) - pruned):  # linears that the dense share left dense
             options["ignore"] = [*(options.get("ignore") or ()), *dense]
             plan, _ = plan_model(model, config_from(options))
         first, names = dict[int, str](), dict[str, str]()
@@ -117,7 +117,7 @@ class _Order:
         folds: dict[str, list[Fold]] = {}
         for edit in edits_of(moves_of(plan, indices)):
             if isinstance(edit, Fold):
-                folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts are unstacked
+                folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts have no name now
         transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D | nn.Embedding)}
         return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices))
 
@@ -125,13 +125,13 @@ class _Order:
         """Returns a tensor of an adapter in the new order."""
         path = name.removeprefix("base_model.").removeprefix("model.").replace(".base_layer", "")
         module, _, kind = path.removesuffix(".weight").rpartition(".")
-        if module.endswith((".lora_B", ".lora_magnitude_vector")):  # lora_B.bias
+        if module.endswith((".lora_B", ".lora_magnitude_vector")):  # a name such as ``lora_B.bias``
             module, _, kind = module.rpartition(".")
         if kind in ("lora_A", "lora_B", "lora_embedding_B", "lora_magnitude_vector"):
             reads = kind == "lora_A"
             index = self._index(name, f"{module}.weight", reads=reads)
             return self._moved(name, tensor, index, 1 if reads else _longest(tensor) if "magn" in kind else 0)
-        if kind == "lora_embedding_A":  # of ranks and tokens only
+        if kind == "lora_embedding_A":  # its dimensions are the rank and the tokens: no channels
             return tensor
         return self._whole(name, path, tensor)
 

@@ -1,4 +1,4 @@
-"""Places the model on the devices, by memory, and refuses what cannot be done there; `resolve_device` reads device=."""
+"""Chooses how the model is placed, by memory, and refuses what a placement rules out; `resolve_device` reads device."""
 
 from dataclasses import replace
 
@@ -22,22 +22,22 @@ from permtriton.util.progress import Progress
 def place(
     start: Planned, device: torch.device, placements: tuple[DevicePlacement, ...]
 ) -> tuple[Planned, MemoryEstimate, Devices]:
-    """Decides how the model is placed, and what is recomputed; moves it where it is to run as a whole."""
+    """Decides how the model is placed and whether activations are recomputed; moves it if ``device`` holds it whole."""
     devices = Devices.of(device, ranks.count(), placements)
     start, memory = estimated(start, devices)
-    placement = max(ranks.gather(memory.placement))  # where one rank cannot hold the model, none does
+    placement = max(ranks.gather(memory.placement))  # if one rank cannot hold the whole model, none holds it
     check_placement(placement, start, devices)
     devices = replace(devices, placements=(placement,))
     if placement is DevicePlacement.WHOLE and device != start.model.device and memory.fits(devices.free):
         nn.Module.to(start.model, device)
         devices = replace(devices, free=available_memory(device))
-        plan, graph = plan_model(start.model, start.config, start.samples)  # a graph is of one device
+        plan, graph = plan_model(start.model, start.config, start.samples)  # a graph runs only where it was traced
         start = replace(start, plan=plan, graph=graph)
     return start, estimate(start, devices, recomputes=memory.recomputes), devices
 
 
 def estimated(start: Planned, devices: Devices) -> tuple[Planned, MemoryEstimate]:
-    """Returns the start and its memory; it writes no text where only the recipe asks for it, and it could not."""
+    """Returns ``start`` and its memory; without generated text, if the GPU cannot hold all of the model to write it."""
     memory = estimate_together(start, devices)
     writes = (
         memory.placement is not DevicePlacement.ONLOADED
@@ -52,7 +52,7 @@ def estimated(start: Planned, devices: Devices) -> tuple[Planned, MemoryEstimate
 
 
 def without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:
-    """Returns a config without generated text, which the model cannot write, unless the user asks for it."""
+    """Returns a config without generated text, which the model cannot write; refuses if the user asked for text."""
     if config.generated != suggested(config).get("generated", 0):
         raise ConfigError(f"`generated={config.generated}`: {reason}. Leave it out, or give `generated=0`")
     progress.say(f"no text is generated: {reason}")
@@ -60,7 +60,7 @@ def without_text(config: CompileConfig, reason: str, progress: Progress) -> Comp
 
 
 def check_placement(placement: DevicePlacement, start: Planned, devices: Devices) -> None:
-    """Checks, before any work, that a compilation can run a model that is placed so."""
+    """Checks, before any work, that a compilation can run with this placement of the model."""
     config = start.config
     if placement is DevicePlacement.SPREAD:
         if config.generated:
@@ -85,7 +85,7 @@ def check_placement(placement: DevicePlacement, start: Planned, devices: Devices
 
 
 def check_spread(config: CompileConfig, samples: int, count: int) -> None:
-    """Checks, before any work, that a compilation can run a model whose layers are spread over so many ranks."""
+    """Checks, before any work, that a compilation can run a model whose layers are spread over ``count`` ranks."""
     if count == 1:
         raise ConfigError("`shard=True` spreads weights over several processes: start permtriton with torchrun")
     if refused := [step.name for step in config.steps if not step.shards]:
@@ -94,7 +94,7 @@ def check_spread(config: CompileConfig, samples: int, count: int) -> None:
             "spread over GPUs: leave it out of `recipe=` (and prune with mask), or use GPUs that hold the whole model "
             "(`shard=False`)"
         )
-    # The layers that give Hessians run on one sample at a time where they cannot take several.
+    # While Hessians are measured, layers that cannot take several samples run on one at a time.
     ranks.check_in_step(samples, 1 if inverts_hessians(config.importance) else config.micro_batch_size, count)
     for rows in {rows for step in config.steps for rows in step.batches(samples)}:
         ranks.check_in_step(rows, config.micro_batch_size, count)

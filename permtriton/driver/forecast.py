@@ -1,8 +1,8 @@
 """How long a compilation will take and how much memory and disk it needs, before the work starts.
 
-Memory and disk follow from the sizes of model and text. The time is that of one forward pass over the samples, of which
-a short one is measured, times the number of passes that each step amounts to (see `passes` of
-`permtriton.methods.step.Step`): it tells minutes from hours.
+Memory and disk follow from the sizes of model and text. The time of a step is that of one forward pass over the
+samples, which is extrapolated from a short one, times the number of passes that take as long as the step
+(`permtriton.methods.step.Step.passes`): precise enough to tell minutes from hours.
 """
 
 import shutil
@@ -32,8 +32,8 @@ from permtriton.running.placement import DevicePlacement
 from permtriton.util import ranks
 from permtriton.util.machine import format_bytes
 
-PROBE_TOKENS = 512  # of the pass that is timed, at most
-WRITING = 4  # passes per text that is written; as measured on SmolLM2
+PROBE_TOKENS = 512  # most tokens of the pass that is timed
+WRITING = 4  # time to write a text, in forward passes over a sample; measured on SmolLM2
 # Assumed speed of a GPU that is not here: float32 products without tensor cores (two thirds of an H100's) and copies
 # from host memory.
 PRODUCTS, LINK = 40e12, 20e9  # operations and bytes per second
@@ -47,7 +47,7 @@ class Forecast:
 
     memory: MemoryEstimate  # on each device
     disk: Mapping[str, int]  # what is written -> bytes
-    seconds: Mapping[str, float]  # stage -> expected time in seconds; empty where it was not measured
+    seconds: Mapping[str, float]  # stage -> expected time in seconds; empty where no time was estimated
     refused: str  # why the memory is too small; empty if it is not
     devices: Devices  # what the compilation runs on
     assumed: str = ""  # the assumptions behind seconds that were not measured; empty if they were
@@ -69,7 +69,7 @@ class Forecast:
             yield "host memory", format_bytes(memory.host)
 
     def report(self) -> dict[str, Any]:
-        """Returns everything, as JSON can hold it; ``seconds`` of each stage is None where it was not measured."""
+        """Returns the forecast as JSON values; ``seconds`` is None where no time was estimated."""
         return {
             "memory": self.memory.report(),
             "seconds": dict(self.seconds) or None,
@@ -86,8 +86,8 @@ def make_forecast(
     """Returns what a compilation needs; the model is unchanged afterwards.
 
     Args:
-        timed: whether to run the model on a short sequence and to estimate the time, where the memory is enough and the
-            model is whole on such a device.
+        timed: whether to estimate the time, if the memory is enough: from a run on a short sequence if the model is
+            whole on such a device, else, for a GPU, from assumed speeds.
     """
     sizes, seconds, assumed = start.sizes, {}, ""
     refused = refusal(memory, devices, start.config, sizes)
@@ -119,7 +119,7 @@ def disk_needs(
 ) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
-    A folder with fewer bytes per weight is made from a dense one, and for a moment both are there.
+    A folder with fewer bytes per weight is made from a dense one, and for a moment both exist.
     """
     states = sum(step.state_bytes(sizes) for step in config.steps)
     dense = sizes.model + SMALL_FILES
@@ -132,7 +132,7 @@ def disk_needs(
 
 
 def _bytes_per_weight(config: CompileConfig, sizes: ModelSizes, save_format: str | None) -> float:
-    """Returns what a format stores of a weight that may be pruned; a scale per row of 8 bits counts nothing."""
+    """Returns the bytes that a format stores per weight of a prunable linear, without the row scales of 8 bits."""
     if save_format in PACKED:
         element = 1 if save_format in IN_8_BITS else sizes.element
         packed = sizes.kept * (element + position_bits(config.sparsity.group) / 8)
@@ -141,7 +141,7 @@ def _bytes_per_weight(config: CompileConfig, sizes: ModelSizes, save_format: str
 
 
 def stage_passes(config: CompileConfig, sizes: ModelSizes, held_out: int) -> dict[str, float]:
-    """Returns step or stage -> the forward passes over the calibration samples that it amounts to."""
+    """Returns step or stage -> its time as a number of forward passes over the calibration samples."""
     passes: dict[str, float] = {}
     if config.uses_importance and reads_activations(config.importance):
         passes["calibrate"] = 1
@@ -157,7 +157,7 @@ def stage_passes(config: CompileConfig, sizes: ModelSizes, held_out: int) -> dic
 
 @torch.no_grad()
 def measured_pass(start: Planned) -> float:
-    """Returns the seconds of a forward pass over the calibration samples, of which the ranks share the sequences."""
+    """Returns the seconds of a forward pass over the calibration samples, which the ranks share."""
     model, samples = start.model, start.samples
     rows = samples.start(max(PROBE_TOKENS // samples.longest, 1), PROBE_TOKENS)
     times = []
@@ -171,7 +171,7 @@ def measured_pass(start: Planned) -> float:
 
 
 def assumed_pass(start: Planned, memory: MemoryEstimate, devices: Devices) -> float:
-    """Returns the seconds of such a pass on GPUs that are not here."""
+    """Returns the seconds of such a pass on GPUs with the speeds that are assumed for those that are not here."""
     sizes = start.sizes
     weights = sizes.model / sizes.element
     if not start.config.calibration.calibrate_all_experts:

@@ -26,7 +26,7 @@ WRITING = "generated"  # the state of the text that the dense model writes
 
 
 def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
-    """Returns the paths of the states that an interrupted run left, of whatever steps that are known."""
+    """Returns the paths of the states that an interrupted run left, of permtriton's own steps and of the recipe's."""
     names = dict.fromkeys(
         (WRITING, dense_share.STATE, *(kind.name for kind in steps.STEPS), *(step.name for step in recipe))
     )
@@ -35,7 +35,7 @@ def states_beside(resume_path: Path, recipe: Sequence[Step]) -> list[Path]:
 
 
 def one_per_step(states: Sequence[Path]) -> list[Path]:
-    """Returns the first of each step's states: a step that goes layer by layer leaves many."""
+    """Returns the first of each step's states: a step that works layer by layer leaves one per layer."""
     return list({re.sub(r"_\d+$", "", path.stem): path for path in reversed(states)}.values())
 
 
@@ -48,7 +48,7 @@ def run_identity(model: PreTrainedModel, device: torch.device) -> dict[str, Any]
 
 
 def text_hash(config: CompileConfig, samples: Samples) -> str:
-    """Returns the hash of what a compilation reads: the samples and, where a step reads more, the spare ones."""
+    """Returns the hash of what a compilation reads: the samples and, if a step reads them, the surplus samples."""
     reads_spare = any(step.fresh_samples or step.extra_per_sample for step in config.steps)
     return (samples.joined(samples.surplus) if reads_spare and samples.surplus is not None else samples).sha256
 

@@ -277,7 +277,7 @@ class Job:
             check_quantizable(model)
         calibration = fitted(self.config.calibration, self.overrides, model, progress)
         samples, data = None, self.args.data
-        # Sequences of another length are others in number, in a step, and so in the text that is drawn.
+        # The sequence length decides the suggested batch size, and so how much text is drawn.
         config = with_suggested(replace(self.config, calibration=calibration), self.overrides)
         if no_text:
             data = torch.zeros(calibration.samples, calibration.sequence_length, dtype=torch.int64)

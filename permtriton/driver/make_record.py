@@ -85,7 +85,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
 
 
 def _calibration(run: Run) -> dict[str, Any]:
-    """Returns the samples' hash, and how much they hold: of a divided text, what both halves read."""
+    """Returns the samples' hash and size; if a model divides a text into two halves, the tokens of both count."""
     samples = run.samples
     widths = [tensor.shape[1] for name, tensor in samples.inputs.items() if name.endswith("input_ids")]
     both = samples.is_text and widths and divides_text(run.model)

@@ -1,9 +1,9 @@
 """Estimates the memory that a compilation needs at its peak, so that one that does not fit is refused at the start.
 
 On a CPU the estimate is of the whole process, as ``top`` shows it (resident memory): Python and its libraries, the
-model, and what the largest stage needs beside it. Pages of a safetensors file that is mapped count while they are in
-memory, though the kernel can give them up: weights are read that way, and become the process's own memory as soon as
-they change. On a GPU the estimate is of the tensors there.
+model, and what the largest stage needs beside it. Pages of a mapped safetensors file count while they are in memory,
+though the kernel can reclaim them: weights are mapped, and become the process's own memory as soon as they change. On a
+GPU the estimate is of the tensors there.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ class Devices:
 def estimate_together(start: Planned, devices: Devices) -> MemoryEstimate:
     """Returns `estimate`, with activations recomputed unless everything fits in half of the free memory.
 
-    The other half is for what the estimate leaves out. All ranks do what the one with the least memory has to.
+    The other half is for what the estimate leaves out. All ranks recompute if one of them has to.
     """
     needs = estimate(start, devices)
     roomy = needs.placement is DevicePlacement.WHOLE and needs.fits(devices.free // 2) and not _keeps_more(start)
@@ -61,9 +61,9 @@ def estimate_together(start: Planned, devices: Devices) -> MemoryEstimate:
 
 
 def estimate(start: Planned, devices: Devices, *, recomputes: bool = False) -> MemoryEstimate:
-    """Estimates the memory of a compilation that places its model in the first way that is allowed and fits.
+    """Estimates the memory of a compilation with the first allowed and possible placement of its model that fits.
 
-    Where none fits, it is the first one that can be.
+    If none fits, it is the first one other than whole, or whole if there is no other.
     """
     sizes = replace(start.sizes, checkpointing=start.sizes.checkpointing or recomputes)
     steps, allowed = start.config.steps, devices.placements
@@ -84,9 +84,9 @@ def estimate(start: Planned, devices: Devices, *, recomputes: bool = False) -> M
 
 def _estimate(start: Planned, devices: Devices, placement: DevicePlacement, sizes: ModelSizes) -> MemoryEstimate:
     program, model, layers = 0, sizes.model, start.layer_bytes
-    beside = 2 * max(layers, default=0) - sum(layers)  # a layer, and the next one or its other values; not the others
+    beside = 2 * max(layers, default=0) - sum(layers)  # in place of all layers, one and the next, or a copy of the one
     if placement is DevicePlacement.ONLOADED:
-        phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again on the way back
+        phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again in backward passes
         del phases[RELOADING]
         stages = {name: max((phase.device for phase in listed), default=0) for name, listed in phases.items()}
         if GENERATION in stages:
@@ -114,22 +114,22 @@ def _stages(start: Planned, sizes: ModelSizes) -> dict[str, int]:
 
 
 def _keeps_more(start: Planned) -> bool:
-    """Whether a pass may keep several times the activations of the estimate, which knows those of a LLaMA."""
+    """Whether a pass may keep several times the activations of the estimate, which is based on a LLaMA's."""
     model, plan = start.model, start.plan
     text = model.config.get_text_config()
     return (
         # A token is sent to several experts.
         any(site.is_routed or stacked_name(model, name) for site, name in plan.linears())
         or any(site.num_calls > 1 for site in plan.sites)
-        or len(plan.layers()) < (getattr(text, "num_hidden_layers", None) or 0)  # the others keep theirs, too
-        or getattr(text, "_attn_implementation", None) == "eager"  # which keeps its scores
+        or len(plan.layers()) < (getattr(text, "num_hidden_layers", None) or 0)  # layers not in the plan keep some, too
+        or getattr(text, "_attn_implementation", None) == "eager"  # which keeps the attention scores
     )
 
 
 def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[str, list[Memory]]:
     """Returns stage or step -> memory of each of its phases; ``rounds``: generation may keep rounded weights."""
     model, config = start.model, start.config
-    proof = 2 * max(p.numel() for p in model.parameters()) * (sizes.element + FLOAT32)  # of a permuted weight, widened
+    proof = 2 * max(p.numel() for p in model.parameters()) * (sizes.element + FLOAT32)  # a permuted weight, widened
     phases = {
         "calibration": [Memory(sizes.forward)],
         "masks": [Memory(0, sizes.mask + proof)],

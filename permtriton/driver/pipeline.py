@@ -25,7 +25,7 @@ from permtriton.util.machine import as_torch_starts
 
 
 def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledModel:
-    """Permutes the channels of a dense model, on the device to work on, and prunes it to N:M, in place."""
+    """Permutes the channels of a dense model and prunes it to N:M, in place, on the device that ``inputs`` names."""
     with unstacked_experts(model.eval()), shared_linears(model):
         run, held_out = prepare(model, inputs)
         steps = all_steps(run.config)
@@ -49,12 +49,12 @@ def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledMod
 
 @as_torch_starts()
 def compile_model(model: PreTrainedModel, *arguments: Any, **named: Any) -> CompiledModel:
-    """Does the same with the arguments of `CompileInputs` as its own."""
+    """Calls `compile_loaded` with `CompileInputs` made of all arguments after the model."""
     return compile_loaded(model, CompileInputs(*arguments, **named))
 
 
 def forecast_loaded(model: PreTrainedModel, inputs: CompileInputs, devices: Devices | None) -> tuple[Planned, Forecast]:
-    """Returns what `compile_loaded` would start from and what it would need; the model stays as it is."""
+    """Returns the planned model that `compile_loaded` would start from, and the forecast; no weight changes."""
     with unstacked_experts(model.eval()), shared_linears(model):
         return begin(model, inputs, timed=True, devices=devices)
 
@@ -68,7 +68,7 @@ def prove(run: Run) -> str:
     model = run.model
     with run.workspace.timed("prove"):
         check_pruned(model, run.plan)
-        # The model is N:M: masks by magnitude keep all of it.
+        # The pruned model is N:M, so masks by magnitude drop only zeros.
         run.run_passes(pruning_passes(run.plan, magnitudes(model, run.plan)))
         if reason := comparison_refusal(run.graph, model):
             return reason

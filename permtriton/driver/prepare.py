@@ -56,18 +56,18 @@ class CompileInputs:
     # calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
     # arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``
     ids: Inputs | None = None
-    held_out: Inputs | None = None  # held-out samples to evaluate both models on, as ``ids``
+    held_out: Inputs | None = None  # held-out samples to evaluate both models on, in the form of ``ids``
     progress: Progress = field(default_factory=NoProgress)
     # path of the files that keep the state of long stages, each with its stage's name before the suffix
-    # (``state.learned.safetensors``); a later call with equal inputs continues from them, and one with others is
-    # refused until they are deleted
+    # (``state.learned.safetensors``); a later call with equal inputs continues from them, and a call with other inputs
+    # is refused until they are deleted
     resume_path: Path | None = None
     # whether to measure the model first and report how much memory, time and disk the work will take
     say_needs: bool = False
     device: torch.device | None = None  # device to move the model to; None leaves it where it is
     # allowed placements on ``device``; its memory decides which is used
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
-    save_format: str | None = None  # format in which it will be saved, for the estimate of the disk; None for dense
+    save_format: str | None = None  # format that the model will be saved in, for the estimate of disk; None for dense
     origin: Origin | None = None  # entries of the record that only the caller knows; None for none
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ def begin(
     """Returns the planned model and the forecast of its compilation; a dry run stops here.
 
     Args:
-        timed: whether to time the model on a short sequence, to forecast how long it takes.
+        timed: whether to forecast the time of the compilation, as `make_forecast` does.
         devices: devices to estimate for; None for ``inputs.device``, to which the model moves if it fits there.
     """
     start, device = planned(model, inputs), inputs.device or model.device
@@ -197,7 +197,7 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
             ids = stored[0]["text"]
         else:
             starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
-            # A GPU to which layers come one by one may hold no further copy of the weights.
+            # If layers come to the GPU one by one, it may have no room for a rounded copy of the weights.
             rounds = config.mixed_precision and placement.kind is not DevicePlacement.ONLOADED
             with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
                 texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)

@@ -54,8 +54,8 @@ class CompiledModel(Pruned):
 
         The dense model is not kept while a model is compiled. It is read again from where it came from, for this call
         only: on a CPU its weights are mapped from their files, on a GPU it needs as much memory as before compiling. A
-        model that was given in memory was changed in place: give a copy of it as ``against``, or the perplexity is
-        measured alone.
+        model that was given in memory was changed in place: give a copy of the dense model as ``against``; without it,
+        only the perplexity is measured.
 
         Args:
             eval_data: held-out text or samples, as `permtriton.evaluate` takes them.
@@ -168,8 +168,8 @@ class CompiledModel(Pruned):
         Weights of an earlier upload are deleted there; other files stay.
 
         Args:
-            repo: name of the repository, such as ``me/my-model-2of4``; it is made if it is not there. Without an
-                owner, it is the token's.
+            repo: name of the repository, such as ``me/my-model-2of4``; it is created if it does not exist. Without an
+                owner in the name, the owner of the token is taken.
             format: as `save_pretrained` takes it.
             private: whether a new repository is private; None for the default of its owner.
             token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
@@ -179,8 +179,8 @@ class CompiledModel(Pruned):
             The address of the commit.
 
         Raises:
-            OutputError: the hub refuses the repository or the upload, or cannot be reached; before it is saved, if the
-                token may not write.
+            OutputError: the hub refuses the repository or the upload, or cannot be reached. A token that may not write
+                is refused before the model is saved.
             PermTritonError: as `save_pretrained`.
 
         Example:

@@ -1,4 +1,4 @@
-"""The traced graph beside its model: both are run on the same samples, and must give the same outputs."""
+"""Compares a traced graph with its model: both are run on the same samples, and must give the same outputs."""
 
 import math
 
@@ -29,7 +29,7 @@ def traced_sample(graph: fx.GraphModule, model: PreTrainedModel, samples: Sample
             rows = samples.inputs[str(node.target)][:1]
             if samples.is_text:
                 tokens = node.meta["val"].shape[1]
-                rows = start_of(rows.repeat(1, math.ceil(tokens / rows.shape[1])), tokens)  # it may be shorter
+                rows = start_of(rows.repeat(1, math.ceil(tokens / rows.shape[1])), tokens)  # a sample may be shorter
             taken[str(node.target)] = rows
     return Samples(taken).to(model.device, model.dtype)
 
