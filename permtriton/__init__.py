@@ -5,8 +5,8 @@
     print(compiled.evaluate("wikitext2"))
     compiled.save_pretrained("qwen-2of4", format="packed")
 
-Each name is imported when it is first used, so ``import permtriton`` alone imports almost nothing. It registers the
-checkpoint format with transformers, whose ``from_pretrained`` then loads packed and permuted checkpoints, too.
+Each name is imported when it is first used, so ``import permtriton`` alone imports almost nothing. The import registers
+the checkpoint format with transformers, whose ``from_pretrained`` then loads packed and permuted checkpoints, too.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""``python -m permtriton``, which ``torchrun`` starts as ``torchrun -m permtriton``: the command line."""
+"""The command line, for ``python -m permtriton`` and ``torchrun -m permtriton``."""
 
 from permtriton.cli.main import main
 

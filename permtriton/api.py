@@ -73,8 +73,8 @@ def compile(
         model: folder, hub name, .gguf file or ``demo``; or a loaded transformers model, which is changed in place.
         recipe: ``default``, ``best``, ``fast``, ``values`` or ``permllm``, or steps: their names separated by commas
             (``my_steps.py:Mine`` for one of yours), or a list of them. `permtriton.recipes` describes them.
-        protocol: ``wanda`` or ``permllm`` for their calibration data: 128 sequences of 2048 or 1024 tokens of ``c4``,
-            each drawn from one document; options that are given win over it.
+        protocol: ``wanda`` or ``permllm`` for the calibration data of that paper: 128 sequences of 2048 or 1024 tokens
+            of ``c4``, each drawn from one document; options that are given take precedence.
         data: calibration data:
 
             - a name: ``c4`` (the default), ``wikitext2``, ``pile``, ``demo``, or that of a dataset on the hub;
@@ -90,35 +90,35 @@ def compile(
         tokenizer: tokenizer or processor of a loaded model; text needs it, and it is saved with the model.
         eval_data: held-out data, of the same kinds as ``data``, on which the dense and the compiled model are measured
             for the report; None for ``wikitext2`` (``demo`` for the demo model), ``none`` for no measurement.
-        eval_windows: number of its windows to measure, the first ones; None for all.
-        config: TOML file of options; ``options`` and ``data`` win.
-        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``, for a model that is loaded here.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that is loaded here.
+        eval_windows: number of windows of ``eval_data`` to measure, the first ones; None for all.
+        config: TOML file of options; ``options`` and ``data`` take precedence.
+        device: ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``, for a model that this call loads.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for a model that this call loads.
         trust_remote_code: whether code that comes with the model may run.
-        gguf_file: name of a GGUF file in the folder or beside the hub name, which is read instead and dequantized.
-        revision: branch, tag or commit of a hub name; None for its main branch.
+        gguf_file: name of a GGUF file in the folder or the hub repository, whose weights are read and dequantized.
+        revision: branch, tag or commit of a model on the hub; None for its main branch.
         token: token of the hub, for reading the model and publishing; None for that of ``hf auth login`` or
             ``HF_TOKEN``, which is used for datasets, too. It is never printed or saved.
-        output: folder to write, too. It keeps the state of long stages beside it: after an interruption, the same call
-            continues.
-        save_format: ``packed``, ``dense``, ``plain`` or ``fp8``, as ``format`` of `CompiledModel.save_pretrained`.
-        push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is made
-            before the work, so that a wrong name or token is found then.
+        output: folder to write the model to. States of long stages are kept beside it, so that after an interruption
+            the same call continues. None writes nothing.
+        save_format: format of ``output``, as ``format`` of `CompiledModel.save_pretrained`.
+        push_to_hub: name of a repository on the hub to publish ``output`` in, such as ``me/my-model-2of4``. It is
+            created before the work, so that a wrong name or token is found early.
         private: whether that repository, where it is new, is private; None for the default of its owner.
         overwrite: whether an earlier output may be replaced.
         restart: whether to start from scratch instead of resuming.
         shard: in processes that ``torchrun`` started, whether to spread the weights of layers over the GPUs; None does
-            where one cannot hold them.
-        onload: whether the model stays in host memory and its layers come to the GPU one by one; None does where the
-            GPU cannot hold it. Not for steps that need all weights at once.
+            so if one GPU cannot hold them.
+        onload: whether the model stays in host memory and its layers come to the GPU one by one; None does so if the
+            GPU cannot hold the model. Refused for steps that need all weights at once.
         progress: True draws the bars of the command line; a function is called with each `permtriton.Event`.
         options: every other option of ``permtriton compile``, with underscores: ``sparsity``, ``samples``,
             ``sequence_length``, ``layout``, ``targets``, ``ignore``, ``seed``, ``learn_epochs`` and so on;
             docs/options.md lists them. Strings are read as on the command line.
 
     Returns:
-        The compiled model: `CompiledModel.evaluate`, `~CompiledModel.save_pretrained`, `~CompiledModel.push_to_hub`,
-        and its ``report``.
+        The compiled model, with `CompiledModel.evaluate`, `~CompiledModel.save_pretrained`,
+        `~CompiledModel.push_to_hub`, and its ``report``.
 
     Raises:
         PermTritonError: a bad option, model or text, too little memory or disk, or a failed check. A loaded model may
@@ -145,10 +145,10 @@ def dry_run(model: Model, **arguments: Any) -> DryRun:
 
     Args:
         model: as `compile` takes it.
-        arguments: all others that `compile` takes.
+        arguments: all other arguments of `compile`.
 
     Raises:
-        PermTritonError: as `compile` up to its plan. Too little memory is no error here, but then no time is measured.
+        PermTritonError: as `compile` up to its plan. Too little memory is no error here, but then no time is estimated.
 
     Example:
         >>> import permtriton
@@ -205,7 +205,7 @@ def inspect(
 
 @as_torch_starts()
 def find_plan(model: PreTrainedModel, sparsity: NMPattern | str, **options: Any) -> Plan:
-    """Returns the plan of a loaded model; weights are not needed, so it may be on the meta device.
+    """Returns the plan of a loaded model; weights are not needed, so the model may be on the meta device.
 
     Args:
         options: as `inspect` takes them.
@@ -251,23 +251,23 @@ def evaluate(
             texts, token ids or tensors in memory, as `permtriton.compile` takes them. None for ``demo`` with the demo
             model, else ``wikitext2``.
         protocol: ``wanda`` or ``permllm`` for what these papers measure: ``wikitext2`` in windows of 2048 tokens, and
-            Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` wins over it.
-        window: tokens per window; None for 2048, or as many as the model can take.
+            Wanda's seven tasks or PermLLM's five; each of ``eval_data``, ``window`` and ``tasks`` takes precedence.
+        window: tokens per window; None for 2048, or the model's limit if that is lower.
         eval_windows: number of windows to measure, the first ones; None for all.
-        special_tokens: ``auto`` for windows that begin and end as a single text does by the tokenizer; ``none`` for
-            windows without special tokens around them. None for what the protocol says, or ``auto``.
-        against: the dense model, or where it is: adds its perplexity, the KL and the cosine to it. A name is loaded for
-            this call only, and both models are in memory at once.
+        special_tokens: ``auto`` to put those special tokens around each window that the tokenizer puts around a single
+            text; ``none`` to put none. None for the protocol's value, or ``auto`` without a protocol.
+        against: the dense model, its folder or its hub name: adds its perplexity, and the KL and the cosine of both
+            models. A model given by name is loaded for this call only, and both are in memory at once.
         tokenizer: tokenizer or processor of a loaded model; text needs it.
         hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to those of a loaded model;
-            None where they did not move. A folder's own record says it.
+            None where they did not move. A folder's own record holds its index.
         tasks: tasks of lm-eval: names in a list, or separated by commas.
         limit: documents per task; None for all.
-        tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.
+        tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code, so use only what you trust.
         batch_size: windows, or requests of tasks, per forward pass; None for as many windows as make 2048 tokens, and 8
             requests.
-        device: ``auto``, ``cpu`` or ``cuda``, for models that are loaded here.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that are loaded here.
+        device: ``auto``, ``cpu`` or ``cuda``, for models that this call loads.
+        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that this call loads.
         trust_remote_code: whether code that comes with a model may run.
         gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
         text_column, split: of a dataset in memory, as `permtriton.compile` takes them.
@@ -328,17 +328,17 @@ def compare(
         methods: methods, recipes, steps joined by ``" + "``, or lists of steps, such as ``["wanda", [Heuristic(),
             Mine()]]``; None for all methods.
         sparsity: N:M pattern, or several, such as ``["2:4", "4:8"]``; None for 2:4.
-        ablate: option of which each method is run with several values.
-        values: these values.
+        ablate: name of an option; each method is run with each of ``values``.
+        values: values of the option that ``ablate`` names.
         config, device, dtype, trust_remote_code, gguf_file, revision, token, progress: as `compile` takes them.
         output: JSON file to write the report to. Finished results are kept beside it,
             so that the same call, also with more methods, continues.
         overwrite: whether everything is measured again, and earlier files are replaced.
-        options: as `compile` takes them, but for the recipe, which each row has.
+        options: as `compile` takes them, except the recipe: each row has its own.
 
     Returns:
         What ``permtriton compare --json`` prints: ``rows``, the dense model's first, each with ``method``, ``mean``,
-            ``kl``, ``cosine``, ``tasks`` and what else is known of it.
+            ``kl``, ``cosine``, ``tasks`` and further measurements.
 
     Raises:
         PermTritonError: as `compile` and `permtriton.evaluate`, or a method that is unknown.
@@ -367,9 +367,9 @@ def export(
 
     Args:
         folder: folder that permtriton wrote.
-        output: folder to write; None for ``FOLDER-FORMAT`` in the present folder.
-        format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``packed-fp8`` or ``fp8``: 8 bits,
-            whose zeros are the same.
+        output: folder to write; None for ``FOLDER-FORMAT`` in the current folder.
+        format: ``packed``, ``dense`` or ``plain``: the same weights bit for bit; or ``packed-fp8`` or ``fp8``: weights
+            in 8 bits, of which pruned ones stay zero.
         overwrite: whether an earlier output of permtriton may be replaced.
         progress: as `compile` takes it.
 
@@ -396,16 +396,16 @@ def adapt(
 ) -> dict[str, Any]:
     """Writes an adapter that was trained on the dense model for a compiled folder, as ``permtriton adapt`` does.
 
-    In a folder of layout ``portable``, channels have another order; the adapter is brought into it, exactly.
+    A folder of layout ``portable`` has its channels in another order; the adapter is reordered to match, exactly.
 
     Args:
         adapter: folder that PEFT's ``save_pretrained`` wrote: LoRA or DoRA.
         to: folder that permtriton compiled from that dense model.
-        output: folder to write; None for ``ADAPTER-for-FOLDER`` in the present folder.
+        output: folder to write; None for ``ADAPTER-for-FOLDER`` in the current folder.
         trust_remote_code: whether code that comes with the model may run.
 
     Returns:
-        ``output``, and the number of ``tensors``, and of those that were ``reordered``.
+        ``output``, the number of ``tensors``, and how many of them were ``reordered``.
 
     Raises:
         PermTritonError: an adapter of another kind or model, layout ``fused``, or the output cannot be written.
@@ -428,9 +428,9 @@ def report(
 
     Args:
         folders: one folder that permtriton wrote, or several, which are shown side by side.
-        output: file to write; None for ``FOLDER-report.html`` in the present folder, by the first folder's name.
+        output: file to write; None for ``FOLDER-report.html`` in the current folder, by the first folder's name.
         comparison: JSON report of ``permtriton compare``, whose table is shown, too.
-        masks: name of the linear whose masks are drawn side by side; None for the last one of the first layer.
+        masks: name of the linear whose masks are drawn side by side; None for the last linear of the first layer.
         overwrite: whether an earlier file may be replaced.
 
     Returns:
@@ -451,12 +451,11 @@ def report(
 
 
 def _collected(kind: type[Args], values: Mapping[str, Any]) -> Args:
-    """Returns a dataclass of arguments from a function's local names."""
+    """Returns the dataclass ``kind`` with values by field name, such as a function's local variables."""
     return kind(**{field.name: values[field.name] for field in fields(kind)})
 
 
 def _job(model: Model, args: CompileArgs, options: Mapping[str, Any]) -> Job:
-    """Returns the job of the arguments of `compile`."""
     if args.output is None and (args.overwrite or args.restart):
         raise ConfigError(
             "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"

@@ -1,4 +1,4 @@
-"""The arguments of the public functions, which are flags, too; `permtriton.cli.options` has their words."""
+"""The arguments of the public functions, which are flags of commands, too; `permtriton.cli.options` has their help."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -43,7 +43,7 @@ class LoadArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutArgs:
-    """On what models are measured."""
+    """The held-out data that models are measured on."""
 
     protocol: str | None = None
     eval_data: "Data | None" = None
@@ -52,7 +52,7 @@ class HeldOutArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureArgs(HeldOutArgs):
-    """On what models are measured where tasks count, too."""
+    """The held-out data and the zero-shot tasks that models are measured on."""
 
     window: int | None = None
     tasks: str | Sequence[str] | None = None
@@ -64,7 +64,7 @@ class MeasureArgs(HeldOutArgs):
         return TaskRequest(self.tasks, self.limit, None if self.tasks_dir is None else Path(self.tasks_dir))
 
     def with_protocol(self, model: str = "") -> Self:
-        """Returns the same with the protocol's values in place of None."""
+        """Returns these arguments with the protocol's values in place of None."""
         for name in ("window", "limit", "batch_size"):
             if not isinstance(value := getattr(self, name, None), int | None):
                 raise ConfigError(f"`{name}=` is {shown(value)}: expected a whole number")

@@ -1,4 +1,4 @@
-"""The options of a compilation that are no step's; those of steps stand with each step in ``permtriton/methods``."""
+"""The options of a compilation that belong to no step; each step in ``permtriton/methods`` defines its own options."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,8 +21,8 @@ LINEARS = (
     "names of linears or of modules that hold them, globs (*.down_proj), regular expressions after re:, or names of "
     "classes"
 )
-SURPLUS = 4  # tokens of a text that are mixed per token drawn, so that the windows are a sample of the documents
-# Options that are lowered where memory ran out, after which the same run continues: they change how sums are rounded.
+SURPLUS = 4  # tokens of a text that are read and mixed per calibration token, so that windows sample many documents
+# Options that may change before an interrupted run continues, as when memory ran out: they only change rounding.
 ROUNDING_ONLY = ("micro_batch_size", "activation_checkpointing")
 OF_TEXT = ("text_column", "split", "one_document")  # options that say what to read of a text
 
@@ -79,7 +79,7 @@ class CalibrationConfig:
 @documented
 @dataclass(frozen=True)
 class CommonConfig:
-    """What a compilation has beside its steps; `permtriton.methods.recipe_config.CompileConfig` adds them."""
+    """The options that belong to no step; `permtriton.methods.recipe_config.CompileConfig` adds the steps."""
 
     sparsity: NMPattern = _method(
         NMPattern(2, 4),
@@ -156,5 +156,5 @@ class CommonConfig:
 
     @property
     def surplus(self) -> int:
-        """Sequences that are drawn of a text where it has them, per calibration sample."""
+        """Sequences drawn from a text per calibration sample, that sample included, if the text has that many."""
         return SURPLUS

@@ -59,8 +59,8 @@ class VerificationError(PermTritonError):
 def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
     """Turns what other libraries raise inside the ``with`` block, while they read what a user gave, into our own error.
 
-    They raise any kind for a damaged or hostile file, and the Rust ones panic, which is not an ``Exception``. Our own
-    errors and interruptions pass.
+    For a damaged or hostile file they raise any kind, and those in Rust panic, which is not an ``Exception``. Our own
+    errors and interruptions pass through unchanged.
 
     Args:
         what: start of the message, which names the file and says what cannot be done with it.
@@ -75,10 +75,10 @@ def reading(what: str, kind: type[PermTritonError]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, with what it announces.
+    """Returns the first line of an error's message, up to `LONGEST` characters, and the second if a colon announces it.
 
-    Where the message alone says little, the name of its kind stands before it. What another library has in backticks is
-    no option of ours, whatever its name.
+    An empty message, or one of a ``LookupError``, follows the name of the error's class. Backticks in the message of
+    another library become quotes, because ours mark options (`as_flags`).
     """
     message = str(error) if isinstance(error, PermTritonError) else str(error).replace("`", "'")
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
@@ -97,7 +97,7 @@ def shown(value: Any) -> str:
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """Returns the end of a message about an unknown name: those like it, if there are any."""
+    """Returns the end of a message about an unknown name: similar known names, or the command that lists all."""
     close = get_close_matches(name, list(known))
     return f": did you mean {', '.join(close)}?" if close else ": permtriton compile --help-all lists all options"
 
@@ -127,7 +127,7 @@ def listed(names: Iterable[str]) -> str:
         if math.prod(map(len, ranges)) == len(alike):
             texts = map(_ranges, ranges)
             alike = [_NUMBER.sub(lambda _, texts=texts: next(texts), alike[0])]  # type: ignore[misc]
-        listing += alike  # all of them where not every combination of numbers is there
+        listing += alike  # one name with ranges, or every name where some combination of numbers is missing
     return ", ".join(listing)
 
 

@@ -38,7 +38,7 @@ def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = Fa
     the weights beside them were, so that the adapter has the effect that it had on the dense model.
 
     Returns:
-        ``output``, and the number of ``tensors``, and of those that were ``reordered``.
+        ``output``, the number of ``tensors``, and how many of them were ``reordered``.
     """
     check_apart(output, adapter)
     check_apart(output, to)
