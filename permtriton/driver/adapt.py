@@ -88,7 +88,7 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
 class _Order:
     """The order of a compiled model's channels."""
 
-    names: dict[str, str]  # every name of a parameter, which is tied if it has several -> its first name
+    names: dict[str, str]  # every name of a parameter (several if it is tied) -> the first of them
     folds: dict[str, list[Fold]]  # first name -> reorderings of the parameter
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
@@ -117,7 +117,7 @@ class _Order:
         folds: dict[str, list[Fold]] = {}
         for edit in edits_of(moves_of(plan, indices)):
             if isinstance(edit, Fold):
-                folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts have no name now
+                folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts: unstacked name
         transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D | nn.Embedding)}
         return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices))
 

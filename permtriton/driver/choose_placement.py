@@ -1,4 +1,4 @@
-"""Chooses how the model is placed, by memory, and refuses what a placement rules out; `resolve_device` reads device."""
+"""Chooses the model's placement by memory, and refuses what that rules out; `resolve_device` reads ``device``."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def place(
 
 
 def estimated(start: Planned, devices: Devices) -> tuple[Planned, MemoryEstimate]:
-    """Returns ``start`` and its memory; without generated text, if the GPU cannot hold all of the model to write it."""
+    """Returns ``start``, made `without_text` if no GPU holds the whole model to write it, and its memory estimate."""
     memory = estimate_together(start, devices)
     writes = (
         memory.placement is not DevicePlacement.ONLOADED

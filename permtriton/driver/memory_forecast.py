@@ -84,7 +84,7 @@ def estimate(start: Planned, devices: Devices, *, recomputes: bool = False) -> M
 
 def _estimate(start: Planned, devices: Devices, placement: DevicePlacement, sizes: ModelSizes) -> MemoryEstimate:
     program, model, layers = 0, sizes.model, start.layer_bytes
-    beside = 2 * max(layers, default=0) - sum(layers)  # in place of all layers, one and the next, or a copy of the one
+    beside = 2 * max(layers, default=0) - sum(layers)  # two layers in place of all: one and the next, or its copy
     if placement is DevicePlacement.ONLOADED:
         phases = _phases(start, replace(sizes, checkpointing=True), rounds=False)  # layers run again in backward passes
         del phases[RELOADING]
@@ -129,7 +129,7 @@ def _keeps_more(start: Planned) -> bool:
 def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[str, list[Memory]]:
     """Returns stage or step -> memory of each of its phases; ``rounds``: generation may keep rounded weights."""
     model, config = start.model, start.config
-    proof = 2 * max(p.numel() for p in model.parameters()) * (sizes.element + FLOAT32)  # a permuted weight, widened
+    proof = 2 * max(p.numel() for p in model.parameters()) * (sizes.element + FLOAT32)  # two permuted weights, widened
     phases = {
         "calibration": [Memory(sizes.forward)],
         "masks": [Memory(0, sizes.mask + proof)],

@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
     **_ORDERS,
     **{f"{name}{FUSED}": {**options, "layout": "fused"} for name, options in _ORDERS.items()},
 }
-# Every method that can be named; recipes are compared only if they are.
+# Every method that can be named; recipes are compared only if they are named.
 KNOWN = METHODS | {
     f"{name}{suffix}": {"importance": "auto", "recipe": name, "layout": layout}
     for suffix, layout in (("", "portable"), (FUSED, "fused"))
@@ -126,7 +126,7 @@ def row_configs(
         options: values by option name; where a method sets an option, its value is taken instead.
         methods: methods, as `settings_of` takes them; none means those of `METHODS`, and in an ablation the default
             recipe.
-        ablate: name of the option of an ablation; its ``values`` replace also what a method sets.
+        ablate: name of the option of an ablation; its ``values`` take precedence over what a method sets.
     """
     option = None if ablate is None else _ablated(ablate)
     methods = methods or (tuple(METHODS) if ablate is None else (DEFAULT,))

@@ -43,7 +43,7 @@ class Compiled(Folder):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of the weights dense and packed; unless the folder is packed, those packed follow from the dtype."""
+        """Bytes of the weights dense, and packed: as stored in a packed folder, else computed for the pruned dtype."""
         dense = self.stored_bytes
         if "export" in self.record:
             dense += self.record["export"]["dense_bytes"] - self.record["export"]["stored_bytes"]

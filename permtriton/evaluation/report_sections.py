@@ -48,7 +48,7 @@ class Section:
 
 
 def numbers(values: Sequence[float | None], digits: int = 3) -> list[str]:
-    """Returns the cells of a column, with as many decimals as give the smallest number ``digits`` significant ones."""
+    """Returns a column's cells, all with the decimals that give the smallest number ``digits`` significant digits."""
     smallest = min((abs(value) for value in values if value), default=1.0)
     decimals = min(max(digits - 1 - math.floor(math.log10(smallest)), 0), 6)
     return ["–" if value is None else f"{value:,.{decimals}f}" for value in values]

@@ -49,7 +49,7 @@ class TaskRequest:
         """Returns what decides the scores; empty without tasks.
 
         Args:
-            output: file that the command writes; it is left out if it is in the folder of tasks.
+            output: file that the command writes; if it is in the folder of tasks, it is not hashed.
         """
         if self.names is None:
             return {}

@@ -1,4 +1,4 @@
-"""From a model to its plan: traces it, follows its channels through the graph and finds the sites."""
+"""Makes the plan of a model: traces the model, follows its channels through the graph and finds the sites."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -100,8 +100,7 @@ def plan_model(
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
-        samples: samples whose shapes the trace uses, with one sample as the batch; text, or None, is traced on a few
-            tokens.
+        samples: samples, the first of which gives the shapes of the trace; for text, or None, a few tokens are traced.
     """
     with unstacked_experts(model) as experts:
         graph = trace(model, None if samples is None or samples.is_text else samples[:1])

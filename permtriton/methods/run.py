@@ -42,7 +42,7 @@ class Run(Planned):
     Attributes:
         generated_ids: samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
         batch_size: samples per forward pass without gradients.
-        reference: outputs of the dense model, which exact steps must reproduce.
+        reference: outputs of the dense model, which must stay the same when channels are reordered.
         placement: where the model runs.
         memory: estimated memory.
         statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
@@ -229,8 +229,8 @@ class Run(Planned):
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            # Rounded as in the training steps. If layers come to the GPU one by one, their weights are not there yet to
-            # be rounded once.
+            # Targets of training steps are computed with rounding, as these steps train. Weights that come to the GPU
+            # layer by layer are not there yet, so they cannot be rounded once in advance.
             rounds, fixed = self.config.mixed_precision and step.stage is Stage.TRAIN, not self.store.onloads
             with self.placed_model() as model, mixed_precision(model, rounds, fixed=fixed):
                 samples, kind = self.samples_for(step), objective_kind(step.objective, self.model)

@@ -28,8 +28,8 @@ class MemoryEstimate:
     """The memory of one compilation on each device, in bytes."""
 
     placement: DevicePlacement  # how the model is placed
-    program: int  # what the process holds beside the model before the work begins; 0 on a GPU
-    model: int  # parameters
+    program: int  # bytes that the process holds beside the model before the work begins; 0 on a GPU
+    model: int  # bytes of the parameters
     # bytes that are in memory already and stay there: the program, and a model that is not mapped from its files
     held: int
     stages: Mapping[str, int]  # stage -> bytes that it takes beside program and model
@@ -88,8 +88,8 @@ class ModelSizes:
         layers: number of layers.
         hidden: channels of the hidden states.
         width: largest number of input channels of a linear, or ``hidden`` if that is larger.
-        layer_channels: largest number of channels that the sites of one layer read, the residual streams stored with
-            them included, or that its linears write if those are more. No routed site counts, and one stacked expert.
+        layer_channels: largest number of channels that the sites of one layer read, with the residual streams stored
+            beside them, or that its linears write if those are more. Experts: the widest stacked site; no routed one.
         vocabulary: size of the logits of a token; 0 without a language-model head.
         hessians: largest number of bytes that the Hessians of one layer take, with what inverting them takes.
         forward: bytes of the activations of a forward pass that computes neither gradients nor logits.

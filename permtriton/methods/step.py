@@ -80,7 +80,7 @@ class Step(Protocol):
 
     @property
     def backward_batch(self) -> int:
-        """Largest number of sequences whose gradients are accumulated for one change; 0 for all sequences."""
+        """Largest number of sequences whose gradients are accumulated for one update; 0 for all sequences."""
         return 0
 
     @property
@@ -101,7 +101,7 @@ class Step(Protocol):
     def conflicts(self, config: CommonConfig, steps: Sequence["Step"]) -> str:
         """Returns why the step cannot run with a config or with the other steps of the recipe, and what to do instead.
 
-        It is a sentence, empty if the step can run.
+        The reason is a sentence; it is empty if the step can run.
         """
         return ""
 

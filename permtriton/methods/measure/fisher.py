@@ -215,7 +215,7 @@ class _Draws:
         self._generator, self._skip = torch.Generator().manual_seed(seed), skip
 
     def __call__(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
-        """Returns random numbers of the shape of ``like``; ``draw`` (`torch.rand` or `torch.randn`) fills each row."""
+        """Returns random numbers shaped like ``like``, by a call of ``draw`` (`torch.rand` or `randn`) per sample."""
         for _ in range(self._skip):
             draw(like.shape[1:], generator=self._generator)
         self._skip = 0

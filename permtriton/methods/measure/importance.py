@@ -36,7 +36,7 @@ def inverts_hessians(method: ImportanceMethod) -> bool:
 
 
 def error_importance(method: ImportanceMethod) -> ImportanceMethod:
-    """Returns an importance whose scores are errors of the output: ``obs``, or ``wanda``, which has RIA's statistic."""
+    """Returns an importance whose scores are output errors: ``obs`` for ``obs``, else ``wanda`` (RIA's statistic)."""
     return "obs" if inverts_hessians(method) else "wanda"
 
 
@@ -67,7 +67,7 @@ def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor
 def importances_of(
     model: nn.Module, plan: Plan, method: ImportanceMethod, statistics: Mapping[str, Tensor]
 ) -> dict[str, ImportanceFactors]:
-    """Returns linear name -> importance, for every pruned linear; ``statistics``: site -> that of `importance_of`."""
+    """Returns linear name -> importance, for every pruned linear; ``statistics``: site -> its statistic."""
     return {
         name: importance_of(method, weight_in_out(linear_module(model, name)), statistics[site.name])
         for site, name in plan.linears()

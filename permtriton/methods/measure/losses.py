@@ -45,7 +45,7 @@ CHOOSE = "choose the loss cosine (by the option of the step, such as `distill_lo
 
 
 def minimises(**first: str) -> str:
-    """Returns the help of an option that chooses a loss; ``first``: loss -> words for those that it names first."""
+    """Returns the help of an option that chooses a loss; ``first``: loss -> words, for losses to name first."""
     losses: dict[str, str] = {**first, **LOSS_WORDS, **first}
     words = ", ".join(f"{name} ({of})" for name, of in losses.items())
     return f"What it minimises: {words}, or auto: kl where there is a language-model head."
@@ -176,7 +176,7 @@ def _drawn_label(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor
 
 def _cosine_of(hidden_of: Callable[[PreTrainedModel, Samples], Tensor]) -> Loss:
     def drawn(model: PreTrainedModel, samples: Samples, draw: Draw) -> Tensor:
-        """Returns the sum over tokens of the normalised hidden state times a direction of normally drawn numbers."""
+        """Returns the sum over tokens of the normalised hidden state's product with a normally distributed vector."""
         hidden = normalize(hidden_of(model, samples)[:, samples.counted].float(), dim=-1)
         return (hidden * draw(torch.randn, hidden)).sum()
 
@@ -204,7 +204,7 @@ class Objective:
     stride: int = 1  # one in ``stride`` counted positions is used; the first one depends on the sequence's number
 
     def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the mean loss over the tokens of the sequences ``rows``, on which the model gives ``hidden``."""
+        """Returns the mean loss over the tokens of the sequences ``rows``, whose hidden states are ``hidden``."""
         dense = self.target[rows.to(self.target.device)].to(hidden.device, non_blocking=True)
         return LOSSES[self.kind].mean(self._taken(hidden, rows), self._taken(dense, rows), self.head)
 
@@ -221,7 +221,7 @@ class Objective:
 
     @torch.no_grad()
     def mean(self, model: PreTrainedModel, samples: Samples, batch: int) -> float:
-        """Returns the mean loss over all samples, of which each rank runs its share."""
+        """Returns the mean loss over all samples; each rank runs its share of them."""
         parts = ranks.parts(torch.arange(len(samples)), batch)
         losses = to_numbers([self.of(model, samples, part) for part in parts])
         return ranks.total(sum(loss * part.numel() for loss, part in zip(losses, parts, strict=True))) / len(samples)
@@ -229,7 +229,7 @@ class Objective:
     def backward(
         self, model: PreTrainedModel, samples: Samples, rows: Tensor, batch: int, scale: float
     ) -> Iterator[tuple[Tensor, int]]:
-        """Runs backward passes of the mean loss over ``rows`` times ``scale``, of which each rank runs its share.
+        """Runs backward passes of ``scale`` times the mean loss over ``rows``; each rank runs its share of the rows.
 
         After each pass, yields that pass's part of the mean loss, float32 ``[]``, and its number of sequences.
         """
@@ -274,7 +274,7 @@ def dense_objective(
 
 
 def stride_of(model: PreTrainedModel, head: int) -> int:
-    """Returns the stride of the positions that the loss uses, 1 to `SPARSEST`; it grows with the ``head``'s weights.
+    """Returns the stride of the positions that the loss uses, 1 to `SPARSEST`: larger for more ``head`` weights.
 
     Logits of a vocabulary of 250,000, computed three times per step, take longer than all layers of a small model,
     forward and backward. One position in three costs a third of that, and its gradient reaches all tokens before it.

@@ -242,7 +242,7 @@ def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> di
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of a site's input, with ``X_p`` in the model as pruned so far and ``X_d`` in the dense one."""
+    """Second moments of a site's input: ``X_p`` in the model as pruned so far, and ``X_d`` in the dense model."""
 
     hessian: Tensor  # ``X_p^T X_p``, float32 ``[channels, channels]``, as `hessians` returns it
     # ``(X_d - X_p)^T X_p``, of the same shape; None where routing to experts may give the linear

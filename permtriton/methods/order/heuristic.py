@@ -40,7 +40,7 @@ from permtriton.util.sparsity import NMPattern
 # With several parts a sweep tries fewer exchanges: MAX_SWEEPS is multiplied by their number, MIN_GAIN divided by it.
 MAX_SWEEPS = 10
 MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
-MOST_GROUPS = 256  # in one assignment; the assignment kernel takes no more
+MOST_GROUPS = 256  # most groups in one assignment; the assignment kernel takes no more
 MAX_ROWS = 4096  # rows of scores that decide the order of one space; of more rows, an even sample is taken
 
 
@@ -112,8 +112,8 @@ def space_scores(
     With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
     Without row weights, each linear's scores are divided by their mean, so that no layer outweighs another. RIA's
     scores are divided by their mean in both cases: they have no unit, so losses in different linears are not
-    comparable. If all linears together have more than ``max_rows`` rows, rows are sampled evenly, and a linear counts
-    by its sampled rows. Where several channels of a site share a unit, each of them adds its own rows.
+    comparable. Each linear has at most its part of ``max_rows``: of more rows, an even sample is taken, and the linear
+    counts by these. Where several channels of a site share a unit, each of them adds its own rows.
     """
     linears = [(site, name) for site in sites for name in site.linears]
     quota = max(max_rows // sum(site.copies for site, _ in linears), 1)

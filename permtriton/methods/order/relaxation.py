@@ -58,7 +58,7 @@ class Relaxation(nn.Module):
         self._starts = [torch.tensor([[first] for _, first in blocks[size]], device=device) for size in self.sizes]
         offsets_by_size = [torch.arange(size, device=device) for size in self.sizes]
         by_size = [(starts + offsets).flatten() for starts, offsets in zip(self._starts, offsets_by_size, strict=True)]
-        self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the batches, one after another
+        self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the concatenated batches
         generator = torch.Generator().manual_seed(seed)
         weights = []
         for size in self.sizes:

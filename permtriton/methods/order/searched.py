@@ -38,7 +38,7 @@ from permtriton.util import ranks
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import identity, moved
 
-PARTNERS = 8  # best partners of each channel that the matching chooses from
+PARTNERS = 8  # best partners of each position, from which disjoint swaps are chosen
 GAINS_AT_ONCE = 1 << 24  # gains of swaps that are in memory at once
 RAISE, LOWER = 2.0, 0.6  # factors of the damping after a trial that failed, and after a round that succeeded at once
 TRIALS = 5  # sets of swaps that a round tries at most
@@ -299,7 +299,7 @@ def _panels(space: ChannelSpace) -> list[list[_Panel]]:
 
 
 def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
-    """Returns the numbers of the swaps that a greedy choice by falling gain takes, touching every group at most once.
+    """Returns the indices of the swaps that are chosen greedily by descending gain, with every group at most once.
 
     Swaps that are the best of both their groups are taken together, until none is left.
     """

@@ -1,4 +1,4 @@
-"""The linears that stay dense, if a share of the weights is to: those whose masks raise the loss most per weight.
+"""Chooses the linears that stay dense as the ``dense_share``: those whose masks raise the loss most per weight.
 
 If the outputs of row o of a linear have the squared error ``e_o``, the loss rises to second order by ``f_o e_o / 2``,
 with the Fisher information ``f_o`` of the output (`permtriton.methods.measure.fisher`). ``e_o`` is estimated by the

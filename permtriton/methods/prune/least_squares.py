@@ -126,7 +126,7 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
 
 
 def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """Returns ``fitted``, but rows of ``start`` where their error is no larger, such as where a fit has overflowed."""
+    """Returns ``fitted``, with rows of ``start`` where their error is no larger, as where a fit has overflowed."""
     errors = [row_errors(weight, target, hessian) for weight in (fitted, start)]
     return torch.where((errors[0] < errors[1]).unsqueeze(1), fitted, start)
 

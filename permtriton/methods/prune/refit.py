@@ -204,7 +204,7 @@ class Refit(Step):
     def fit(
         self, weight: Tensor, moment: Moments, curvature: Curvature, pattern: NMPattern, gradients: Tensor | None
     ) -> tuple[Tensor, float, float]:
-        """Returns the pruned and fitted weight of one linear, and the errors of SparseGPT's and of the fitted weight.
+        """Returns the fitted weight of one linear, and the relative errors of SparseGPT's weight and of the fitted one.
 
         Args:
             weight: the dense weight, ``[out_features, in_features]``.
