@@ -16,7 +16,7 @@ class ImportanceFactors:
     column: Tensor | None = None  # float32 ``[in_features]``, given together with ``row``
 
     def scores(self, weight_CO: Tensor) -> Tensor:
-        """Returns the scores ``[in_features, out_features]`` of a weight of that shape: float32, or float64 if it is."""
+        """Returns the scores of a weight ``[in_features, out_features]``, same shape: float32, or float64 if it is."""
         scores = weight_CO.to(torch.promote_types(weight_CO.dtype, torch.float32), copy=True).abs_()
         if self.power == 2:
             scores.square_()

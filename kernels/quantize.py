@@ -5,7 +5,7 @@
     q[t, c]  = e4m3(x[t, c] / scale[t])
 
     quantize       of x, or of x[..., index]
-    silu_quantize  of silu(gate) * up, a gated MLP's input of its last linear; silu and product are rounded to its dtype
+    silu_quantize  of silu(gate) * up, the input of a gated MLP's last linear; both results are rounded to their dtype
     (norm_quantize of a norm, in `permtriton.kernels.norm_permute`)
 
 Shapes: ``x``, ``gate``, ``up`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
