@@ -14,7 +14,7 @@ from permtriton.util.bars import BarProgress, err
 from permtriton.util.machine import keep_freed_memory
 
 
-@takes(all_options().keys() - {"sparsity", "importance", "layout", "seed"})  # the rows set these four
+@takes(all_options().keys() - {"sparsity", "importance", "layout", "seed"})  # rows of the table set these four
 def compare(model: Model, args: CompareArgs, flags: Flags, json: Json = False, help_all: HelpAll = False) -> None:
     keep_freed_memory()
     comparison = Comparison.of(model, args, flags)

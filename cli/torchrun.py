@@ -29,7 +29,7 @@ def joined(device: str) -> Iterator[None]:
     The block ends when all ranks have reached its end. Without ``torchrun`` nothing happens.
 
     Args:
-        device: ``auto``, ``cpu`` or ``cuda``; on GPUs each rank takes the one with its number on this machine.
+        device: ``auto``, ``cpu`` or ``cuda``; on GPUs each rank takes the GPU whose number is its local rank.
     """
     if not launched():
         yield
@@ -37,7 +37,7 @@ def joined(device: str) -> Iterator[None]:
     import torch.distributed as dist
 
     rank = os.environ["RANK"]
-    # A rank that waits for others is in C++ code, during which Python never runs a handler of its own.
+    # A rank that waits for others is in C++ code, during which a handler of SIGTERM in Python would never run.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         dist.init_process_group(_backend(device), timeout=PATIENCE)

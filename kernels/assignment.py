@@ -95,9 +95,9 @@ def _ordered(bits):
 
 @jit
 def _least(values):
-    """The least of float64 numbers, as integers: reducing these takes an instruction per warp, float64 ten shuffles."""
+    """The least float64, found by integers: reducing these takes one instruction per warp, float64 ten shuffles."""
     order = _ordered(values.to(tl.int64, bitcast=True))
-    high, low = (order >> 32).to(tl.int32), order.to(tl.int32) ^ -2147483648  # ordered as unsigned
+    high, low = (order >> 32).to(tl.int32), order.to(tl.int32) ^ -2147483648  # low: unsigned order
     least = tl.min(high)
     rest = tl.min(tl.where(high == least, low, 2147483647)) ^ -2147483648
     return _ordered(_joined(least, rest)).to(tl.float64, bitcast=True)

@@ -37,7 +37,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Returns the key of an entry in a cache file."""
+        """Returns the key of the request's entry in a cache file."""
         return entry_key(self.op, self.shape, self.dtype)
 
 
@@ -95,7 +95,7 @@ def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: tor
 
 
 def decided(key: tuple[Any, ...], decide: Callable[..., Any]) -> Any:
-    """Returns ``decide(*key)``, a decision by calls of `config_for`, and caches it.
+    """Returns ``decide(*key)``, which calls `config_for`, and caches the result.
 
     While configurations are forced or collected, or a CUDA graph is captured, no result is cached, because it need not
     hold afterwards.
@@ -111,12 +111,12 @@ def decided(key: tuple[Any, ...], decide: Callable[..., Any]) -> Any:
 
 
 def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a choice was neither measured on this GPU nor forced."""
+    """Whether CUDA is in use, and a configuration was neither measured on this GPU nor forced."""
     return op not in _STATE.forced and torch.cuda.is_initialized() and _measured(op, shape, dtype) is None
 
 
 def keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
-    """Keeps a choice that a library made on this GPU, for this process and, if possible, for later ones."""
+    """Stores a configuration that a library chose on this GPU, for this process and, if possible, for later ones."""
     with suppress(OutputError):
         write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": stored(config)}})
     _STATE.measured[op, bucket(shape), dtype, torch.cuda.current_device()] = stored(config)
@@ -224,7 +224,7 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
 
 
 def _requested(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
-    """Records a request and returns the default, so that later requests do not depend on measurements."""
+    """Records a request; returns the forced or default configuration, so that measurements do not alter later ones."""
     assert _STATE.requests is not None
     request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, _STATE.forced)
     if request.key not in {known.key for known in _STATE.requests}:

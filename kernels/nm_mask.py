@@ -47,7 +47,7 @@ from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
-MOST_SLOTS = 4  # of a group with one tensor per slot; for larger groups, a loop counts ranks and reads channels again
+MOST_SLOTS = 4  # of groups with one tensor per slot; in larger ones, a loop counts ranks, and channels are read twice
 WIDE_TILE = 4096  # weights per program, for groups of more than `MOST_SLOTS`
 
 CONFIGS: tuple[Config, ...] = (
@@ -56,7 +56,7 @@ CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 512, "TILE_GROUPS": 1}, num_warps=2, num_stages=1),
     Config({"TILE_O": 2048, "TILE_GROUPS": 1}, num_warps=8, num_stages=1),
 )
-ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)  # if stride(0) is not 1
+ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)  # if weight.stride(0) is not 1
 
 
 def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:
@@ -142,7 +142,7 @@ def nm_mask_backward_reference(
 
 
 def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
-    """Returns what multiplies scores ``[groups, group, O]`` before the softmax: 1 / the mean score of the group.
+    """Returns the factor of scores ``[groups, group, O]`` before the softmax: 1 / mean score of the group.
 
     A mean below `FLOOR` times that of the block counts as that much. The gradient treats the factor as a constant. If
     all scores of a block in a row are 0, the factor is 0.
@@ -354,7 +354,7 @@ def nm_mask(
         soft: float32 ``[sum of sizes^2]``, the soft permutation from which ``index`` was assigned; its values are not
             read, it only receives the gradient.
         blocks: Sizes of the blocks in channel order; multiples of the group that sum to C.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the mask.
         group_scale: Whether the backward softmax divides scores by the mean of their group.
     """
     return nm_mask_reference(weight, importance, index, blocks, pattern)

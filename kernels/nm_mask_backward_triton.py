@@ -24,7 +24,7 @@ bfloat16 halves, and three of the four products of halves are added: the relativ
 TF32's is 2^-10.
 Floor: 4 bytes per weight at 16 bits; 4 TILE_C floating-point operations per weight, 12 TILE_C if operands are split.
 
-With ``group_scale``, a block whose mean score is below ten times the smallest normal float32 is sharpened less.
+With ``group_scale``, a block whose mean score is below ten times the smallest normal float32 gets a smaller factor.
 A group takes ``PADDED`` places of a tile, the next power of two of its size; the places beyond ``group`` hold zeros and
 are left out of the softmax.
 """
@@ -43,7 +43,7 @@ from permtriton.kernels.launch import Config, builtin, jit, tl, triton
 
 # Most padded channels of a tile: tiles of 128 would spill registers on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
-FLOOR = 0.1  # share of a block's mean score that a group's mean counts as at least, or dead channels would dominate
+FLOOR = 0.1  # a group's mean score counts as at least this share of its block's, or dead channels would dominate
 LEAST_ROWS = 512  # rows of W for which there is at most one split
 ROWS_STEP = 64  # the rows of a split are a multiple of it: the largest TILE_O
 ALIGN = 16  # wide loads need rows, strides and block sizes that are multiples of it
@@ -130,7 +130,7 @@ def _softmax_of_groups(
     grads = tl.reshape(agreement, [PADDED, TILE_C // PADDED, TILE_O])
     if GROUP_SCALE:
         floor = block_mean * FLOOR
-        alive = tl.minimum(floor, SMALLEST) * (1 / SMALLEST)  # 0 if all scores are 0; below 1 only if subnormal
+        alive = tl.minimum(floor, SMALLEST) * (1 / SMALLEST)  # 0 if all scores are; below 1 if floor is subnormal
         mean = tl.maximum(tl.sum(grouped, 0) * (1.0 / GROUP), tl.maximum(floor, SMALLEST)[None, :])
         sharpness = _inverse(mean) * alive[None, :]
         weights = tl.exp2(grouped * (sharpness * LOG2E)[None, :, :])
@@ -209,7 +209,7 @@ def _nm_mask_bwd_kernel(
     WHOLE: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, ROWS_STEP: tl.constexpr, VECTOR: tl.constexpr,
     TILE_C: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
-    # The launcher divided them by ALIGN: as products, the compiler knows them to be multiples, so loads can be wide.
+    # The launcher divided these by ALIGN: so the compiler knows the products to be multiples of it, and loads are wide.
     first, size, rows, offset, total = first * ALIGN, size * ALIGN, rows * ALIGN, offset * ALIGN, total * ALIGN
     grad_channel_stride, channel_stride = grad_channel_stride * ALIGN, channel_stride * ALIGN
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)

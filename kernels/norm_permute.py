@@ -217,7 +217,7 @@ def _norm_permute_fwd_kernel(
         scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
         if BIAS:
             shift = tl.load(bias_ptr + channel, mask=inside, other=0.0)
-    # Pipelined only if weight and index are held: it stages all that the loop loads, which should be rows only.
+    # Pipelined only if weight and index are held: pipelining stages all that the loop loads, which should be rows only.
     for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=3 if HOLD else 1):
         value = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0)
         value = _added(

@@ -41,8 +41,8 @@ def operator(
         name: Name of the operator.
         fake: Returns empty results of the right shapes and dtypes.
         check: Raises an error about arguments that do not fit, before the function, the launcher or ``fake`` runs.
-        launcher: Computes the same results on a GPU. The GPU of the first argument is made the current one before,
-            because Triton launches there, whichever device the tensors are on. Not used without Triton or on old GPUs.
+        launcher: Computes the same results on the GPU of the first argument, which is made the current one: Triton
+            launches there, whichever device the tensors are on. Not used without Triton, or if the GPU is too old.
         supports: Whether the launcher can compute a call; by default, it can compute every call.
         gradient: Takes the gradient of the first result, then the values of ``keeps``; returns, by parameter name, a
             gradient, or a function that computes it and is called only if that gradient is needed.

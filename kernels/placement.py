@@ -63,7 +63,7 @@ def placement_reference(
         importance: Factors of the weight's scores.
         index: int64 ``[C]``, the present order, which moves channels inside blocks.
         blocks: Sizes of the blocks, multiples of the pattern's group.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the mask.
         curvature: Curvature of the loss, scaled as ``grad`` is.
     """
     on_cpu = weight.device.type == "cpu"
@@ -155,7 +155,7 @@ def _placement_kernel(
     rows, steps, size, row_stride, total,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The launcher divided them by ALIGN: as products, the compiler knows them to be multiples, so copies can be wide.
+    # The launcher divided these by ALIGN: the compiler knows the products to be multiples of it, and makes copies wide.
     size, row_stride, total = size * ALIGN, row_stride * ALIGN, total * ALIGN
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tiles = tl.cdiv(size, TILE_J)

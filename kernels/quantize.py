@@ -5,7 +5,7 @@
     q[t, c]  = e4m3(x[t, c] / scale[t])
 
     quantize       of x, or of x[..., index]
-    silu_quantize  of silu(gate) * up, the input of a gated MLP's last linear; both results are rounded to their dtype
+    silu_quantize  of silu(gate) * up, as before a gated MLP's last linear; silu and product are rounded to gate's dtype
     (norm_quantize of a norm, in `permtriton.kernels.norm_permute`)
 
 Shapes: ``x``, ``gate``, ``up`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
@@ -33,7 +33,7 @@ from permtriton.kernels.operator import operator
 from permtriton.kernels.permute import check_shapes, load_index, permute, programs_for, warps_for
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8 e4m3
+LARGEST = 448.0  # the largest float8 e4m3
 LARGEST_VALUE, SMALLEST_SCALE = tl and tl.constexpr(LARGEST), tl and tl.constexpr(torch.finfo(torch.float32).eps)
 LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
 LONG_TILE = 2048
@@ -189,7 +189,7 @@ def are_aligned(rows: Tensor) -> bool:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Returns ``x`` as ``[rows, C]`` with adjacent channels; copies if they are not, as in no model's activations."""
+    """Returns ``x`` as ``[rows, C]`` with adjacent channels; copies if they are not, which no model needs."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 

@@ -25,8 +25,8 @@ and c_before is the c of the round before. From the last round to the first,
     per round:  s = -dc c^2,  D += r s^T,  dr += S s;    s = -dr r^2,  D += s c_before^T,  dc = S^T s,  dr = 0;
 
 and the logits' gradient is ``D S / tau``. Unlike the scales, which may grow without bound where no doubly stochastic
-matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in the registers of, for a block of 64, two warps; column sums
-cross from one warp to the other through shared memory. Floor: gradient, logits and scales read, the logits' gradient
+matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in registers. A block of 64 takes two warps, and column sums
+cross from one to the other through shared memory. Floor: gradient, logits and scales read, the logits' gradient
 written.
 
 Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.

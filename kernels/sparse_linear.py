@@ -166,7 +166,7 @@ def sparse_linear(
         bias: ``[O]`` in the dtype of ``values``, or None.
         index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
         in_features: C.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the weight.
         compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
     """
     return sparse_linear_reference(x, values, positions, bias, index, in_features, pattern)

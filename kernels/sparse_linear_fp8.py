@@ -202,7 +202,7 @@ def sparse_linear_fp8(
         bias: ``[O]`` in the dtype of ``x``, or None.
         index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
         in_features: C.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the weight.
 
     Raises:
         ModelError: ``x``, the packed weight or its scale have another shape or dtype.

@@ -63,7 +63,7 @@ MAX_TOKENS = 256
 ROOM = 64  # tokens of a block at most
 FEW_TOKENS = 16  # most tokens for which a CHUNK of 128 channels, rows of 128 bytes, is the default
 WIDE_CHUNK, WIDE_ROOM, WIDE_ROWS = 128, 128, 256  # by wgmma: channels of a stage; tokens and rows of a block at most
-WIDE_ALIGNMENT = 1024  # wgmma's matrices begin at multiples of so many bytes of shared memory
+WIDE_ALIGNMENT = 1024  # bytes of which the addresses of wgmma's matrices in shared memory are multiples
 FP8_CHUNK = 2 * WIDE_CHUNK  # channels of a stage in float8
 FP8_SUMS = 256 * 64  # rows x tokens of a block at most in float8, which keeps each sum twice
 
@@ -118,7 +118,7 @@ def is_wide(in_features: int, device: torch.device) -> bool:
 
 
 def limits_of(device: torch.device) -> GpuLimits:
-    """Returns the limits of a GPU; the defaults for what is no NVIDIA GPU."""
+    """Returns the limits of a GPU; the defaults if ``device`` is not an NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return GpuLimits(132)
     return _limits_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -305,7 +305,7 @@ def variant_of(
 def chosen(
     tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, fp8: bool = False
 ) -> Variant | None:
-    """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if the kernel is not to be trusted.
+    """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if none passes its check.
 
     Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant that begins early
     fails its check, the same one without ``early`` is tried.

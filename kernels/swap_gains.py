@@ -11,8 +11,8 @@ weight at j is kept, and kept otherwise. ``t_oj`` is the rival's score and ``a_o
     gain[i, j] = D[i, i] + D[j, j] - D[i, j] - D[j, i]         for i and j in different groups
 
 and a positive gain lowers the loss. A gain has no meaning for two positions of one group; the caller leaves these out.
-A tie goes to the lower position, as in the mask: where j is lower than its rival, the threshold is the next smaller
-number, so that ``>`` decides it. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
+Where position j is lower than its rival, the threshold is the next smaller number, so that ``>`` decides ties as the
+mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
 
 Terms have one line of O rows per position, ``[C, O]``. The reference is fastest if rows are adjacent in memory, the
 Triton kernel if positions are, so `swap_terms` chooses the layout by device; both take any strides.
@@ -110,15 +110,15 @@ def swap_terms(
     """Returns the terms of every position of the present order.
 
     With ``curvature``, gains are those to first order, less the second-order rise of the loss from every weight that
-    the swap prunes or restores. Whether it does is linear in whether the channel is kept at its new position, so the
-    same operator computes these gains from terms that include the rise.
+    the swap prunes or restores. Whether a weight changes so is linear in whether its channel is kept at the new
+    position, so the same operator computes these gains from terms that include the rise.
 
     Args:
         weight: ``[O, C]`` in base order, any strides.
         importance: Factors of the weight's scores.
         gradient: dL/dW_eff, ``[O, C]`` in base order, any strides and any float dtype.
         index: int64 ``[C]``, the present order.
-        pattern: What each group keeps; its group divides C.
+        pattern: N:M pattern of the mask; its group divides C.
         curvature: Curvature of the loss; None for gains to first order only.
     """
     out_features, channels = weight.shape
@@ -284,7 +284,7 @@ def _swap_gains_kernel(
     rows, left, right, left_row_stride, right_row_stride,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The launcher divided them by ALIGN: as products, the compiler knows them to be multiples, so copies can be wide.
+    # The launcher divided these by ALIGN: the compiler knows the products to be multiples of it, and makes copies wide.
     left, left_row_stride = left * ALIGN, left_row_stride * ALIGN
     right, right_row_stride = right * ALIGN, right_row_stride * ALIGN
     i = tl.program_id(1) * TILE_I + tl.arange(0, TILE_I)
