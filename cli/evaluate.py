@@ -70,7 +70,7 @@ def evaluate(
 
 
 def _without_token(words: Sequence[str]) -> list[str]:
-    """Returns what was typed without the token of the hub, which is never written anywhere."""
+    """Returns the typed arguments without the token of the hub, which is never written anywhere."""
     return [
         word
         for before, word in zip(("", *words), words, strict=False)

@@ -66,7 +66,7 @@ def _graphs(plan: Plan, traced: fx.GraphModule) -> None:
 
 
 def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
-    """Returns in a line how much would be pruned, and how large the weights are before and after."""
+    """Returns a line that says how much would be pruned, and how large the weights are dense and packed."""
     pruned, total = sizes["pruned_parameters"], sizes["parameters"]
     dense, packed = (format_bytes(sizes[name]) for name in ("dense_bytes", "packed_bytes"))
     share = f"{pruned:,} of {total:,} parameters ({pruned / total:.1%})"

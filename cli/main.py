@@ -1,4 +1,4 @@
-"""The command line: its commands, each of which stands in the module of its name and is imported when it is called."""
+"""The command line. Each command is in the module of its name, which is imported when the command is called."""
 
 import atexit
 import gc
@@ -35,13 +35,13 @@ COMMANDS = {
     "Exit code 2 if the self-test fails.",
     "autotune": "Find the fastest configuration of each GPU kernel, for the shapes of a model, on the present GPU.",
 }
-FIRST_LINES = {"inspect": "reading the sizes of the model, not its weights"}  # said before torch is imported
+FIRST_LINES = {"inspect": "reading the sizes of the model, not its weights"}  # printed before torch is imported
 CONTINUED = ("compile", "compare", "autotune")  # commands that keep what they have finished
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def command_named(name: str) -> TyperCommand:
-    """Returns a command, whose module is imported: torch and transformers take seconds, which --help need not."""
+    """Imports a command's module and returns the command; --help avoids the import, which takes seconds for torch."""
     single = typer.Typer(add_completion=False, context_settings=SETTINGS)
     single.command(name, help=COMMANDS[name])(getattr(_module(name), name))
     return typer.main.get_command(single)  # type: ignore[return-value]
@@ -49,18 +49,18 @@ def command_named(name: str) -> TyperCommand:
 
 @cache
 def _module(name: str) -> ModuleType:
-    """Imports a command's module without looking for garbage: of the million objects that this makes, all stay."""
+    """Imports a command's module without garbage collection, because all of the million objects that it makes stay."""
     gc.disable()
     try:
         return import_module(f"permtriton.cli.{name}")
     finally:
-        gc.freeze()  # later searches for garbage pass over them, too: a fifth of the time of tracing a model
+        gc.freeze()  # later collections skip these objects, too, which saves a fifth of the time of tracing a model
         atexit.register(gc.unfreeze)  # else extension modules report what was never collected
         gc.enable()
 
 
 class Commands(TyperGroup):
-    """The commands, whose errors are one line."""
+    """The group of all commands; prints their errors in one line."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -106,13 +106,13 @@ def _permtriton(
 
 
 def main() -> None:
-    """Runs the command line, and ends the process at once: to take its million objects apart would take seconds."""
+    """Runs the command line and ends the process at once, because to free its million objects would take seconds."""
     try:
         app()
     except SystemExit as end:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter would
         atexit._run_exitfuncs()
-        with suppress(BrokenPipeError):  # as of `| head`
+        with suppress(BrokenPipeError):  # the reader of a pipe, such as head, has ended
             sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))

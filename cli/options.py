@@ -1,4 +1,4 @@
-"""Flags and their words: those of the arguments of a public function, of config options, and of several commands."""
+"""Flags and their help: of the arguments of public functions, of config options, and those of several commands."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ HUB = "Where the model comes from, and publishing"
 
 
 def output_path(name: str) -> Path:
-    """Returns the path of an output; as a path, an empty name would be the present folder."""
+    """Returns the path of an output; refuses an empty name, which as a path would be the current folder."""
     if not name:
         raise OutputError("the name of an output is empty: name a file or a folder, or leave the option out")
     return Path(name)
@@ -33,7 +33,7 @@ def output_path(name: str) -> Path:
 def flag(help: str, *names: str, panel: str | None = None, kind: Any = str, **settings: Any) -> Any:
     """Returns the type of a parameter that is a flag; ``settings`` are further arguments of `typer.Option`."""
     if kind is bool:
-        settings["metavar"] = ""  # else typer writes <bool>, as if it took a value
+        settings["metavar"] = ""  # else typer writes <bool>, as if the flag took a value
     return Annotated[kind | None, typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)]
 
 
@@ -53,7 +53,7 @@ Model = Annotated[
         metavar="MODEL", help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton)."
     ),
 ]
-# Arguments of a public function -> the flags of those that the command line has.
+# Arguments of a public function -> the flags of those arguments that the command line takes.
 FLAGS: dict[type, dict[str, Any]] = {
     CompileArgs: {
         "recipe": _method(
@@ -178,12 +178,12 @@ HelpAll = flag(
 
 
 def takes(names: Collection[str] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Returns a decorator that gives a command the flags that its parameters ``args`` and ``flags`` stand for.
+    """Returns a decorator that gives a command flags whose values it receives in its parameters ``args`` and ``flags``.
 
     ``args`` receives the arguments of a public function, ``flags`` the values of those options that the user set.
 
     Args:
-        names: names of the options; all those of the compilation and of its steps by default.
+        names: Names of the options; by default all options of a compilation and of its steps.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -213,7 +213,7 @@ def takes(names: Collection[str] | None = None) -> Callable[[Callable[..., None]
 
 
 def _entries(kind: Any) -> list[tuple[str, Any, Any]]:
-    """Returns name, type and default of each argument that is a flag; of the held-out data, None is wikitext2."""
+    """Returns (name, type, default) of each argument with a flag; ``eval_data`` is None until a protocol chooses it."""
     default = {field.name: field.default for field in fields(kind)} | {"eval_data": None}
     return [(name, flag, default[name]) for base in kind.__mro__ for name, flag in FLAGS.get(base, {}).items()]
 
@@ -229,7 +229,7 @@ def _option(option: Option, *, hidden: bool) -> inspect.Parameter:
 
 
 def _metavar(option: Option) -> str | None:
-    """Returns what stands for an option's value beside its flag; None for typer's own word."""
+    """Returns the metavar of an option's flag, which names its value in the help; None for typer's own."""
     if option.several:
         return "LINEARS=N:M" if option.name == "pattern" else "LINEARS"
     choices = "|".join(option.choices)

@@ -1,4 +1,4 @@
-"""How a command uses the processor: on how many threads, and which library multiplies for it."""
+"""How a command uses the CPU: how many threads, and which library for matrix products."""
 
 import os
 from contextlib import suppress
@@ -12,16 +12,16 @@ from permtriton.util.machine import processor
 from permtriton.util.progress import Progress
 
 SMALL = 512  # hidden size up to which operators are too short to be shared among threads
-SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # how a user says it, to torch itself
-WIDE = 256  # hidden size from which oneDNN's preparation of a product is worth it
-UNIT = "avx512_bf16"  # which AMD has from Zen 4 on
+SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which a user sets torch's number of threads
+WIDE = 256  # hidden size from which oneDNN's preparation of a product is worth its time
+UNIT = "avx512_bf16"  # instructions that AMD's CPUs have from Zen 4 on
 
 
 def suit_processor(source: Source, progress: Progress) -> None:
     """Sets up torch for a model that runs on the CPU, for the rest of this process.
 
-    A small model runs on one thread, unless the user named a number: where another process takes a core, all threads of
-    an operator wait for the one that lost it. A wide model's float32 products are given to oneDNN where that is faster.
+    A small model runs on one thread, unless the user set a number: if another process takes a core, all threads of an
+    operator wait for the thread that lost it. A wide model's float32 products are given to oneDNN where that is faster.
     """
     with suppress(PermTritonError):  # loading the model reports it later
         if resolve_device(source.device).type != "cpu":
@@ -42,7 +42,7 @@ def _hidden_size(source: Source) -> int:
 
 
 def _mkl_is_slow() -> bool:
-    """Returns whether MKL, by which torch multiplies float32, leaves AVX-512 unused: half of the width of Zen 5."""
+    """Whether MKL, by which torch multiplies float32, does not use this CPU's AVX-512: half of the width of Zen 5."""
     has = processor()
     return str(has.get("cpu_name", "")).startswith("AMD") and bool(has.get(UNIT)) and not has.get("amx_tile")
 
@@ -50,8 +50,8 @@ def _mkl_is_slow() -> bool:
 def _multiply_by_onednn() -> None:
     """Gives float32 products to oneDNN, in float32.
 
-    "medium" is how torch is told; it allows bfloat16 inside, which oneDNN takes from AMX alone. A version that took it
-    from AVX-512 would lose the last bits of these factors, and is not used.
+    Precision "medium" makes torch call oneDNN. It allows products in bfloat16, for which oneDNN uses AMX alone. A
+    version that used AVX-512 for them would lose the last bits of the factors tried here, and is not used.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")

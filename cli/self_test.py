@@ -19,7 +19,7 @@ from permtriton.recipe import config_from
 
 BUDGET = 10.0  # seconds; kernels that have not started by then are left out
 WORKS, ABSENT, FAILS = "works", "not here", "fails"
-SHAPE, TOKENS = (128, 256), 16  # of the linear that kernels are tried on: every kernel takes it
+SHAPE, TOKENS = (128, 256), 16  # (out, in) features and tokens of a linear that every kernel supports
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Check:
 
 
 def self_test() -> list[Check]:
-    """Runs all checks and returns their outcomes; takes about ten seconds at most, nothing is left on the disk."""
+    """Runs all checks and returns their outcomes; takes about ten seconds at most, and leaves nothing on the disk."""
     deadline = time.perf_counter() + BUDGET
     gpu = torch.device("cuda", 0) if torch.cuda.is_available() else None
     return [
@@ -44,7 +44,7 @@ def self_test() -> list[Check]:
 
 
 class _Absent(Exception):
-    """What a check needs is not on this machine; the message says what."""
+    """This machine lacks what a check needs; the message says what."""
 
 
 def _checked(name: str, check: Callable[[], str]) -> Check:
@@ -54,7 +54,7 @@ def _checked(name: str, check: Callable[[], str]) -> Check:
         outcome, detail = WORKS, check()
     except _Absent as missing:
         outcome, detail = ABSENT, str(missing)
-    except Exception as error:  # whatever is wrong with an installation is what this reports
+    except Exception as error:  # the self-test reports any fault of an installation
         words = next(iter(str(error).strip().splitlines()), "")
         outcome, detail = FAILS, words if isinstance(error, PermTritonError) else f"{type(error).__name__}: {words}"
     return Check(name, outcome, detail, round(time.perf_counter() - started, 2))

@@ -9,7 +9,7 @@ from datetime import timedelta
 from permtriton.cli.console import AGAIN
 from permtriton.errors import ConfigError, PermTritonError, first_line
 
-PATIENCE = timedelta(days=1)  # of a collective operation: rank 0 may decide something for hours
+PATIENCE = timedelta(days=1)  # of a collective operation, because rank 0 may compute for hours while others wait
 
 
 def launched() -> bool:
@@ -29,7 +29,7 @@ def joined(device: str) -> Iterator[None]:
     The block ends when all ranks have reached its end. Without ``torchrun`` nothing happens.
 
     Args:
-        device: ``auto``, ``cpu`` or ``cuda``; on GPUs each rank takes the one with its number on this machine.
+        device: ``auto``, ``cpu`` or ``cuda``; on GPUs each rank takes the GPU whose number is its local rank.
     """
     if not launched():
         yield
@@ -37,7 +37,7 @@ def joined(device: str) -> Iterator[None]:
     import torch.distributed as dist
 
     rank = os.environ["RANK"]
-    # A rank that waits for others is in C++, where Python's own handler of the signal to end would never run.
+    # A rank that waits for others is in C++ code, during which a handler of SIGTERM in Python would never run.
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         dist.init_process_group(_backend(device), timeout=PATIENCE)
@@ -72,7 +72,7 @@ def _backend(device: str) -> str:
 
 
 def _of_collective(error: RuntimeError) -> bool:
-    """Whether an error is one that a collective operation raises where another rank has ended."""
+    """Whether a collective operation raised an error because another rank has ended."""
     from torch.distributed import DistError
 
     words = str(error).lower()

@@ -4,26 +4,26 @@
     index = argmax over permutations of sum_j score[index[j], j]
 
 Shapes: ``score`` ``[n, B, B]`` -> ``index`` int32 ``[n, B]``, the row chosen for each column, which is the project's
-index convention (``P[index[j], j] = 1``). The solver breaks ties; only the total is determined.
+index convention (``P[index[j], j] = 1``). Of permutations with equal totals, any may be returned.
 Bytes moved: the scores read once.
 
-The Triton kernel, for blocks of up to 256: shortest augmenting paths with prices (Jonker and Volgenant), one program
-(by default one warp) per block. The costs are ``c = -score``; a column has a price ``v`` and, once assigned, an owner,
-which is its row. Prices start at the columns' least costs, and each row takes the first column whose least cost it has.
-Then every row left over searches, as in Dijkstra's algorithm:
+The Triton kernel, for blocks of up to 256, computes shortest augmenting paths with prices (Jonker and Volgenant), one
+program (by default one warp) per block. The costs are ``c = -score``; a column has a price ``v`` and, once assigned, an
+owner, which is its row. Prices start at the columns' least costs, and each row takes the first column of which it has
+the least cost. Then every row without a column searches for one, as in Dijkstra's algorithm:
 
     reach[j] = c[row, j] - v[j] + add;   the nearest column is closed, and its owner searches on with
-    add = distance[j] + v[j] - c[owner, j],   until the nearest column has no owner;
+    add = distance[j] + v[j] - c[owner, j],   until the nearest column has no owner: the sink;
 
-the price of each closed column falls by how much farther the sink is, and the columns on the path change owners. The
-state of all columns lives in registers; a reduction finds the nearest column, free ones first among equals. Rows are
-read from the caches, one per search step: about 4 B steps for random scores, B^2 / 2 in the worst case.
+the price of each closed column falls by the distance of the sink minus its own, and the columns on the path change
+owners. The state of all columns is in registers; a reduction finds the nearest column, at equal distances one without
+an owner. Rows are read from the caches, one per search step: about 4 B steps for random scores, B^2 / 2 at worst.
 
-Sums and prices are float64 whatever the scores' dtype, as in scipy, so that totals equal scipy's; steps wait for loads
-and reductions, not for arithmetic. Floor: the scores read once.
+Sums and prices are float64 whatever the scores' dtype, as in scipy, so that totals equal scipy's; this costs no time,
+because steps wait for loads and reductions. Floor: the scores read once.
 
-Blocks without an assignment (a NaN, a score of +inf, or -inf in such places that no finite total is left) come out of
-the kernel as -1. The host then needs only one comparison over ``[n]`` numbers, and one synchronisation, which is
+The index of a block without an assignment (a NaN, a score of +inf, or -inf in such places that no finite total is left)
+is all -1, so that the host finds such blocks by one comparison over ``[n]`` numbers and one synchronisation. Both are
 skipped while a CUDA graph is captured.
 """
 
@@ -57,7 +57,7 @@ CONFIGS: tuple[Config, ...] = (
 def assignment_reference(score: Tensor) -> Tensor:
     """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total score.
 
-    Computes scipy's shortest augmenting paths, one thread per core: the solver releases the GIL.
+    Blocks are solved by scipy's ``linear_sum_assignment`` in one thread per core: the solver releases the GIL.
 
     Args:
         score: ``[n, B, B]``, any float dtype, no NaN.
@@ -72,7 +72,7 @@ def assignment_reference(score: Tensor) -> Tensor:
     try:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(solve, range(host.shape[0])))
-    except ValueError as error:  # scipy's, of NaN and of infinite scores
+    except ValueError as error:  # raised by scipy for NaN and for infinite scores
         raise refusal(score) from error
     return torch.from_numpy(index).to(score.device)
 
@@ -89,15 +89,15 @@ def _joined(high, low):
 
 @jit
 def _ordered(bits):
-    """Bits of float64 numbers as int64 of the same order, and back."""
+    """Turns the bits of float64 numbers into int64 of the same order, and back."""
     return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
 
 
 @jit
 def _least(values):
-    """The least of float64 numbers: reducing integers is one instruction per warp, reducing float64 ten shuffles."""
+    """The least float64, found by integers: reducing these takes one instruction per warp, float64 ten shuffles."""
     order = _ordered(values.to(tl.int64, bitcast=True))
-    high, low = (order >> 32).to(tl.int32), order.to(tl.int32) ^ -2147483648  # unsigned as signed
+    high, low = (order >> 32).to(tl.int32), order.to(tl.int32) ^ -2147483648  # low: unsigned order
     least = tl.min(high)
     rest = tl.min(tl.where(high == least, low, 2147483647)) ^ -2147483648
     return _ordered(_joined(least, rest)).to(tl.float64, bitcast=True)
@@ -105,14 +105,14 @@ def _least(values):
 
 @jit
 def _at(values, here):
-    """The one float64 that ``here`` marks."""
+    """The float64 at the one place where ``here`` is true."""
     bits = tl.where(here, values.to(tl.int64, bitcast=True), 0)
     return _joined(tl.sum((bits >> 32).to(tl.int32)), tl.sum(bits.to(tl.int32))).to(tl.float64, bitcast=True)
 
 
 @jit
 def _survey(score_ptr, columns, valid, SIZE: tl.constexpr, PADDED: tl.constexpr, UNROLL: tl.constexpr):
-    """(least cost per column, its first row, which columns have a NaN or no least)."""
+    """(least cost of each column, first row that has it, which columns have a NaN or no finite least cost)."""
     least = tl.full([PADDED], float("inf"), tl.float64)
     first = tl.zeros([PADDED], tl.int32)
     wrong = ~valid & valid
@@ -141,7 +141,7 @@ def _assignment_kernel(score_ptr, index_ptr, SIZE: tl.constexpr, PADDED: tl.cons
         unvisited = valid
         distance = tl.full([PADDED], float("inf"), tl.float64)
         parent = tl.full([PADDED], -1, tl.int32)
-        tags = (owner + 1) * PADDED + columns  # free columns have the least
+        tags = (owner + 1) * PADDED + columns  # columns without an owner have the lowest
         row = root
         column = tl.full([], -1, tl.int32)
         add = tl.full([], 0.0, tl.float64)
@@ -180,7 +180,8 @@ def _assignment_kernel(score_ptr, index_ptr, SIZE: tl.constexpr, PADDED: tl.cons
 def assignment_triton(score: Tensor) -> Tensor:
     """Computes `assignment_reference` of scores that `supports` accepts.
 
-    A block that has no assignment with a finite total is refused, or, while a CUDA graph is captured, all -1.
+    A block without an assignment of finite total raises a ModelError; while a CUDA graph is captured, its index is all
+    -1 instead.
     """
     index = launched(score)
     capturing = score.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -1,8 +1,7 @@
 """Chooses the configuration of a launch: the fastest one measured on this GPU, else the first of the kernel's table.
 
-Measured winners are in the user's cache folder, which is read once, at the first launch on a GPU; after that, a lookup
-is one dictionary access. Launchers run inside opaque
-operators, so ``torch.compile`` sees none of this.
+Measured winners are in a file of the user's cache folder, which is read once, at the first launch on a GPU; after that,
+a lookup is one dictionary access. Launchers run inside opaque operators, so ``torch.compile`` does not trace them.
 
 Entries are keyed by shape, with the first number (rows or tokens) rounded up to a power of two, so that similar token
 counts share one measurement.
@@ -28,7 +27,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `config_for`: which table, for which shape, and what was forced then."""
+    """One call of `config_for`: which table, for which shape, and which configurations were forced then."""
 
     op: str
     configs: tuple[Config, ...]
@@ -38,7 +37,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """Returns the key of an entry in a cache file."""
+        """Returns the key of the request's entry in a cache file."""
         return entry_key(self.op, self.shape, self.dtype)
 
 
@@ -69,11 +68,11 @@ def config_for(
     """Returns the configuration to launch a kernel in.
 
     Args:
-        op: Name of the table: "permute", "sinkhorn_backward".
+        op: Name of the table, such as "permute" or "sinkhorn_backward".
         configs: The table; the first configuration is the default.
         shape: The numbers that the choice depends on, rows or tokens first.
         dtype: Dtype of the data moved.
-        searched: Whether a library found the other configurations while tuning, so that the table holds none of them.
+        searched: Whether a library finds configurations by its own search, which ``configs`` need not hold.
     """
     if _STATE.requests is not None:
         return _requested(op, configs, shape, dtype)
@@ -91,14 +90,15 @@ def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: tor
         return configs[0]
     if searched:
         return Config(**entry)
-    # A stored configuration is used only if the table still has it and this call can use it.
+    # A stored configuration is used only if ``configs`` holds it: the table may have changed, or a call exclude it.
     return next((config for config in configs if stored(config) == entry), configs[0])
 
 
 def decided(key: tuple[Any, ...], decide: Callable[..., Any]) -> Any:
-    """Returns ``decide(*key)``, which calls `config_for`; the result is cached.
+    """Returns ``decide(*key)``, which calls `config_for`, and caches the result.
 
-    While configurations are forced or collected, or a CUDA graph is captured, it is not: it need not hold afterwards.
+    While configurations are forced or collected, or a CUDA graph is captured, no result is cached, because it need not
+    hold afterwards.
     """
     state = _STATE
     if state.forced or state.requests is not None or state.choices is not None:
@@ -111,12 +111,12 @@ def decided(key: tuple[Any, ...], decide: Callable[..., Any]) -> Any:
 
 
 def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether a choice was neither measured on this GPU nor forced."""
+    """Whether CUDA is in use, and a configuration was neither measured on this GPU nor forced."""
     return op not in _STATE.forced and torch.cuda.is_initialized() and _measured(op, shape, dtype) is None
 
 
 def keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
-    """Keeps a choice that a library made on this GPU, for this process and, if possible, for later ones."""
+    """Stores a configuration that a library chose on this GPU, for this process and, if possible, for later ones."""
     with suppress(OutputError):
         write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": stored(config)}})
     _STATE.measured[op, bucket(shape), dtype, torch.cuda.current_device()] = stored(config)
@@ -133,14 +133,14 @@ def entry_key(op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
 
 
 def machine_key(device: int | None = None) -> str:
-    """Returns what measured times depend on besides op, shape and dtype: the GPU, and versions of what runs on it."""
+    """Returns what measured times depend on besides op, shape and dtype: the GPU, and the versions of libraries."""
     there = torch.backends.cusparselt.is_available()
     cusparselt = f", cuSPARSELt {torch.backends.cusparselt.version()}" if there else ""
     return f"{torch.cuda.get_device_name(device)}, triton {triton.__version__}, torch {torch.__version__}{cusparselt}"
 
 
 def cache_folder() -> Path:
-    """Returns the folder for what is measured or compiled once: ``permtriton`` in ``$XDG_CACHE_HOME``."""
+    """Returns the folder for what is measured or compiled once: ``permtriton`` in ``$XDG_CACHE_HOME`` or ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "permtriton"
 
@@ -166,7 +166,7 @@ def requests() -> AbstractContextManager[list[Request]]:
 
 
 def choices() -> AbstractContextManager[dict[str, str]]:
-    """Within the context, collects what launches ran as: table and shape -> configuration, and what `note` is told."""
+    """Within the context, collects the configuration of each launch, by table and shape, and the entries of `note`."""
     return _within("choices", {})
 
 
@@ -181,13 +181,13 @@ def _within(attribute: str, value: Any) -> Iterator[Any]:
 
 
 def note(what: str, choice: str) -> None:
-    """Adds to what `choices` collects, if it does: ``note("route 16x4096x4096", "mma")``."""
+    """Adds an entry inside the context of `choices`, such as ``note("route 16x4096x4096", "mma")``."""
     if _STATE.choices is not None:
         _STATE.choices[what] = choice
 
 
 def collecting() -> bool:
-    """Whether calls of `config_for` are being collected: by tuning, which tries what they name."""
+    """Whether this is inside the context of `requests`, in which tuning collects what to try."""
     return _STATE.requests is not None
 
 
@@ -210,7 +210,7 @@ def read_entries(path: Path, machine: str) -> dict[str, Any]:
 
 
 def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
-    """Adds entries to a cache file, to which other processes may add theirs; no reader sees half of it."""
+    """Adds entries to a cache file; other processes may write theirs at the same time, and none reads half a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked_folder(path.parent):
@@ -224,7 +224,7 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
 
 
 def _requested(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
-    """Records a request and returns the default, so that later requests do not depend on measurements."""
+    """Records a request; returns the forced or default configuration, so that measurements do not alter later ones."""
     assert _STATE.requests is not None
     request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, _STATE.forced)
     if request.key not in {known.key for known in _STATE.requests}:

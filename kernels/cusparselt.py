@@ -5,10 +5,10 @@ stores them, then its metadata, together 9/16 of the dense weight at 16 bits, pl
 `torch.sparse.to_sparse_semi_structured` holds; its operators are called directly here, because a tensor of that
 subclass cannot pass through an operator.
 
-The library has dozens of algorithms and ways to split the sum. Its own search (``mm_search``) times them all: at the
-first bfloat16 product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is captured.
-One search is off by up to a tenth, so `SEARCHES` of them vote. What they find is kept in the user's cache; `permtriton
-autotune` compares it with the default once more.
+The library has dozens of algorithms and ways to split the sum. Its own search (``mm_search``) times them all. It runs
+at the first bfloat16 product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is
+captured. What one search chooses can be a tenth too slow, so the most frequent choice of `SEARCHES` is taken, and kept
+in the user's cache; `permtriton autotune` compares it with the default once more.
 """
 
 import threading
@@ -27,7 +27,7 @@ from permtriton.kernels.launch import Config, has_kernels
 DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 16  # output and input features must be multiples of it
 TOKENS = 8  # the number of tokens is padded to a multiple of it
-# In float16 the search of cuSPARSELt 0.8.0 ran into an illegal instruction on an H200; then the process has no GPU.
+# In float16 the search of cuSPARSELt 0.8.0 ran into an illegal instruction on an H200, which ends the use of the GPU.
 SEARCHED = (torch.bfloat16,)
 SEARCHES = 5
 CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the library's defaults
@@ -36,7 +36,7 @@ CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the l
 def supports(weight_dtype: torch.dtype, out_features: int, in_features: int, device: torch.device) -> bool:
     """Whether cuSPARSELt is available and takes such a weight: 16 bits, both dimensions multiples of 16.
 
-    Only on NVIDIA GPUs, and only on one of them, see `serves`.
+    It runs on NVIDIA GPUs only, and per thread on one of them only, see `serves`.
     """
     there = has_kernels(device) and torch.version.hip is None and torch.backends.cusparselt.is_available()
     return takes(weight_dtype, out_features, in_features) and there and serves(device)
@@ -46,9 +46,9 @@ _THREAD = threading.local()
 
 
 def serves(device: torch.device) -> bool:
-    """Whether cuSPARSELt can run on a GPU: the one that this thread used it on first, to which torch's handle belongs.
+    """Whether cuSPARSELt can run on a GPU: only where this thread used it first, since torch's handle belongs there.
 
-    So it serves each rank of a group of processes, and in a single process with several GPUs one of them.
+    So each rank of a group of processes can use it, but of several GPUs in a single process only one.
     """
     first = getattr(_THREAD, "device", None)
     if first is None or first == (number := _number(device)):
@@ -101,7 +101,7 @@ def product(
     _used_on(x_TC)
     tokens = x_TC.shape[0]
     padded, weight = _padded(x_TC), compressed.view(out_features, -1)
-    bias = None if bias is None else bias.contiguous()  # it is read from its first element on
+    bias = None if bias is None else bias.contiguous()  # cuSPARSELt reads it as contiguous
     chosen = (config or _chosen(x_TC, compressed, bias, out_features)).constants
     y = torch._cslt_sparse_mm(
         weight, padded.t(), bias=bias, transpose_result=True, alg_id=chosen["ALGORITHM"], split_k=chosen["SPLIT_K"],
@@ -127,7 +127,7 @@ def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
 
 
 def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
-    """Returns what most of the library's searches find for a product, or its default where it is not searched."""
+    """Returns the configuration that most of `SEARCHES` searches find for a product; without a search, the default."""
     library: Any = getattr(torch._C, "_cusparselt", None)
     if x_TC.dtype not in SEARCHED or not hasattr(library, "mm_search"):
         return CONFIGS[0]

@@ -1,11 +1,11 @@
-"""L1 distances between the lines of two matrices ``[size, O]``, for a batch of them, by the kernel of `placement`.
+"""L1 distances of each line of ``left`` from each line of ``right``, block by block, by the kernel of `placement`.
 
     sum_o |x_o - y_o| = 2 sum_o [x_o > y_o] (x_o - y_o) - sum_o x_o + sum_o y_o
 
 Shapes: ``left`` and ``right`` ``[blocks, size, O]`` -> ``[blocks, size, size]``.
-Bytes moved: a tile of 32 by 64 pairs reads 96 numbers per row twice, 0.4 bytes per pair and row. `torch.cdist`, which
-is the reference, runs a program per pair on a GPU, which reads 8.
-Floor: a comparison, a difference and a multiply-add per pair and row.
+Bytes moved: for each of the O entries, a tile of 32 by 64 pairs reads 96 numbers twice, 0.4 bytes per pair and entry.
+`torch.cdist`, the reference, runs a program per pair on a GPU, which reads 8 bytes per entry.
+Floor: a comparison, a difference and a multiply-add per pair and entry.
 """
 
 import torch
@@ -17,14 +17,14 @@ from permtriton.kernels.swap_gains import SwapTerms
 
 
 def distances_reference(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the distance of each line of ``left`` from each of ``right``, in every block."""
+    """Returns the L1 distance of each line of ``left`` from each line of ``right``, block by block."""
     return torch.cdist(left, right, p=1)
 
 
 def distances_triton(left: Tensor, right: Tensor) -> Tensor:
     """Computes `distances_reference` in float32."""
     blocks, size, _ = left.shape
-    x, y = (part.flatten(0, 1).t().contiguous().t() for part in (left, right))  # lines next to each other, as it reads
+    x, y = (part.flatten(0, 1).t().contiguous().t() for part in (left, right))  # lines adjacent, as the kernel reads
     present = torch.arange(blocks * size, device=left.device)
     above = launched(SwapTerms(x, x, y, y, x.new_empty(0)), present, size).view(blocks, size, size)
     return above.mul_(2).sub_(left.sum(2).unsqueeze(2)).add_(right.sum(2).unsqueeze(1))

@@ -16,7 +16,7 @@ class ImportanceFactors:
     column: Tensor | None = None  # float32 ``[in_features]``, given together with ``row``
 
     def scores(self, weight_CO: Tensor) -> Tensor:
-        """Returns the scores of a weight ``[in_features, out_features]``: float32 (float64 of float64), same shape."""
+        """Returns the scores of a weight ``[in_features, out_features]``, same shape: float32, float64 for float64."""
         scores = weight_CO.to(torch.promote_types(weight_CO.dtype, torch.float32), copy=True).abs_()
         if self.power == 2:
             scores.square_()
@@ -30,13 +30,13 @@ class ImportanceFactors:
         return ImportanceFactors(self.power, self.scale[channels], self.row, column)
 
     def of_rows(self, rows: slice, device: torch.device) -> "ImportanceFactors":
-        """Returns the factors of some of the output rows, on a device."""
+        """Returns the factors of the output rows in a slice, on ``device``."""
         row = None if self.row is None else self.row[rows].to(device)
         column = None if self.column is None else self.column.to(device)
         return ImportanceFactors(self.power, self.scale.to(device), row, column)
 
     def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (scale, row, column), contiguous; ``scale`` stands for a factor that is None."""
+        """Returns (scale, row, column), contiguous; ``scale`` replaces row and column if None, as a pointer."""
         scale = self.scale.contiguous()
         if self.row is None or self.column is None:
             return scale, scale, scale

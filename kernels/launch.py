@@ -9,20 +9,20 @@ import torch
 try:
     import triton
     import triton.language as tl
-except ImportError:  # macOS has none: the references run everywhere
+except ImportError:  # there is no Triton for macOS; the references run without it
     triton = tl = None
 
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # that most kernels compute
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # dtypes that most kernels support
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """Returns the function as Triton compiles it; itself, never called, where there is no Triton."""
+    """Returns the function compiled by Triton; without Triton, the function itself, which is then never called."""
     return triton.jit(function) if triton is not None else function
 
 
 def builtin(function: Callable[..., Any]) -> Any:
-    """Returns a function that runs while a kernel that calls it is compiled: its last argument is ``_semantic``."""
+    """Returns a function for kernels to call that runs while they are compiled; its last argument is ``_semantic``."""
     return tl.core.builtin(function) if triton is not None else function
 
 

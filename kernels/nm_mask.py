@@ -4,7 +4,7 @@
 With weight ``W [O, C]`` in base order, importance ``S = |W|^power * scale_C * (row_O + column_C)`` (the last factor
 only if given), a permutation ``P`` that moves channels inside blocks, and its ``index [C]``:
 
-    M     = top ``kept`` of every ``group`` consecutive channels of S P,   ties to the lower channel
+    M     = top ``kept`` of every ``group`` consecutive channels of S P,   ties to the first of them
     W_eff = W * (M P^T)                                                    the mask brought back to base order
 
 so that activations never move while learning. The backward pass is straight-through in the mask and the assignment.
@@ -16,18 +16,18 @@ divided by the group's mean, see `_sharpness`), for each block of channels:
 These are ``[B, O] x [O, B]`` products: no ``C x C`` matrix exists, and ``W`` itself receives no gradient. ``blocks``
 are the sizes of the blocks in channel order; ``soft`` and ``dP`` hold the blocks' matrices one after another,
 flat ``[sum of sizes^2]``. The fast case is a weight whose input dimension has the larger stride (``W.t()`` contiguous):
-whole rows are gathered.
+whole rows of ``W.t()`` are gathered.
 Bytes moved: forward W read, W_eff written; backward dW_eff and W read. On a GPU Triton runs weights of 16 and 32 bits;
 the backward pass is in nm_mask_backward_triton.py.
 
 A program of the forward pass holds ``TILE_O`` rows of W times ``TILE_GROUPS`` groups of the permuted order, with one
 tensor per slot of a group, so that scores are compared tensor by tensor and no data crosses threads. A comparison is
-the sign bit of a difference, and one instruction combines three of them into whether a slot is kept. The channels of a
-group are written where they were read: W is read once, W_eff is written once, and no index but ``index`` is needed. If
-channels are rows in memory (``weight.stride(0) == 1``), a channel's tile is one run of ``2 TILE_O`` bytes at 16 bits;
-other strides take narrower tiles over a whole block of channels and transpose in registers.
+the sign bit of a difference, and one instruction combines three sign bits into whether a slot is kept. Each channel of
+a group is written to the place that it was read from, so that W is read once, W_eff is written once, and no inverse of
+``index`` is needed. If channels are rows in memory (``weight.stride(0) == 1``), a channel's tile is one run of
+``2 TILE_O`` bytes at 16 bits; for other strides, tiles have fewer rows and more groups and are transposed in registers.
 Floor: 4 bytes per weight at 16 bits.
-Groups of more than four are padded to a power of two. Their ranks are counted in a loop that reads the group's rows
+Groups of more than four are padded to a power of two. Their ranks are counted in a loop that reads the group's channels
 again, from the cache.
 """
 
@@ -47,8 +47,8 @@ from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
-MOST_SLOTS = 4  # larger groups do not hold each slot as a tensor: ranks are counted in a loop, rows read twice
-WIDE_TILE = 4096  # weights per program, for those larger groups
+MOST_SLOTS = 4  # of groups with one tensor per slot; in larger ones, a loop counts ranks, and channels are read twice
+WIDE_TILE = 4096  # weights per program, for groups of more than `MOST_SLOTS`
 
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 1024, "TILE_GROUPS": 1}, num_warps=4, num_stages=1),
@@ -56,7 +56,7 @@ CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 512, "TILE_GROUPS": 1}, num_warps=2, num_stages=1),
     Config({"TILE_O": 2048, "TILE_GROUPS": 1}, num_warps=8, num_stages=1),
 )
-ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)  # for all other strides
+ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)  # if weight.stride(0) is not 1
 
 
 def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:
@@ -65,9 +65,9 @@ def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:
 
 
 def group_ranks(scores_CO: Tensor, group: int) -> Tensor:
-    """Returns int8 ``[C / group, group, O]``: how many rows of its group come before each one, ties to the lower row.
+    """Returns int8 ``[C / group, group, O]``: the rank of each row in its group, 0 the largest, ties to the lower row.
 
-    Ranks are counted by comparing pairs, which is faster than sorting many tiny rows.
+    Ranks are counted by comparing pairs, which is faster than sorting many tiny groups.
     """
     scores = scores_CO.unflatten(0, (-1, group))
     rank = torch.arange(group - 1, -1, -1, dtype=torch.int8, device=scores.device)
@@ -105,15 +105,15 @@ def nm_mask_backward_reference(
     group: int,
     group_scale: bool,
 ) -> Tensor:
-    """Returns dP, flat ``[sum of sizes^2]``, without autograd: of a sum of gradients it is the sum of their dP.
+    """Returns dP, flat ``[sum of sizes^2]``, without autograd; dP is linear in ``grad``.
 
-    The gradient of a softmax over whole groups: how many weights a group keeps does not enter. Works on one tile of
-    blocks at a time.
+    dP is the gradient of a softmax over whole groups, so that it does not depend on how many weights a group keeps.
+    One tile of blocks is computed at a time.
 
     Args:
         grad: dL/dW_eff, ``[O, C]``.
-        weight: ``[O, C]``; this and all others as `nm_mask` takes them.
-        importance: Factors of the weight's scores, whose dtype is that of the result.
+        weight: ``[O, C]``; like all following arguments, the one that `nm_mask` takes.
+        importance: Factors of the weight's scores; the result has the dtype of ``importance.scale``.
         index: int64 ``[C]``.
         blocks: Sizes of the blocks.
         group: Number of channels of a group.
@@ -142,20 +142,21 @@ def nm_mask_backward_reference(
 
 
 def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
-    """Returns the factor of scores ``[groups, group, O]`` before the softmax: one over their group's mean.
+    """Returns the factor of scores ``[groups, group, O]`` before the softmax: 1 / mean score of the group.
 
-    The mean counts as a constant in the gradient. If all scores of a block are zero, so is the factor.
+    A mean below `FLOOR` times that of the block counts as that much. The gradient treats the factor as a constant. If
+    all scores of a block in a row are 0, the factor is 0.
     """
     by_block = group_means.unflatten(0, (blocks, -1))
     floor = by_block.mean(1, keepdim=True) * FLOOR
     return torch.where(floor > 0, torch.maximum(by_block, floor).reciprocal(), 0).flatten(0, 1)
 
 
-TILE = 1 << 19  # weights per tile on a CPU: its temporaries stay in the cache, five times faster than whole weights
+TILE = 1 << 19  # weights per tile on a CPU: temporaries stay in the cache, five times faster than whole weights
 
 
 def _tiles(blocks: Sequence[int], weight_CO: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yields (first channel, block size, blocks) of runs of blocks of one size, of about `TILE` weights on a CPU."""
+    """Yields (first channel, block size, number of blocks) of runs of equal blocks, about `TILE` weights on a CPU."""
     start = 0
     for size, run in groupby(blocks):
         left = len(list(run))
@@ -169,28 +170,28 @@ def _tiles(blocks: Sequence[int], weight_CO: Tensor) -> Iterator[tuple[int, int,
 
 @jit
 def _importance(weight, scale, row, column, POWER: tl.constexpr, STATISTICS: tl.constexpr):
-    """|W|^power * (row + column) * scale, rounded after each step as the reference does: ties are the same."""
+    """|W|^power * (row + column) * scale, rounded after each step as in the reference, so that the same scores tie."""
     scores = tl.abs(weight)
     if POWER == 2:
         scores = scores * scores
     if STATISTICS:
         scores = scores * (row + column)
-    return tl.fma(scores, scale, 0.0)  # a product that a later difference of two scores cannot be fused with
+    return tl.fma(scores, scale, 0.0)  # keeps the compiler from fusing the product into a later difference of scores
 
 
 @jit
 def _kept(scores, k: tl.constexpr, KEPT: tl.constexpr, GROUP: tl.constexpr):
     """int32 whose sign bit says whether slot k of a group of up to four is kept.
 
-    It is if it wins at least ``GROUP - KEPT`` of its comparisons. A comparison is the sign bit of a difference: three
-    of them are combined in one instruction, where predicates would have to be moved.
+    A slot is kept if it wins at least ``GROUP - KEPT`` of its comparisons. A comparison is the sign bit of a
+    difference: one instruction combines three sign bits, whereas predicates would have to be moved first.
     """
     one, every, two = 0, -1, 0
     for other in tl.static_range(GROUP):
         if other != k:
             if other < k:  # k wins if its score is larger
                 wins = (scores[other] - scores[k]).to(tl.int32, bitcast=True)
-            else:  # k wins if its score is as large, too
+            else:  # k also wins a tie
                 wins = ~(scores[k] - scores[other]).to(tl.int32, bitcast=True)
             two = two | (one & wins)
             one = one | wins
@@ -296,7 +297,7 @@ def nm_mask_triton(
 
 
 def supports(weight: Tensor, scale: Tensor) -> bool:
-    """Whether the kernels support the dtypes: bfloat16, float16 or float32 weights with float32 statistics."""
+    """Whether the kernels support the dtypes: bfloat16, float16 or float32 weights with a float32 ``scale``."""
     return weight.dtype in DTYPES and scale.dtype == torch.float32
 
 
@@ -350,10 +351,10 @@ def nm_mask(
         weight: ``[O, C]``, any strides.
         importance: Factors of the weight's scores.
         index: int64 ``[C]``, a permutation inside the blocks: the hard permutation of this step.
-        soft: float32 ``[sum of sizes^2]``, the relaxed permutation that ``index`` was assigned from; only its gradient
-            is used.
+        soft: float32 ``[sum of sizes^2]``, the soft permutation from which ``index`` was assigned; its values are not
+            read, it only receives the gradient.
         blocks: Sizes of the blocks in channel order; multiples of the group that sum to C.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the mask.
         group_scale: Whether the backward softmax divides scores by the mean of their group.
     """
     return nm_mask_reference(weight, importance, index, blocks, pattern)

@@ -1,31 +1,32 @@
 # mypy: allow-untyped-defs
 """The Triton kernel of the backward pass of `permtriton.kernels.nm_mask`, and its launcher.
 
-A program accumulates a ``TILE_C x TILE_C`` tile of one block's dP over ``rows / splits`` rows of W, in float32, with
-both sides in permuted order. The rows of W and dL/dW_eff that give ``A`` and ``S`` also give ``M_soft`` and ``dS_hat``,
-so a block of up to 64 padded channels reads each of them once; larger blocks are cut into pairs of tiles and read
-again. The rows of the result are brought to base order when they are stored.
+A program accumulates a ``TILE_C x TILE_C`` tile of one block's dP over ``rows / splits`` rows of W, in float32. For a
+block of up to 64 padded channels, ``A`` and ``S`` are in permuted order, as are ``M_soft`` and ``dS_hat``, which are
+made from them, so that W and dL/dW_eff are read once; the rows of dP are brought to base order when they are stored.
+Larger blocks are cut into pairs of tiles, one in base order and one in permuted order, and read again for every pair.
 Each split of the rows writes its own partial sums, which are added in a fixed order: the same input gives the same
-bits. Partial sums take ``4 splits block`` bytes per channel; no temporary of W's size is made.
+bits. Partial sums take ``4 splits B`` bytes per channel of a block of B; no temporary of W's size is made.
 
-Few instructions per weight:
+What keeps the instructions per weight few:
 
-- The channels of a tile lie slot-major: first slot 0 of every group, then slot 1. Loads are at most so wide that one
-  thread holds all slots of its groups (groups of 4 and less), so that the softmax needs no data of other threads.
-- Both terms of dP are one product, whose inner dimension alternates between them:
-  ``[M_soft dS_hat] [A S]^T``, rounded to bfloat16 once and written to shared memory once.
-- With ``group_scale`` the exponents are between 0 and ``GROUP``: their maximum need not be subtracted.
-- Divisions are the squares of reciprocal square roots, two instructions in place of eight.
+- The channels of a tile are in slot-major order: slot 0 of every group, then slot 1, and so on. The width of loads is
+  limited, so that one thread holds all slots of its groups (of up to 4) and the softmax needs no data of other threads.
+- Both terms of dP are one product, whose inner dimension alternates between them, ``[M_soft dS_hat] [A S]^T``: each
+  operand is rounded to bfloat16 and written to shared memory once.
+- With ``group_scale`` the exponents are between 0 and ``GROUP``, so that their maximum need not be subtracted.
+- 1 / x is the square of a reciprocal square root: two instructions in place of the eight of a division.
 
-Precision: with ``group_scale`` and weights of 16 bits, operands of the product are rounded to bfloat16. That turns dP
-no further than the rounding of W and dL/dW_eff to bfloat16 did, also where most of dP cancels: a test holds that. For
-float32, and without ``group_scale``, where M_soft may be nearly flat, each operand is split into two bfloat16 halves,
-and three of the four products of halves are added: the relative error is at most 2^-16 per product; TF32's is 2^-10.
+Precision: with ``group_scale`` and weights of 16 bits, operands of the product are rounded to bfloat16. A test holds
+that this turns the direction of dP no further than the rounding of W and dL/dW_eff to bfloat16 did, also where most of
+dP cancels. For float32, and without ``group_scale``, where M_soft may be nearly flat, each operand is split into two
+bfloat16 halves, and three of the four products of halves are added: the relative error is at most 2^-16 per product;
+TF32's is 2^-10.
 Floor: 4 bytes per weight at 16 bits; 4 TILE_C floating-point operations per weight, 12 TILE_C if operands are split.
 
-With ``group_scale``, a block whose mean score is subnormal counts as one of zeros.
-A group takes ``PADDED`` places of a tile, the next power of two; those beyond ``group`` hold zeros and are left out of
-the softmax.
+With ``group_scale``, a block whose mean score is below ten times the smallest normal float32 gets a smaller factor.
+A group takes ``PADDED`` places of a tile, the next power of two of its size; the places beyond ``group`` hold zeros and
+are left out of the softmax.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import Config, builtin, jit, tl, triton
 
-# Padded channels of a tile; larger blocks are cut: tiles of 128 spill on sm_80 and overflow sm_100's tensor memory.
+# Most padded channels of a tile: tiles of 128 would spill registers on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
-FLOOR = 0.1  # of a block's mean score: groups below it are not sharpened further, or dead channels would dominate
-LEAST_ROWS = 512  # of W per split
+FLOOR = 0.1  # a group's mean score counts as at least this share of its block's, or dead channels would dominate
+LEAST_ROWS = 512  # rows of W for which there is at most one split
 ROWS_STEP = 64  # the rows of a split are a multiple of it: the largest TILE_O
-ALIGN = 16  # the largest tiles need rows, strides and block sizes that are multiples of it
+ALIGN = 16  # wide loads need rows, strides and block sizes that are multiples of it
 
 # For tiles of 64 channels; `_launch` adapts rows and warps to other tiles.
 CONFIGS: tuple[Config, ...] = (
@@ -124,12 +125,12 @@ def _softmax_of_groups(
 ):  # fmt: skip
     """(M_soft, dS_hat) of a tile in permuted order, slot-major, both ``[TILE_C, TILE_O]``."""
     LOG2E: tl.constexpr = 1.4426950408889634
-    SMALLEST: tl.constexpr = 1.1754943508222875e-38  # that is not subnormal
+    SMALLEST: tl.constexpr = 1.1754943508222875e-38  # the smallest normal float32
     grouped = tl.reshape(scores, [PADDED, TILE_C // PADDED, TILE_O])
     grads = tl.reshape(agreement, [PADDED, TILE_C // PADDED, TILE_O])
     if GROUP_SCALE:
         floor = block_mean * FLOOR
-        alive = tl.minimum(floor, SMALLEST) * (1 / SMALLEST)  # 0 if all scores of the block are, else 1
+        alive = tl.minimum(floor, SMALLEST) * (1 / SMALLEST)  # 0 if all scores are; below 1 if floor is subnormal
         mean = tl.maximum(tl.sum(grouped, 0) * (1.0 / GROUP), tl.maximum(floor, SMALLEST)[None, :])
         sharpness = _inverse(mean) * alive[None, :]
         weights = tl.exp2(grouped * (sharpness * LOG2E)[None, :, :])
@@ -148,11 +149,11 @@ def _softmax_of_groups(
 
 @builtin
 def _opaque(x, _semantic=None):
-    """x of bfloat16; on NVIDIA GPUs through an empty assembly that counts as a side effect.
+    """The bfloat16 x, passed through empty inline assembly that counts as a side effect.
 
-    Without it Triton computes the operands of a product again, from the loads on, in the layout of the product: twice
-    the instructions on sm_80 and sm_100. Before Triton 3.9, loops for sm_100 and for AMD GPUs cannot hold such an
-    assembly.
+    Without the assembly Triton computes the operands of a product again, from the loads on, in the layout of the
+    product: twice the instructions on sm_80 and sm_100. There is none on AMD GPUs, and before Triton 3.9 none on
+    sm_100, where loops cannot hold such assembly.
     """
     options = _semantic.builder.options
     version = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -208,7 +209,7 @@ def _nm_mask_bwd_kernel(
     WHOLE: tl.constexpr, FULL: tl.constexpr, ALIGN: tl.constexpr, ROWS_STEP: tl.constexpr, VECTOR: tl.constexpr,
     TILE_C: tl.constexpr, TILE_O: tl.constexpr,
 ):  # fmt: skip
-    # Known to be multiples of ALIGN, so that loads and stores are wide.
+    # The launcher divided these by ALIGN: so the compiler knows the products to be multiples of it, and loads are wide.
     first, size, rows, offset, total = first * ALIGN, size * ALIGN, rows * ALIGN, offset * ALIGN, total * ALIGN
     grad_channel_stride, channel_stride = grad_channel_stride * ALIGN, channel_stride * ALIGN
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -309,8 +310,8 @@ def _extent(values: Tensor) -> int:
 def _launch(config: Config, size: int, group: int, aligned: bool, weight: Tensor) -> tuple[Config, int]:
     """Returns (the configuration for blocks of one size, the number of tiles of one block's dP).
 
-    With aligned rows, small tiles get fewer warps, since the products would leave the others idle. Unaligned rows are
-    read in narrow loads, which take more registers and are not prefetched.
+    With aligned rows, small tiles get half the warps, since their products would leave the others idle. Unaligned rows
+    are read in narrow loads, which take more registers: half the rows at once, and no prefetching.
     """
     padded_group = triton.next_power_of_2(group)
     padded = size // group * padded_group
@@ -322,7 +323,7 @@ def _launch(config: Config, size: int, group: int, aligned: bool, weight: Tensor
     else:
         warps //= 2 if tile_c < TILE else 1
         rows //= 2 if not whole and weight.element_size() == 4 else 1
-        # The widest loads that leave all slots of a group to one thread; narrower ones than two rows would spill.
+        # The widest loads that leave all slots of a group to one thread; loads of less than two rows would spill.
         vector = max(tile_c // padded_group * rows // (32 * warps), 2)
     constants = {
         "GROUP": group, "PADDED": padded_group, "WHOLE": whole, "ALIGN": ALIGN if aligned else 1,

@@ -1,17 +1,17 @@
 # mypy: allow-untyped-defs
 """A norm that writes its output in another channel order: ``y[..., j] = norm(x)[..., index[j]]``.
 
-With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32, and ``cast`` rounding to the dtype of ``x`` (of "rms", to
-that of the weight where it is narrower: T5 in float16 has a float32 stream):
+With ``h = x / sqrt(mean(x^2) + eps)`` computed in float32, and ``cast`` rounding to the dtype of ``x`` (for "rms", to
+that of the weight if it is narrower: T5 in float16 has a float32 residual stream):
 
     "rms"        norm(x) = (offset + weight) * cast(h)             LLaMA, Mistral, Qwen, T5
     "rms_float"  norm(x) = cast((offset + weight) * h)             OLMo 2, gpt-oss; Gemma with offset 1
     "layer"      norm(x) = layer_norm(x, offset + weight, bias)    torch's; Nemotron with offset 1
 
 Sums and roundings follow the Hugging Face modules, in their order, so that outputs are equal bit for bit in float32,
-bfloat16 and float16. In float64 the RMS kinds compute in float32, as those modules do; T5 and OLMo 2, which mix both
-there, agree to within float32 rounding. Gradients are computed in float32 throughout, without the modules' intermediate
-roundings.
+bfloat16 and float16. In float64 the RMS kinds compute in float32, as those modules do; T5 and OLMo 2, which mix float32
+and float64 there, agree to within float32 rounding. Gradients are computed in float32 throughout, without the modules'
+intermediate roundings.
 Shapes: ``x`` ``[..., C]``, ``weight`` and ``bias`` ``[C]`` in the order of ``x``, ``index`` ``[C]`` of any integer
 dtype -> ``y`` ``[..., C]``.
 Bytes moved: x read once, y written once, as for the norm alone. On a GPU Triton runs the float32, bfloat16 and float16
@@ -22,16 +22,16 @@ memory of the values rounded to the output's dtype, and one write in runs of 16 
 cost more than the norm alone, which moves 2 + 2 bytes per channel: a scatter ``y[inverse[j]]`` writes 2 bytes of a
 32-byte sector at a time, sixteen times the write traffic of the floor; a second load ``x[index[j]]`` hits the cache,
 but a warp touches up to 32 lines, 32 cycles for 64 bytes, where shared memory takes about four. A program walks over
-rows with the weight and the index in registers, so that they are read once per program. Triton's pipelining copies the
-next rows into shared memory meanwhile. It needs ``num_stages=3``: with 2, the next row is asked for only after this
-one's gather and store. Loading it into registers instead, as `permute` does, leaves fewer programs per multiprocessor
-in four of the six kinds and dtypes.
+rows and holds weight and index of up to `HELD` channels in registers, so that they are read once per program, while
+Triton's pipelining copies the next rows into shared memory. That needs ``num_stages=3``: with 2, the next row is loaded
+only after the gather and store of this one. Loading the next row into registers instead, as `permute` does, leaves
+fewer programs per multiprocessor for four of the six combinations of kind and dtype.
 Floor: forward reads x and writes y; backward reads x and the gradient and writes dx. The gradient is brought into the
-order of x by the same gather, with the inverse index. For weight gradients, each program sums its rows in registers, in
-float32, and writes ``[programs, C]``, which is then summed in a fixed order: no atomics, and the same input gives the
-same bits. With 2 programs per multiprocessor that is one percent of the traffic at 16384 rows.
-Rows of more than `LONGEST_BACKWARD` channels, whose sums and values do not fit into registers, are gathered first and
-then read in tiles, again from the cache; their sums are kept in memory.
+order of x by the same gather, with the inverse index. For weight gradients, each program sums over its rows in
+registers, in float32, and writes one line of ``[programs, C]``, which is then summed in a fixed order: no atomics, and
+the same input gives the same bits. With 2 programs per multiprocessor that is 1 % of the traffic at 16384 rows.
+Backward, sums and values of more than `LONGEST_BACKWARD` channels do not fit into registers: the gradient is gathered
+first, rows are read in tiles several times, after the first time from the cache, and sums are kept in memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from permtriton.kernels.quantize import FLOAT8, are_aligned, quantize_tokens, qu
 from permtriton.kernels.quantize import supports as can_quantize
 from permtriton.util.permutation import inverse
 
-KINDS = ("rms", "rms_float", "layer")  # KIND of a kernel is the place in it
+KINDS = ("rms", "rms_float", "layer")  # KIND in a kernel is the index in this tuple
 
 LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
 LONGEST_BACKWARD = 4096  # padded channels; longer rows are read in tiles
@@ -67,8 +67,8 @@ LONG_TILE = 2048
 HELD = 8192  # padded channels up to which a program holds weight and index; beyond, it reads them for every row
 LONG_PROGRAMS, BACKWARD_PROGRAMS = 4, 2  # per multiprocessor
 
-# num_warps for rows of 4096 channels; others get warps in proportion to their length, and longer ones, forward, twice
-# that, so that LLVM merges the gather's stores to shared memory into 16-byte ones: see `permtriton.kernels.permute`.
+# num_warps is for rows of 4096 channels and is scaled with their length; forward, longer rows get twice that, so that
+# LLVM merges the gather's stores to shared memory into 16-byte ones: see `permtriton.kernels.permute`.
 CONFIGS = (Config(num_warps=8), Config(num_warps=16))
 BACKWARD_CONFIGS = (Config(num_warps=8), Config(num_warps=16))
 
@@ -104,7 +104,7 @@ def norm_reference(
     index: Tensor | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The norm, in the order of ``x`` if there is no int64 ``index``; the RMS kinds compute in ``precision``."""
+    """The norm in the order of ``index``, int64, or without one of ``x``; the RMS kinds compute in ``precision``."""
     if kind == "layer":
         y = layer_norm(x, weight.shape, _shifted(weight, offset), bias, eps)
         return y if index is None else permute_reference(y, index)
@@ -128,9 +128,9 @@ def norm_backward_reference(
     kind: str,
     precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x, contiguous, weight and bias, empty without one; ``grad`` is in the order of ``x``.
+    """Returns the gradients of x (contiguous), weight and bias (empty without one); ``grad`` is in the order of ``x``.
 
-    With ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``: ``dx = r (g - h mean(g h))``.
+    RMS kinds: ``dx = r (g - h mean(g h))`` with ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``.
     """
     if kind == "layer":
         scale = _shifted(weight, offset)
@@ -162,7 +162,7 @@ def _normalized(row, inside, C, eps, KIND: tl.constexpr):
 
 @jit
 def _scaled(hidden, scale, offset, X_DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Returns float32 (offset + weight) h, rounded where the modules round; h to the narrower dtype of x and weight."""
+    """Returns float32 (offset + weight) h, rounded as by the modules: "rms" h to the narrower dtype of x and weight."""
     if KIND == 0:
         if scale.dtype.primitive_bitwidth < X_DTYPE.primitive_bitwidth:
             hidden = hidden.to(scale.dtype).to(tl.float32)
@@ -217,7 +217,7 @@ def _norm_permute_fwd_kernel(
         scale = tl.load(weight_ptr + channel, mask=inside, other=0.0)
         if BIAS:
             shift = tl.load(bias_ptr + channel, mask=inside, other=0.0)
-    # Pipelining would stage whatever the loop loads: rows, but also weight and index where they are not held.
+    # Pipelined only if weight and index are held: pipelining stages all that the loop loads, which should be rows only.
     for row in tl.range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0), num_stages=3 if HOLD else 1):
         value = tl.load(x_ptr + row * row_stride + channel, mask=inside, other=0.0)
         value = _added(
@@ -245,7 +245,7 @@ def _norm_long_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset,
     TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Rows that do not fit into registers, read again from the cache in the order of the index."""
+    """The norm of rows that do not fit into registers: read again, from the cache, in the order of the index."""
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
         for start in range(0, C, TILE):
@@ -355,7 +355,7 @@ def norm_permute_triton(
     Args:
         x, weight, bias, index, eps, offset, kind: as `norm_permute` takes them.
         added: (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``.
-        token_scale: Where the result is quantized, its scales, which are written, of rows that `holds` accepts.
+        token_scale: Output for the scales of a quantized result, if `holds` accepts the rows; None for no quantizing.
     """
     hidden, dtype = rows_of(x), weight.dtype if kind == "rms" else x.dtype
     y = torch.empty(x.shape, dtype=dtype if token_scale is None else FLOAT8, device=x.device)
@@ -391,7 +391,7 @@ def holds(hidden: Tensor) -> bool:
 def norm_quantize_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
 ) -> tuple[Tensor, Tensor]:
-    """Computes `norm_quantize` of inputs that `takes` accepts; rows that are long or not aligned in two kernels."""
+    """Computes `norm_quantize` of inputs that `takes` accepts, by two kernels if rows are long or not aligned."""
     arguments, hidden = (x, weight, bias, index, eps, offset, kind), rows_of(x)
     if not holds(hidden) or not are_aligned(hidden):
         return quantize_triton(norm_permute_triton(*arguments))
@@ -518,8 +518,8 @@ def _check_added(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps
 def add_norm_permute(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns ``norm(x + residual)[..., index]`` of kind "rms", and ``x + residual``, rounded before the norm.
 
-    Bytes moved: ``x`` and ``residual`` read once, both results written once. It has no gradient: inference engines add
-    where they normalise.
+    Bytes moved: ``x`` and ``residual`` read once, both results written once. Not differentiable, because only inference
+    engines join the addition to the norm.
     """
     total = (x + residual).contiguous()
     return norm_reference(total, weight, None, eps, 0.0, "rms", index.long()), total
@@ -537,6 +537,7 @@ def norm_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Returns `norm_permute`'s result in float8 e4m3, contiguous, and the scale of each token, float32 ``[..., 1]``.
 
-    The norm is rounded to its dtype first. Bytes moved: 3/4 of the norm's at 16 bits. Not differentiable.
+    That result is rounded to its dtype before it is quantized. Bytes moved: 3/4 of the norm's at 16 bits. Not
+    differentiable.
     """
     return quantize_tokens(norm_reference(x, weight, bias, eps, offset, kind, index.long()))

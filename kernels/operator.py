@@ -1,7 +1,7 @@
-"""Custom operators: one function becomes the operator, its reference on a CPU, its GPU kernel, and its gradient.
+"""Custom operators of torch: each registers a reference in plain torch, a GPU launcher and a gradient under one name.
 
-A parameter that is a dataclass reaches torch as its fields, in their order, so that no list of names is written twice:
-``importance: ImportanceFactors`` becomes ``importance_power``, ``importance_scale`` and so on.
+A parameter that is a dataclass is passed to torch as one parameter per field, in the order of the fields, so that no
+list of names is written twice: ``importance: ImportanceFactors`` becomes ``importance_power`` and so on.
 """
 
 import functools
@@ -32,21 +32,21 @@ def operator(
     gradient: Gradient | None = None,
     keeps: Sequence[str | int] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a function the operator ``torch.ops.permtriton.<name>``; what is returned in its place calls the operator.
+    """Returns a decorator that registers a function as ``torch.ops.permtriton.<name>`` and makes it call the operator.
 
     The function itself is the reference: it runs on a CPU, and on a GPU where the launcher does not support a call.
-    ``fake``, ``check``, ``launcher`` and ``supports`` take the same arguments as it does.
+    ``fake``, ``check``, ``launcher`` and ``supports`` take the function's arguments.
 
     Args:
         name: Name of the operator.
         fake: Returns empty results of the right shapes and dtypes.
         check: Raises an error about arguments that do not fit, before the function, the launcher or ``fake`` runs.
-        launcher: Computes the same on the current GPU, which is that of the first argument: Triton launches there,
-            whichever device the arguments are on. Not used where there is no Triton, or the GPU is too old for it.
-        supports: Whether the launcher computes a call; without it, it computes all.
-        gradient: Takes the gradient of the first result, then what is kept; returns the gradients of parameters, by
-            name: a gradient, or a function that is called only if that gradient is needed.
-        keeps: What the gradient takes: names of parameters, and numbers of results.
+        launcher: Computes the same results on the GPU of the first argument, which is made the current one: Triton
+            launches there, whichever device the tensors are on. Not used without Triton, or if the GPU is too old.
+        supports: Whether the launcher can compute a call; by default, it can compute every call.
+        gradient: Takes the gradient of the first result, then the values of ``keeps``; returns, by parameter name, a
+            gradient, or a function that computes it and is called only if that gradient is needed.
+        keeps: What the forward pass saves for ``gradient``: names of parameters, and indices of results.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -70,7 +70,7 @@ def operator(
                 assert on_gpu is not None
                 return on_gpu(*arguments)
             if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
-                return function(*arguments, **named)  # ONNX knows operators of torch alone
+                return function(*arguments, **named)  # ONNX export supports torch's own operators only
             return getattr(torch.ops.permtriton, name)(*parameters.flat(arguments, named))
 
         return call
@@ -85,13 +85,13 @@ def _on_the_gpu_of_its_arguments(
     check: Callable[..., None] | None,
     supports: Callable[..., bool] | None,
 ) -> Callable[..., Any]:
-    """Returns the operator as it runs on a GPU, of the function's own arguments."""
+    """Returns a function with the arguments of ``function`` that runs the operator on the GPU of the first of them."""
 
     def on_gpu(*arguments: Any) -> Any:
         if check is not None:
             check(*arguments)
         device = arguments[0].device
-        for one in arguments:  # a kernel would read any pointer as one of its own GPU
+        for one in arguments:  # a kernel would take another device's pointer for one of its own GPU
             if isinstance(one, Tensor) and one.device != device:
                 raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
         with torch.cuda.device(device):
@@ -106,9 +106,9 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _is_plain(arguments: Sequence[Any]) -> bool:
-    """Whether torch needs to know nothing of a call: on a GPU, and no gradients, subclasses, transforms or modes.
+    """Whether a call can bypass torch's dispatcher, whose Python code takes longer than the kernel.
 
-    Such a call goes around torch's dispatcher, whose Python takes longer than the kernel.
+    It can on a GPU, outside of torch.compile, without gradients, tensor subclasses, transforms and modes.
     """
     if torch.compiler.is_compiling() or not _on_gpu(arguments[0]):
         return False
@@ -121,14 +121,14 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 
 
 class _Parameters:
-    """The parameters of a function, and those of its operator: of a dataclass the fields."""
+    """The parameters of a function, and those of its operator, in which the fields of a dataclass replace it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.types = get_type_hints(function)
         self.result = self.types.pop("return")
         parameters = inspect.signature(function).parameters.values()
         self.defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
-        self.parts: dict[str, tuple[str, ...]] = {}  # none of a parameter that is passed as it is
+        self.parts: dict[str, tuple[str, ...]] = {}  # names of fields; empty for a parameter that is no dataclass
         self.flat_types: dict[str, Any] = {}
         for name, kind in self.types.items():
             self.parts[name] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
@@ -137,12 +137,12 @@ class _Parameters:
 
     @property
     def hold_tensors(self) -> bool:
-        """Whether a dataclass among them has a tensor as a field."""
+        """Whether any of the parameters is a dataclass with a tensor as a field."""
         inner = [self.flat_types[f"{name}_{part}"] for name, parts in self.parts.items() for part in parts]
         return any(kind is Tensor or Tensor in get_args(kind) for kind in inner)
 
     def flattened(self, run: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
-        """Returns a function of the operator's arguments, with the signature that torch reads, from one of ours."""
+        """Returns ``run``, after ``check``, as a function of the operator's arguments with the signature for torch."""
 
         def of_flat(*flat: Any) -> Any:
             arguments = self.structured(flat).values()
@@ -164,17 +164,17 @@ class _Parameters:
         return [part for name in self.types for part in self.split(name, values[name])]
 
     def structured(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Returns the function's arguments, by name, from the operator's, of which torch omits trailing defaults."""
+        """Returns the function's arguments, by name, from the operator's; torch omits trailing defaults of these."""
         left_out = len(self.flat_types) - len(flat)
         values = iter([*flat, *list(self.defaults.values())[len(self.defaults) - left_out :]])
         return {name: self.joined(name, values) for name in self.types}
 
     def split(self, name: str, value: Any) -> list[Any]:
-        """Returns what an argument is passed as."""
+        """Returns the operator's arguments for the function's argument ``name``."""
         return [getattr(value, part) for part in self.parts[name]] or [value]
 
     def joined(self, name: str, flat: Iterator[Any]) -> Any:
-        """Returns an argument from what it was passed as."""
+        """Returns the function's argument ``name``, taking the operator's arguments for it from ``flat``."""
         return self.types[name](*(next(flat) for _ in self.parts[name])) if self.parts[name] else next(flat)
 
 
@@ -191,7 +191,7 @@ def _register_gradient(made: Any, parameters: _Parameters, gradient: Gradient, k
         values = iter([other if kept is None else kept for kept, other in zip(tensors, ctx.others, strict=True)])
         kept = [next(values) if isinstance(one, int) else parameters.joined(one, values) for one in keeps]
         input_grads = gradient(grads[0], *kept)
-        needed = zip(parameters.flat_types, ctx.needs_input_grad, strict=False)  # without defaults at the end
+        needed = zip(parameters.flat_types, ctx.needs_input_grad, strict=False)  # torch omits trailing defaults
         chosen = [input_grads.get(name) if is_needed else None for name, is_needed in needed]
         return tuple(one() if callable(one) and not isinstance(one, Tensor) else one for one in chosen)
 

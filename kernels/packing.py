@@ -62,7 +62,6 @@ def packed_shapes(out_features: int, in_features: int, pattern: NMPattern) -> tu
 
 
 def position_bits(group: int) -> int:
-    """Returns the number of bits per position."""
     return (group - 1).bit_length()
 
 
@@ -72,7 +71,7 @@ def packed_share(kept: int, group: int, element: int) -> float:
 
 
 def pack_positions(slots: Tensor, group: int) -> Tensor:
-    """Returns uint8 ``[O, bytes]`` of positions ``[O, K]``, each below ``group``: eight of them fill ``bits`` bytes."""
+    """Returns positions ``[O, K]``, each below ``group``, as uint8 ``[O, bytes]``: 8 positions fill ``bits`` bytes."""
     bits = position_bits(group)
     eights = pad(slots.long(), (0, -slots.shape[1] % 8)).unflatten(1, (-1, 8))
     words = (eights << torch.arange(0, 8 * bits, bits, device=slots.device)).sum(2, keepdim=True)
@@ -93,7 +92,7 @@ def unpack_positions(positions: Tensor, count: int, group: int) -> Tensor:
 
 
 def _chosen(grouped: Tensor, kept: int) -> Tensor:
-    """Returns bool ``[rows, groups, group]``: ``kept`` places per group, those of nonzero weights before free ones."""
+    """Returns bool ``[rows, groups, group]``: the places of all nonzero weights, and of zeros to make up ``kept``."""
     nonzero = grouped != 0
     free = ~nonzero
     spare = kept - nonzero.sum(2, keepdim=True, dtype=torch.int8)
@@ -112,7 +111,7 @@ def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _refuse(rows: slice, faults: Mapping[str, Tensor]) -> None:
-    """Raises ModelError about the first fault of a chunk of rows: what is wrong, and bool, rows first, where."""
+    """Raises ModelError for the first fault of a chunk of rows; ``faults``: words -> bool, rows first, where it is."""
     for what, bad in faults.items():
         if bool(bad.any()):
             raise ModelError(f"row {rows.start + int(bad.nonzero()[0, 0])}: {what}")
@@ -170,7 +169,7 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
     out_features, in_features = weight_OC.shape
     values, positions = _empty_packed(weight_OC, pattern)
     for rows in _row_chunks(out_features, in_features):
-        weight = weight_OC[rows].contiguous()  # masked weights come transposed, whose groups are slow to sum
+        weight = weight_OC[rows].contiguous()  # masked weights are transposed views, slow to sum in groups
         chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept)
         too_many = chosen.sum(2, dtype=torch.int8) > pattern.kept
         _refuse(rows, {
@@ -187,7 +186,7 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
 
 def unpack_reference(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
     """Returns the dense weight ``[O, in_features]``, in chunks of rows. The content of ``positions`` is trusted."""
-    if values.dtype == FLOAT8:  # torch can only move its bytes
+    if values.dtype == FLOAT8:  # torch does not scatter float8, so its bytes are unpacked
         return unpack_reference(values.view(torch.uint8), positions, in_features, pattern).view(FLOAT8)
     weight_OC = values.new_zeros(values.shape[0], in_features)
     starts = _starts(in_features, pattern, values.device)
@@ -211,7 +210,7 @@ def _unpack_kernel(
     first, second = tl.split(tl.reshape(kept, [TILE_O, TILE_C // 4, 2]))
     bits = packed.to(tl.int32)[:, :, None] >> (tl.arange(0, 4) * 4)[None, None, :]
     bits = tl.reshape(bits, [TILE_O, TILE_C // 4])
-    slot, other = bits & 3, (bits >> 2) & 3  # they ascend
+    slot, other = bits & 3, (bits >> 2) & 3  # slot < other
     zero = tl.zeros_like(first)
     w0 = tl.where(slot == 0, first, zero)
     w1 = tl.where(slot == 1, first, tl.where(other == 1, second, zero))

@@ -3,25 +3,25 @@
 
 Shapes: ``x`` ``[..., C, ...]`` of any dtype, ``index`` ``[C]`` of any integer dtype -> ``y`` contiguous, same shape.
 Bytes moved: x read once, y written once; no arithmetic. The floor is a copy of the same bytes. The backward pass
-gathers the gradient by the inverse index, which is recomputed: C entries, against ``rows x C`` of the gradient.
+gathers the gradient by the inverse index, which it recomputes, since C entries are few beside ``rows x C``.
 
 Triton gathers along the last dimension; other dimensions run the reference.
 
 A program moves rows of up to `STAGED` channels through shared memory: 16-byte loads, staging, a gather of one word per
 channel, 16-byte stores. A gather straight from global memory would touch up to 32 lines per warp for 64 bytes of 16-bit
 values, about a fifth of a copy's speed if the index reaches across the row; shared memory serves 32 random words in
-about 3.5 cycles, because that many of them meet in one of its 32 banks. Rows of 8-bit and 16-bit values are staged four
-and two per 32-bit word, so that a cycle moves as many bytes as for 32-bit values. At 11008 channels, shared memory is
-busy for 0.48 of a copy's time that way; with one 16-bit row per word it would be busy for 0.74 of it.
-A program keeps its index in registers and walks over tiles of rows. It loads the next tile before it gathers this one,
-into registers: Triton's own pipelining (``num_stages``) issues the next loads only after the gather and the stores, and
-moves each value through shared memory once more. A thread has 8 channels of two rows, or 16 where a row is longer than
-8192: with fewer warps, 40 to 64 registers would not hold both tiles and the index. With 32 warps, or tiles of at most
-4096 channels, LLVM also joins the staging stores to 16 bytes; otherwise up to half of them stay 2 or 4 bytes wide, and
-take four or eight times the cycles.
-The staged tile is one-dimensional on purpose: Triton turns a gather of more dimensions into shuffles, thousands of them
-here. Longer rows, of any C, are gathered from global memory through the cache. An entry outside 0 to C-1, which no
-permutation has, reads channel 0, never foreign memory.
+about 3.5 cycles, because on average the fullest of its 32 banks holds 3.5 of them. Rows of 8-bit and 16-bit values are
+staged four and two per 32-bit word, so that a cycle moves as many bytes as for 32-bit values. At 11008 channels, shared
+memory is busy for 0.48 of a copy's time that way; with one 16-bit row per word it would be busy for 0.74 of it.
+A program keeps its index in registers and walks over tiles of rows. It loads the next tile into registers before it
+gathers the present one: Triton's own pipelining (``num_stages``) would issue the next loads only after the gather and
+the stores, and move each value through shared memory once more. A thread has 8 channels of two rows, or 16 channels of
+rows longer than 8192: with fewer warps, 40 to 64 registers would not hold both tiles and the index. With 32 warps, or
+tiles of at most 4096 channels, LLVM also merges the staging stores into stores of 16 bytes; otherwise up to half of
+them stay 2 or 4 bytes wide, and take four or eight times the cycles.
+The staged tile is one-dimensional, because Triton turns a gather of more dimensions into shuffles, thousands of them
+here. Rows longer than `STAGED` are gathered from global memory through the cache. An entry outside 0 to C-1, which no
+permutation has, reads channel 0, never memory outside of x.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from permtriton.util.permutation import inverse
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# num_warps: for rows of 4096 channels. TILE: least channels of a tile; several short rows fill one. PACK_BITS: the size
-# of the words that rows share; at 8 each row has its own.
+# num_warps: for rows of 4096 channels. TILE: least channels of a tile, which several short rows fill. PACK_BITS: size
+# of the words into which values of several rows are packed; with 8, each row has words of its own.
 CONFIGS = (Config({"TILE": 2048, "PACK_BITS": 32}, num_warps=16), Config({"TILE": 2048, "PACK_BITS": 8}, num_warps=16))
 STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if they are not aligned
 DIRECT_TILE = 1024
@@ -54,8 +54,8 @@ WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 def permute_reference(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
     """The gather in plain torch.
 
-    Along the last dimension, rows are gathered as a matrix: with three dimensions index_select is up to sixteen times
-    slower on a CPU, and it is fast on 32-bit values only.
+    Along the last dimension, ``x`` is gathered as a matrix of rows, because ``index_select`` of three dimensions is up
+    to sixteen times slower on a CPU; it is fast for 32-bit values only, so that others take ``gather``.
     """
     index = index.long()
     if dim not in (-1, x.dim() - 1):
@@ -66,14 +66,14 @@ def permute_reference(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
 
 
 def check_shapes(x: Tensor, index: Tensor, dim: int = -1) -> None:
-    """Asserts that an index fits dimension ``dim`` of ``x``: kernels would read beyond it. Its values are trusted."""
+    """Asserts that dtype and length of an index fit ``x``, or kernels would read beyond its end; values are trusted."""
     fits = index.dtype in INDEX_DTYPES and index.shape == (x.shape[dim],)
     assert fits, f"an index {index.dtype} {list(index.shape)} for dimension {dim} of {list(x.shape)}"
 
 
 @jit
 def load_index(index_ptr, channel, inside, C):
-    """The entries of an index as int32; 0 for those that are no channel."""
+    """The entries of an index as int32; 0 for those outside 0 to C-1."""
     source = tl.load(index_ptr + channel, mask=inside, other=0).to(tl.int32)
     return tl.where((source >= 0) & (source < C), source, 0)
 
@@ -135,7 +135,7 @@ def warps_for(config: Config, block: int) -> int:
 
 
 def programs_for(x: Tensor, tiles: int, per_processor: int) -> int:
-    """Returns how many programs walk over ``tiles``; two under the interpreter, so that each of them walks."""
+    """Returns how many programs share ``tiles``; two under the interpreter, so that a program handles several tiles."""
     processors = multiprocessors(x.device)
     return min(tiles, 2 if processors is None else processors * per_processor)
 

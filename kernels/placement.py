@@ -1,23 +1,23 @@
 # mypy: allow-untyped-defs
-"""What the loss does as a channel takes a position of its block: the gradient of a block permutation.
+"""How the loss changes as a channel takes a position of its block: the gradient of a block permutation.
 
 A linear's weight ``W [O, C]`` is pruned to N:M in the present order, whose permutation ``P`` moves channels inside
 blocks. With the terms that `permtriton.kernels.swap_gains` defines for every position of that order,
 
     dP[c, s] = D[c, s] = sum_o [S_oc > t_os] (A_oc - a_os)
 
-is how the loss changes as base channel c takes position s of the same block: to first order what pruning again changes,
-with the second-order rise of the loss from every weight that is flipped. It is linear in the gradient and the curvature
-together: of parts of a gradient with equal shares of the curvature, it is the sum of theirs.
+is how the loss changes as base channel c takes position s of the same block and the weight is pruned again: to first
+order, plus the second-order rise of the loss from every weight that is pruned or restored. dP is linear in gradient and
+curvature together: if both are sums of parts, dP is the sum of the dP of each part of the gradient with its curvature.
 
 ``blocks`` are the sizes of the blocks in channel order; the result holds the blocks' matrices one after another, flat
 ``[sum of sizes^2]``, channels in base order by positions.
-Bytes moved: W and dL/dW_eff read, the terms (16 per weight) written and read, 4 per pair.
+Bytes moved: W and dL/dW_eff read, the terms (16 bytes per weight) written and read, 4 bytes per pair written.
 Floor: B comparisons per weight for blocks of B, each with a difference and a multiply-add.
 
 A program of the Triton kernel, one warp, holds the sums of a tile of one block's pairs in registers and goes over a
-part of the rows, one at a time, as that of `swap_gains` does. The parts' sums are added in a fixed order. Its terms are
-made in torch. The reference lets a tie go to the weight that is there, where the terms decide it as the mask does.
+part of the rows, one at a time, as that of `swap_gains` does. The parts' sums are added in a fixed order. The terms are
+computed in torch. In the reference the rival wins a tie of scores; in the kernel's terms ties are decided as in a mask.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from permtriton.kernels.operator import operator
 from permtriton.kernels.swap_gains import ALIGN, RankOneCurvature, SwapTerms, _added, for_each, row_major, swap_terms
 from permtriton.util.sparsity import NMPattern
 
-AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, near the core on a CPU
-COMPARED, ROWS_AT_ONCE = 1 << 17, 512  # most numbers, and rows, that the reference computes at once
-LEAST_ROWS = 128  # of W per program
+AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, on a CPU in a core's cache
+COMPARED, ROWS_AT_ONCE = 1 << 17, 512  # most comparisons, and most rows of W, that the reference computes at once
+LEAST_ROWS = 128  # rows of W for which there is at most one split
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_I": 32, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 4224}, num_warps=1, num_stages=1),
     Config({"TILE_I": 64, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 2112}, num_warps=1, num_stages=1),
@@ -63,7 +63,7 @@ def placement_reference(
         importance: Factors of the weight's scores.
         index: int64 ``[C]``, the present order, which moves channels inside blocks.
         blocks: Sizes of the blocks, multiples of the pattern's group.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the mask.
         curvature: Curvature of the loss, scaled as ``grad`` is.
     """
     on_cpu = weight.device.type == "cpu"
@@ -90,10 +90,11 @@ def placement_reference(
 
 
 def _tiles(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first channel, block size, blocks, first entry of the result) of runs of blocks of one size.
+    """Yields (first channel, block size, number of blocks, first entry of the result) of runs of equal blocks.
 
     Args:
-        most: Channels of a run, but at least one block.
+        blocks: Sizes of the blocks.
+        most: Most channels of a run; a larger block is a run of its own.
     """
     start = offset = 0
     for size, run in groupby(blocks):
@@ -107,14 +108,14 @@ def _tiles(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, int, in
 def _by_block(
     scores: Tensor, agreement: Tensor, rise: Tensor, blocks: int, pattern: NMPattern
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Yields what D of each block follows from, of what belongs to the channel at each position, ``[C, O]``.
+    """Yields the arguments of `_placed` for each block, from terms of the channel at each position, ``[C, O]``.
 
-    A group has two thresholds per row, not one per position: that of the positions whose weight is kept, and that of
-    the others. With both, one comparison serves several positions, and products with the masks add up its results.
+    A group has only two thresholds per row: one for the positions whose weight is kept, and one for the others. So one
+    comparison serves several positions, and products with the masks add up the results.
 
     Yields:
         Scores and agreement ``[B, O]``, thresholds and displaced agreement ``[2 groups, O]``, and the masks of the
-        positions that they are for, ``[2 groups, group, O]``.
+        positions that each threshold is for, ``[2 groups, group, O]``.
     """
     rank = group_ranks(scores, pattern.group)
     masks = (rank >= pattern.kept).to(scores.dtype), (rank < pattern.kept).to(scores.dtype)
@@ -131,7 +132,7 @@ def _by_block(
 def _placed(scores: Tensor, agreement: Tensor, threshold: Tensor, displaced: Tensor, masks: Tensor) -> Tensor:
     """Returns D of one block ``[positions, positions]``."""
     (size, rows), both = scores.shape, threshold.shape[0]
-    step = -(-rows // max(-(-rows // ROWS_AT_ONCE), 1))  # equal parts: a short one takes as long
+    step = -(-rows // max(-(-rows // ROWS_AT_ONCE), 1))  # equal parts, since a shorter one takes as long
     channels = min(max(COMPARED // max(both * step, 1), 1), size)
     totals = [masks.new_zeros(*masks.shape[:2], part.shape[0]) for part in scores.split(channels)]
     for start in range(0, rows, max(step, 1)):
@@ -154,7 +155,7 @@ def _placement_kernel(
     rows, steps, size, row_stride, total,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The launcher divided them by ALIGN: as products, the compiler knows them to be multiples, and copies wide words.
+    # The launcher divided these by ALIGN: the compiler knows the products to be multiples of it, and makes copies wide.
     size, row_stride, total = size * ALIGN, row_stride * ALIGN, total * ALIGN
     block, split = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     tiles = tl.cdiv(size, TILE_J)
@@ -178,7 +179,7 @@ def _placement_kernel(
 
 
 def supports(weight: Tensor, scale: Tensor) -> bool:
-    """Whether the kernel supports the dtypes: bfloat16, float16 or float32 weights with float32 statistics."""
+    """Whether the kernel supports the dtypes: bfloat16, float16 or float32 weights with a float32 ``scale``."""
     return weight.dtype in DTYPES and scale.dtype == torch.float32
 
 
@@ -203,7 +204,7 @@ def placement_triton(
 
 
 def launched(terms: SwapTerms, index: Tensor, size: int) -> Tensor:
-    """Returns the result of blocks of one size from the terms of every position."""
+    """Returns D of blocks of one ``size``, flat, from the terms of every position; rows are in base order."""
     channels, rows = terms.scores.shape
     total = channels * size
     if not total or not rows:

@@ -1,19 +1,19 @@
 # mypy: allow-untyped-defs
-"""Activations in float8 e4m3 with a scale per token: ``x[t] ~ scale[t] q[t]``, alone and after what makes them.
+"""Activations in float8 e4m3 with a scale per token, ``x[t] ~ scale[t] q[t]``: alone, or fused with what computes x.
 
-    scale[t] = max over c of |x[t, c]| / 448, in float32 (the smallest positive step if all are zeros)
+    scale[t] = max over c of |x[t, c]| / 448, in float32 (the machine epsilon if all are zeros)
     q[t, c]  = e4m3(x[t, c] / scale[t])
 
     quantize       of x, or of x[..., index]
-    silu_quantize  of silu(gate) * up, each rounded to their dtype, as a gated MLP makes the input of its last linear
+    silu_quantize  of silu(gate) * up, as before a gated MLP's last linear; silu and product are rounded to gate's dtype
     (norm_quantize of a norm, in `permtriton.kernels.norm_permute`)
 
 Shapes: ``x``, ``gate``, ``up`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
-Bytes moved: the inputs read once, one byte per value written: less than what they replace writes. Kernels run on NVIDIA
-GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the references do.
+Bytes moved: the inputs read once, one byte per value written, where an operation without quantizing writes two or four.
+Kernels run on NVIDIA GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the references do.
 
 The kernels multiply by 1 / scale: a division would cost more instructions than all the rest. So a value that lies
-within a float32 rounding of the middle between two float8 values may get the other one.
+within a float32 rounding of the middle between two float8 values may be rounded to the one that the reference does not.
 
 A program holds a row of up to `LONGEST` channels in registers and walks over rows. Longer rows are read twice in tiles,
 the second time from the cache.
@@ -33,17 +33,17 @@ from permtriton.kernels.operator import operator
 from permtriton.kernels.permute import check_shapes, load_index, permute, programs_for, warps_for
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # of float8 e4m3
+LARGEST = 448.0  # the largest float8 e4m3
 LARGEST_VALUE, SMALLEST_SCALE = tl and tl.constexpr(LARGEST), tl and tl.constexpr(torch.finfo(torch.float32).eps)
 LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
 LONG_TILE = 2048
 
-# num_warps for rows of 4096 channels, in proportion; STAGES: rows that are copied ahead, beside the one in registers.
+# num_warps: for rows of 4096 channels, scaled with their length. STAGES: pipeline depth; copies next rows ahead.
 CONFIGS = tuple(Config({"STAGES": stages}, num_warps=warps) for warps, stages in ((8, 3), (4, 3), (8, 1), (16, 1)))
 
 
 def scales_of(rows: Tensor) -> Tensor:
-    """Returns the scale of each row of ``[..., C]``, ``[..., 1]`` in its dtype: largest |x| / 448."""
+    """Returns the scale of each row of ``[..., C]``, ``[..., 1]`` in its dtype: max |x| / 448, epsilon for zeros."""
     scale = rows.abs().amax(-1, keepdim=True) / LARGEST
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
@@ -54,10 +54,10 @@ def to_float8(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def short_scales(largest: Tensor) -> list[Tensor]:
-    """Returns eight scales for rows whose largest |w| is known, float32 and of its shape: all of one octave.
+    """Returns eight float32 scales per row, all in one octave, each of the shape of ``largest``, the rows' largest |w|.
 
-    Each has four significant bits, and float8 e4m3 has four: their products are exact in bfloat16. Each is the
-    smallest of its significand with which the row does not overflow.
+    A scale has four significant bits, as float8 e4m3 has, so that their products are exact in bfloat16. It is the
+    smallest with its significand for which the row does not overflow.
     """
     scales = []
     for eighths in range(8, 16):
@@ -69,7 +69,7 @@ def short_scales(largest: Tensor) -> list[Tensor]:
 def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a weight ``[O, C]`` in float8 e4m3 and its scales ``[O, 1]`` in its own dtype.
 
-    A row that one of the `short_scales` gives exactly is rounded already, and keeps its values.
+    A row that float8 with one of its `short_scales` represents exactly was rounded before, and keeps its values.
     """
     scale = scales_of(weight)
     for short in short_scales(weight.abs().amax(1, keepdim=True)):
@@ -80,7 +80,7 @@ def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(weight: Tensor, scale: Tensor) -> Tensor:
-    """Returns a weight in float8 e4m3, in the dtype of its scales ``[out, 1]``."""
+    """Returns a weight in float8 e4m3 times its scales ``[out, 1]``, in the dtype of the scales."""
     return weight.to(scale.dtype) * scale
 
 
@@ -99,7 +99,7 @@ def has_float8(device: torch.device) -> bool:
 
 @jit
 def scale_of(largest):
-    """Returns the scale of a row whose largest magnitude is given, in float32."""
+    """Returns the float32 scale of a row from its largest magnitude."""
     scale = tl.div_rn(largest, LARGEST_VALUE)
     return tl.where(scale == 0.0, SMALLEST_SCALE, scale)
 
@@ -160,7 +160,7 @@ def _quantize_long_kernel(
 
 
 def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes `quantize`, or of a gate ``x`` and ``up`` `silu_quantize`."""
+    """Computes `quantize`, or, with ``up``, `silu_quantize` of the gate ``x``."""
     y, scale = _empty(x)
     hidden = rows_of(x)
     rows, channels = hidden.shape
@@ -184,12 +184,12 @@ def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = 
 
 
 def are_aligned(rows: Tensor) -> bool:
-    """Whether rows ``[rows, C]`` are a multiple of 16 values long and apart."""
+    """Whether C and the stride of rows ``[rows, C]`` are multiples of 16."""
     return rows.shape[1] % 16 == 0 and rows.stride(0) % 16 == 0
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Returns ``[rows, C]`` with adjacent channels; copies if they are not, which no model's activations need."""
+    """Returns ``x`` as ``[rows, C]`` with adjacent channels; copies if they are not, which no model needs."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
@@ -239,6 +239,6 @@ def silu_quantize(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         gate: ``[..., C]``, floating point; ``silu`` and the product are rounded to its dtype.
-        up: The same.
+        up: ``[..., C]``, in the dtype of ``gate``.
     """
     return quantize_tokens((silu(gate) * up).contiguous())

@@ -2,32 +2,32 @@
 """Sinkhorn normalisation of a batch of square matrices (eq. 2-5 of the paper).
 
     E = exp((logits - rowmax) / tau);   S = diag(r) E diag(c)
-    one round:  r = 1 / (E c),  c = 1 / (E^T r);        0 rounds: r = 1 / (E 1), c = 1, a row softmax
+    one round, from c = 1:  r = 1 / (E c),  c = 1 / (E^T r);        0 rounds: r = 1 / (E 1), c = 1, a row softmax
 
 Shapes: ``logits``, ``soft`` ``[n, B, B]``; scales ``[rounds, n, B]`` float32. The backward pass replays the rounds from
 the saved scale vectors, 2 x rounds x B float32 per block, instead of from ``rounds`` saved matrices.
 Bytes moved: logits read once, soft written once, and the scales.
 
-The Triton kernels take blocks of up to 128; float64 logits run the reference.
+The Triton kernels take blocks of up to 128; larger blocks and float64 logits run the reference.
 
 A program holds one block in registers from its one read to its one write, and runs every round on it. The block is a
 tuple of panels, each ``WIDTH`` columns wide, and every panel has the same layout. With panels of 32 columns, eight
 lanes share a row and four a column. One warp then holds a block of 64, so that no sum crosses warps: a round takes 64
-shuffles and no barrier between warps. What is padded counts as zero.
+shuffles and no barrier between warps. Padding counts as zero.
 
 Forward: writes the scales of every round. Floor: 4 bytes per entry read (2 at 16 bits), 4 written, and 8 rounds / B
 for the scales.
 
-Backward: with ``g`` the gradient of ``S = diag(r) E diag(c)``, and each round's scales divided by the last round's,
-from the last round to the first,
+Backward: ``g`` is the gradient of ``S = diag(r) E diag(c)``, r and c are a round's scales divided by the last round's,
+and c_before is the c of the round before. From the last round to the first,
 
     D = g,  dr = (g S) 1,  dc = (g S)^T 1;
     per round:  s = -dc c^2,  D += r s^T,  dr += S s;    s = -dr r^2,  D += s c_before^T,  dc = S^T s,  dr = 0;
 
-and the logits' gradient is ``D S / tau``. Unlike ``E`` and the scales, which may grow without bound where no doubly
-stochastic matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in registers, those of two warps for a block of 64;
-column sums cross from one warp to the other through shared memory. Floor: gradient, logits and scales read, the logits'
-gradient written.
+and the logits' gradient is ``D S / tau``. Unlike the scales, which may grow without bound where no doubly stochastic
+matrix is near, ``S`` is at most 1. ``S`` and ``D`` stay in registers. A block of 64 takes two warps, and column sums
+cross from one to the other through shared memory. Floor: gradient, logits and scales read, the logits' gradient
+written.
 
 Deterministic: no atomics, every sum in a fixed order. Inputs that are not contiguous are copied first.
 """
@@ -44,15 +44,15 @@ from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 
-# Keeps the reciprocal of an underflown sum finite. A column that lies entirely below it (69 tau under its rows' maxima)
-# stays short of a sum of 1.
+# Smaller sums count as this, so that the reciprocal of an underflown one is finite. A column whose entries are all
+# smaller (69 tau below the maxima of their rows) ends with a sum below 1.
 TINY = 1e-30
 LARGEST = 128  # a larger block does not fit into the registers of one program
 TUNED_BLOCK = 64
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 
-# WIDTH columns make a panel. Warps are those for a block of 64; other sizes scale them, so that a thread holds equally
-# many entries.
+# WIDTH columns make a panel. num_warps is for blocks of 64 and is scaled for other sizes, so that a thread always holds
+# the same number of entries.
 CONFIGS: tuple[Config, ...] = (
     Config({"WIDTH": 32}, num_warps=1),
     Config({"WIDTH": 16}, num_warps=1),
@@ -79,7 +79,8 @@ def sinkhorn_reference(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor,
 def sinkhorn_backward_reference(grad: Tensor, logits: Tensor, rows: Tensor, columns: Tensor, tau: float) -> Tensor:
     """Returns the gradient of the logits, in their dtype, by replaying the rounds backwards.
 
-    Works on ``S`` and on the ratios of each round's scales to the last ones: ``E`` times scales that diverge overflows.
+    Computes with ``S`` and with the ratios of each round's scales to the last round's, because scales may diverge, and
+    their products with ``E`` overflow.
     """
     soft = _exponentials(logits, tau)
     rounds = rows.shape[0]
@@ -113,7 +114,7 @@ def _exponentials(logits: Tensor, tau: float) -> Tensor:
 def _axes(PADDED: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     """(rows, columns of a panel, first scale of this program's block, places of the first panel's entries)."""
     i, j = tl.arange(0, PADDED), tl.arange(0, WIDTH)
-    j = j // 4 * 4 + j % 4  # known to be contiguous by fours only: 16-bit logits then get the layout of float32 results
+    j = j // 4 * 4 + j % 4  # the compiler sees runs of four only, and gives 16-bit logits the layout of float32 results
     first = tl.program_id(0).to(tl.int64) * SIZE
     return i, j, first, first * SIZE + i[:, None] * SIZE + j[None, :]
 
@@ -133,7 +134,7 @@ def _load_column(ptr, j, saved, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """The scales of each panel's columns; ones where none are saved."""
     column = ()
     for at in tl.static_range(0, SIZE, WIDTH):
-        mask = tl.where(saved, at + j < SIZE, False)  # with &, the interpreter would make it integers
+        mask = tl.where(saved, at + j < SIZE, False)  # with &, the interpreter would make integers
         column += (tl.load(ptr + at + j, mask=mask, other=1.0),)
     return column
 
@@ -161,7 +162,7 @@ def _row_sums(panels, column):
 
 @jit
 def _inverse(total, FLOOR: tl.constexpr):
-    # Triton makes nine instructions of a division, three of these two lines. The relative error is at most 3e-7.
+    # Triton compiles a division to nine instructions, these two lines to three. The relative error is at most 3e-7.
     root = tl.rsqrt(tl.maximum(total, FLOOR, propagate_nan=tl.PropagateNan.ALL))
     return root * root
 
@@ -221,7 +222,7 @@ def _sinkhorn_bwd_kernel(
     for k in range(rounds):
         row_scales_ptr -= per_round
         column_scales_ptr -= per_round
-        saved = k + 1 < rounds  # the first round began with columns of ones
+        saved = k + 1 < rounds  # the first round began with column scales of 1, which are not saved
         before = _load_column(column_scales_ptr, j, saved, SIZE, WIDTH)
         row_before = tl.load(row_scales_ptr + i, mask=tl.where(saved, i < SIZE, False), other=1.0) * per_row
         grad_sums, ratios = (), ()
@@ -242,7 +243,7 @@ def _sinkhorn_bwd_kernel(
         if SOFTMAX:
             of_panel -= grad_row[:, None]
         valid = (i < SIZE)[:, None] & (p * WIDTH + j < SIZE)[None, :]
-        grad_logits = of_panel * soft[p] * (per_logit * 0.6931471805599453)  # log(2): divides by tau
+        grad_logits = of_panel * soft[p] * (per_logit * 0.6931471805599453)  # log(2) * per_logit = 1 / tau
         tl.store(grad_logits_ptr + places + p * WIDTH, grad_logits.to(grad_logits_ptr.dtype.element_ty), mask=valid)
 
 
@@ -282,12 +283,12 @@ def supports(logits: Tensor) -> bool:
 
 
 def _per_logit(tau: float) -> float:
-    """Returns the factor of a logit in the exponent of 2, a finite float32 however small tau is."""
+    """Returns log2(e) / tau, which multiplies logits before ``exp2``; a finite float32 however small ``tau`` is."""
     return min(math.log2(math.e) / tau, LARGEST_FLOAT)
 
 
 def _constants(config: Config, size: int, rounds: int) -> dict[str, int | float | bool]:
-    """Returns the constants of a launch, and its warps: a thread gets as many entries as with blocks of 64."""
+    """Returns the options of a launch; a thread gets as many entries as with blocks of 64."""
     padded = max(triton.next_power_of_2(size), 16)
     warps = config.num_warps * padded**2 // TUNED_BLOCK**2
     return {
@@ -324,10 +325,10 @@ _sinkhorn = operator(
 
 
 def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
-    """Returns the doubly stochastic relaxation of ``logits``, float32 ``[n, B, B]``; differentiable in ``logits``.
+    """Returns the doubly stochastic relaxation of ``logits``, ``[n, B, B]``; differentiable in ``logits``.
 
     Args:
-        logits: ``[n, B, B]``.
+        logits: ``[n, B, B]``; the result is float32, or float64 if they are.
         tau: Temperature, positive; as it goes to 0, the result tends to a permutation matrix.
         rounds: Number of row-then-column normalisations; 0 gives a row softmax.
     """

@@ -1,17 +1,18 @@
 """A linear layer whose N:M weight is stored packed: ``y = x[..., index] W^T + bias``.
 
-The weight is `permtriton.kernels.packing`'s. Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y``
-``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU a 2:4 weight takes one of three routes:
+The weight is from `permtriton.kernels.packing`. Shapes: ``x`` ``[..., C]``, ``bias`` ``[O]``, ``index`` ``[C]`` ->
+``y`` ``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU, 2:4 weights take one of 3 routes:
 
     mma         the CUDA kernels of sparse_linear_mma.py, 1 to 256 tokens, 16 bits: the sparse tensor cores multiply the
                 packed weight as it is; only packed bytes are read of W, 9/16 of the dense weight's at 16 bits
     cusparselt  `permtriton.kernels.cusparselt`, if ``compressed`` is given: half of the dense product's operations
     dense       unpacked by a kernel, then cuBLAS: any number of tokens; moves 25/16 of the dense weight's bytes more
+                than a dense linear
 
-Unless `permtriton autotune` measured a faster one for the shape, the number of tokens and the GPU (`ROUTE_CONFIGS` is
-the table), the first possible one of mma, cusparselt and dense is taken; beyond 256 tokens, and beyond 64
-without wgmma (another GPU than Hopper, or channels that are no multiple of 128), cusparselt is tried first. So an H200
-measured it (benchmarks/NOTES.md); no other GPU did.
+Unless `permtriton autotune` measured a faster route for the shape, the number of tokens and the GPU (`ROUTE_CONFIGS` is
+the table), the first possible one of mma, cusparselt and dense is taken; beyond 256 tokens, and beyond 64 without wgmma
+(another GPU than Hopper, or channels that are no multiple of 128), cusparselt comes first. This order was measured on
+an H200 (benchmarks/NOTES.md) and on no other GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
 
 CUSPARSELT, DENSE, MMA = 1, 2, 3
-MMA_TOKENS = 64  # up to which that route is the default where there is no wgmma
+MMA_TOKENS = 64  # most tokens for which mma is the default route without wgmma
 ROUTES = {CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, DENSE))
 
@@ -61,7 +62,7 @@ def routed(
     pattern: NMPattern,
     compressed: Tensor | None,
 ) -> Tensor:
-    """Computes the product on a GPU by the fastest measured route, or else by the default one, see above."""
+    """Computes the product on a GPU by the fastest measured route, or else by the default one."""
     tokens = x.numel() // max(in_features, 1)
     shape = (tokens, values.shape[0], in_features, x.dtype)
     has_form = compressed is not None and tokens > 0 and pattern == PATTERN and cusparselt.serves(x.device)
@@ -83,7 +84,7 @@ def _decide(
     possible = [route for route, can in ((MMA, by_mma), (CUSPARSELT, has_form), (DENSE, True)) if can]
     first = MMA if tokens <= (mma.MAX_TOKENS if mma.is_wide(in_features, device) else MMA_TOKENS) else CUSPARSELT
     route, variant = _route(*shape, first, possible), None
-    if route == MMA and (variant := mma.chosen(*shape, device)) is None:  # the kernel is not right here
+    if route == MMA and (variant := mma.chosen(*shape, device)) is None:  # the kernel failed its check
         route = _route(*shape, first, [other for other in possible if other != MMA])
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
     return route, variant
@@ -165,7 +166,7 @@ def sparse_linear(
         bias: ``[O]`` in the dtype of ``values``, or None.
         index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
         in_features: C.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the weight.
         compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
     """
     return sparse_linear_reference(x, values, positions, bias, index, in_features, pattern)

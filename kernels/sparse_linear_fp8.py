@@ -1,13 +1,13 @@
 """A linear layer whose N:M weight is stored packed in FP8, and whose input is quantized per token: W8A8.
 
-The weight is `permtriton.kernels.packing`'s, with values in float8 e4m3 and a scale per row:
+The weight is from `permtriton.kernels.packing`, with values in float8 e4m3 and a scale per row:
 
     W[o, c]    = scale[o] e4m3[o, c]
     Q(x)[t, c] = s[t] e4m3(x[t, c] / s[t]),    s[t] = max over c of |x[t, c]| / 448, in float32
     y          = Q(x[..., index]) W^T + bias
 
 Shapes: ``x`` ``[..., C]``, ``scale`` float32 ``[O]``, ``bias`` ``[O]``, ``index`` ``[C]`` -> ``y`` ``[..., O]`` in the
-dtype of ``x``. That is what vLLM computes of a checkpoint in FP8_DYNAMIC. At 2:4 the weight takes 5 bits per weight.
+dtype of ``x``. vLLM computes the same for a checkpoint in FP8_DYNAMIC. At 2:4 the weight takes 5 bits per weight.
 The reference unpacks the weight to float32 and multiplies in float32. On a GPU the input is quantized by a kernel, and
 a product takes one of three routes:
 
@@ -17,8 +17,9 @@ a product takes one of three routes:
                  on GPUs that multiply float8 (compute capability 8.9 or newer)
     dequantized  weight and input rounded to the dtype of ``x``, then cuBLAS: everything else
 
-Unless `permtriton autotune` measured a faster one (`ROUTE_CONFIGS`), the first possible one is taken. No GPU has
-measured them yet. Where up to 256 tokens cannot take mma, each product unpacks the whole weight: a warning says so.
+Unless `permtriton autotune` measured a faster route (`ROUTE_CONFIGS`), the first possible one is taken. They have not
+been measured on a GPU yet. Where up to 256 tokens cannot take mma, each product unpacks the whole weight: a warning
+says so.
 """
 
 import functools
@@ -47,7 +48,7 @@ DENSE_MULTIPLE = 16  # of both dimensions, for `_scaled_mm`
 
 
 def pack_fp8(weight: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns float8 values, positions and float32 scales ``[O]`` of an N:M weight ``[O, C]``, which is rounded."""
+    """Rounds an N:M weight ``[O, C]`` to float8; returns its float8 values, positions and float32 scales ``[O]``."""
     rounded, scale = round_to_fp8(weight)
     values, positions = pack(rounded.float(), pattern)
     return values.to(rounded.dtype), positions, scale.flatten().float()
@@ -84,7 +85,7 @@ def routed(
     in_features: int,
     pattern: NMPattern,
 ) -> Tensor:
-    """Computes the product on a GPU by the fastest measured route, or else by the first possible one, see above."""
+    """Computes the product on a GPU by the fastest measured route, or else by the first possible one."""
     quantized, token_scale = quantize(x, index)
     shape = (x.numel() // max(in_features, 1), values.shape[0], in_features, x.dtype)
     route, variant = decided(("sparse_linear_fp8", shape, x.device, pattern), _decide)
@@ -110,7 +111,7 @@ def _decide(
     dense = tokens > 0 and dtype == torch.bfloat16 and whole and _multiplies_float8(device)
     possible = [MMA] * mma.takes_fp8(*shape, pattern, device) + [DENSE] * dense + [DEQUANTIZED]
     route, variant = _route(*shape, possible), None
-    if route == MMA and (variant := mma.chosen(*shape, device, fp8=True)) is None:  # the kernel is not right here
+    if route == MMA and (variant := mma.chosen(*shape, device, fp8=True)) is None:  # the kernel failed its check
         route = _route(*shape, possible[1:])
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
     if 0 < tokens <= mma.MAX_TOKENS and possible[0] != MMA:
@@ -201,7 +202,7 @@ def sparse_linear_fp8(
         bias: ``[O]`` in the dtype of ``x``, or None.
         index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
         in_features: C.
-        pattern: What each group keeps.
+        pattern: N:M pattern of the weight.
 
     Raises:
         ModelError: ``x``, the packed weight or its scale have another shape or dtype.

@@ -1,35 +1,36 @@
 """The CUDA kernels of `sparse_linear` and `sparse_linear_fp8` on the sparse tensor cores: 1 to 256 tokens.
 
-The operand A of both instructions is what a packed 2:4 weight of 16-bit values is made of, so that nothing is
-decompressed: its values in order, and a 16-bit word of a row's positions, the metadata of 16 channels (groups from the
-lowest four bits on, in a group the first position in the lower two bits). x is operand B, a token per column.
+Operand A of these instructions is what a packed 2:4 weight is made of, so that nothing is decompressed: its values in
+order, and, at 16 bits, a 16-bit word of a row's positions, the metadata of 16 channels (groups from the lowest four
+bits on, in a group the first position in the lower two bits). x is operand B, a token per column.
 
     mma.sp.m16n8k32   (sm_80 on; PTX ISA, version 9, section 9.7.14.6) 16 rows of W by 8 tokens, 32 channels, by a warp
         values      an 8 x 8 matrix of `ldmatrix` is 16 channels of 8 rows; four of them are the fragment A
         positions   the first thread of a pair holds the channels 0 to 15, the second 16 to 31; the lower half of its
                     register the row g, the upper half the row g + 8. The sparsity selector says which pair of every
-                    four threads it is
+                    four threads holds them
         x           `ldmatrix` reads it as it lies in memory
-    wgmma.sp.m64nNk32 (sm_90 alone; section 9.7.15) 64 rows of W by 8 to 128 tokens, by four warps, in the background
-        values, x   read from shared memory, whose rows of 128 bytes have their 16-byte units swapped
+    wgmma.sp.m64nNk32 (sm_90 alone; section 9.7.15) 64 rows of W by 8 to 128 tokens, by four warps, asynchronously
+        values, x   read from shared memory, in rows of 128 bytes with swizzled units of 16 bytes
         positions   of each warp's 16 rows, as those of mma.sp
-    wgmma.sp.m64nNk64 (sm_90 alone) the same in float8 e4m3, 64 channels at once: as many bytes
+    wgmma.sp.m64nNk64 (sm_90 alone) the same in float8 e4m3, 64 channels at once, which are as many bytes
         positions   a 32-bit word is one row's of 32 channels; of every four threads, bit 0 says row g or g + 8, bit 1
                     which half of the channels (CUTLASS's ELayout_64x64)
 
-The sum does not depend on the order of the channels, so mma.sp takes two words that are not neighbours: then the
-positions that a thread loads as one 32-bit word serve two products as they are. See cuda/sparse_linear_mma.cu.
+The sum does not depend on the order of the channels, so a product by mma.sp takes two 16-bit words that are not
+adjacent: then the positions that a thread loads as one 32-bit word serve two products as they are. See
+cuda/sparse_linear_mma.cu.
 
-Bytes moved: 9/16 of the dense weight's, of float8 10/16 (again for each 64 tokens, by wgmma for each 128, from the L2
-cache), x once per ROWS rows (from the L2 cache), y. On Hopper wgmma is the default: by mma.sp a warp fetches both
+Bytes moved: 9/16 of the dense weight's, in float8 10/16 (from the L2 cache again for each 64 tokens, by wgmma for each
+128), x once per ROWS rows (from the L2 cache), y. On Hopper wgmma is the default: by mma.sp a warp fetches both
 operands itself and waits for each, so that 64 tokens took twice as long there (benchmarks/NOTES.md).
 
 The layouts are those that the PTX manual and CUTLASS's atoms state, and an emulation written from the manual agrees
 (tests/test_sparse_linear_mma.py). All variants of 16 bits were right on an H200; no GPU has run those of float8. Each
-compiled kernel first computes a product whose exact result is known (`is_right`). If it is wrong, or the kernel cannot
+compiled kernel first computes a product whose exact result is known (`is_right`). If that fails, or the kernel cannot
 be compiled, a warning says so and another route takes its place for the rest of the process.
 
-An infinite input or NaN reaches the rows that keep its channel; the reference also makes the others NaN.
+An infinite or NaN input makes only rows that keep its channel infinite or NaN; the reference makes all others NaN, too.
 """
 
 from __future__ import annotations
@@ -55,19 +56,19 @@ DTYPES, FP8 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
 CHANNELS = 32  # in_features must be a multiple of it: then a row's positions are whole 32-bit words
 MIN_ROWS = 64  # 16, the rows of one product, for each of up to 4 warps
 MAX_SUMS = 64 * 64  # rows x tokens that the registers of a warp hold
-MAX_CLUSTER = 8  # blocks, on every GPU that has clusters
+MAX_CLUSTER = 8  # blocks per cluster that every GPU with clusters supports
 RESERVED = 1024  # bytes of shared memory per block that CUDA takes
 
 MAX_TOKENS = 256
 ROOM = 64  # tokens of a block at most
-FEW_TOKENS = 16  # up to which rows of 128 bytes are the default
+FEW_TOKENS = 16  # most tokens for which a CHUNK of 128 channels, rows of 128 bytes, is the default
 WIDE_CHUNK, WIDE_ROOM, WIDE_ROWS = 128, 128, 256  # by wgmma: channels of a stage; tokens and rows of a block at most
-WIDE_ALIGNMENT = 1024  # bytes of shared memory at whose multiples its matrices begin
+WIDE_ALIGNMENT = 1024  # bytes of which the addresses of wgmma's matrices in shared memory are multiples
 FP8_CHUNK = 2 * WIDE_CHUNK  # channels of a stage in float8
 FP8_SUMS = 256 * 64  # rows x tokens of a block at most in float8, which keeps each sum twice
 
 # ROWS per block, shared by ROW_WARPS warps; CHUNK channels at once (32 to 128); BLOCKS per multiprocessor to aim at;
-# EARLY: whether it may begin while the kernel before it ends.
+# EARLY: whether a launch may begin while the kernel before it ends.
 CONFIGS: tuple[Config, ...] = (
     Config({"ROWS": 256, "ROW_WARPS": 4, "CHUNK": 64, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
     Config({"ROWS": 128, "ROW_WARPS": 4, "CHUNK": 128, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
@@ -77,7 +78,7 @@ CONFIGS: tuple[Config, ...] = (
     Config({"ROWS": 64, "ROW_WARPS": 1, "CHUNK": 64, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=4),
     Config({"ROWS": 32, "ROW_WARPS": 1, "CHUNK": 128, "BLOCKS": 2, "EARLY": 1}, num_warps=4, num_stages=3),
 )
-# By wgmma: ROWS per block, 16 of them per warp, and stages of 128 channels.
+# For wgmma: ROWS per block, 16 of them per warp, and stages of 128 channels (256 in float8).
 WIDE_CONFIGS: tuple[Config, ...] = tuple(
     Config({"ROWS": rows, "BLOCKS": blocks, "EARLY": early}, num_warps=rows // 16, num_stages=stages)
     for rows, blocks, early, stages in ((128, 1, 1, 6), (64, 2, 1, 6), (128, 2, 1, 4), (256, 1, 1, 4), (128, 1, 0, 6))
@@ -86,10 +87,10 @@ WIDE_CONFIGS: tuple[Config, ...] = tuple(
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """What a launch on a GPU depends on; by default, beside their number, that of an H200.
+    """The properties of a GPU that a launch depends on; by default those of an H200, but without wgmma.
 
     Attributes:
-        multiprocessors: Their number.
+        multiprocessors: Number of multiprocessors.
         shared_bytes: Shared memory of one multiprocessor.
         block_bytes: Shared memory that one block may have.
         has_clusters: Whether blocks of a cluster read each other's shared memory (sm_90 and newer).
@@ -112,12 +113,12 @@ def configs_for(tokens: int, in_features: int, gpu: GpuLimits, fp8: bool = False
 
 
 def is_wide(in_features: int, device: torch.device) -> bool:
-    """Whether wgmma multiplies by default: on Hopper, where the channels are whole stages."""
+    """Whether wgmma is the default: on Hopper, if ``in_features`` is a multiple of a stage, 128 channels."""
     return limits_of(device).has_wgmma and in_features % WIDE_CHUNK == 0
 
 
 def limits_of(device: torch.device) -> GpuLimits:
-    """Returns what a launch depends on; the default one where no such GPU is."""
+    """Returns the limits of a GPU; the defaults if ``device`` is not an NVIDIA GPU."""
     if device.type != "cuda" or torch.version.hip is not None:
         return GpuLimits(132)
     return _limits_of_gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -133,7 +134,7 @@ def _limits_of_gpu(number: int) -> GpuLimits:
 
 
 def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern) -> bool:
-    """Whether it supports a product: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more."""
+    """Whether kernels support a product: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more."""
     fits = in_features > 0 and in_features % CHANNELS == 0 and out_features >= MIN_ROWS
     return 0 < tokens <= MAX_TOKENS and fits and dtype in DTYPES and pattern == PATTERN
 
@@ -141,7 +142,7 @@ def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, 
 def takes_fp8(
     tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device
 ) -> bool:
-    """Whether it supports a product in float8 there: on Hopper, a multiple of 256 channels, else as `takes`."""
+    """Whether wgmma supports a product in float8: on Hopper, if `takes` accepts it, with a multiple of 256 channels."""
     fits = takes(tokens, out_features, in_features, dtype, pattern) and in_features % FP8_CHUNK == 0
     return fits and limits_of(device).has_wgmma
 
@@ -164,9 +165,9 @@ class Variant:
         warps: Warps per block.
         row_warps: Warps per team: they split the rows; the teams split the channels.
         splits: Blocks per cluster; they split the channels too.
-        early: Whether it may begin while the kernel before it ends; no template argument.
-        wide: Whether it multiplies by Hopper's wgmma; then its warps are one team, and ``chunk`` is 128.
-        fp8: Whether it multiplies float8 e4m3, with scales; it is wide then, and ``chunk`` is 256.
+        early: Whether a launch may begin while the kernel before it ends; no template argument.
+        wide: Whether the kernel multiplies by Hopper's wgmma; then its warps are one team, and ``chunk`` is 128.
+        fp8: Whether the kernel multiplies float8 e4m3, with scales; then ``wide`` is set, and ``chunk`` is 256.
     """
 
     dtype: torch.dtype
@@ -198,7 +199,7 @@ class Variant:
         return self.teams * self.chunk * (self.rows * (4 * width + 1) + self.tokens * width * 8) // 8
 
     def of_rows(self, rows: int) -> Variant:
-        """Returns the same with other rows per block, of wgmma: 16 rows per warp."""
+        """Returns this variant of wgmma with other ``rows`` per block, 16 of them per warp."""
         return replace(self, rows=rows, warps=rows // 16, row_warps=rows // 16)
 
     @functools.cached_property
@@ -232,7 +233,7 @@ class Variant:
     ) -> None:
         """Writes the product into ``y``, contiguous; ``x`` is in the order of the weight's channels.
 
-        In float8, ``scales`` are those of the rows and of the tokens, float32 and contiguous.
+        In float8, ``scales`` are (scales of the rows of the weight, scales of the tokens), float32 and contiguous.
         """
         out_features, in_features = y.shape[-1], x.shape[-1]
         tokens = x.numel() // in_features
@@ -254,19 +255,19 @@ def variant_of(
     gpu: GpuLimits,
     fp8: bool = False,
 ) -> Variant:
-    """Returns the variant that a configuration means for a shape and a GPU.
+    """Returns the variant that a configuration leads to for a shape and a GPU.
 
     ROWS is halved until the sums fit into registers, two stages into shared memory, and the blocks fill the GPU; CHUNK
     is halved until at least three stages fit where BLOCKS blocks share a multiprocessor; and the channels are split
     over a cluster as far as all blocks still run at once and every team has a chunk.
 
-    By wgmma, ROWS is doubled where the blocks would not run all at once, and halved where they fill less than half of
-    the GPU even if eight of them share their rows.
+    For wgmma, ROWS is doubled where the blocks would not run all at once, and halved where they would fill at most half
+    of the GPU even in clusters of eight.
     """
     settings = config.arguments()
     wide, blocks, warps = "ROW_WARPS" not in settings, settings["BLOCKS"], settings["num_warps"]
     room = min(max(1 << (tokens - 1).bit_length(), 8), WIDE_ROOM if wide else ROOM)
-    early = bool(settings["EARLY"]) and gpu.has_clusters  # both came with sm_90
+    early = bool(settings["EARLY"]) and gpu.has_clusters  # early launches and clusters came with sm_90
     row_warps, chunk = settings.get("ROW_WARPS", warps), settings.get("CHUNK", FP8_CHUNK if fp8 else WIDE_CHUNK)
     variant = Variant(dtype, settings["ROWS"], room, chunk, 2, warps, row_warps, 1, early, wide, fp8)
     layers = -(-tokens // room)
@@ -304,10 +305,10 @@ def variant_of(
 def chosen(
     tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, fp8: bool = False
 ) -> Variant | None:
-    """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if the kernel is not to be trusted.
+    """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if none passes its check.
 
-    Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant is not right, the
-    same one that begins late is tried.
+    Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant that begins early
+    fails its check, the same one without ``early`` is tried.
     """
     shape, gpu = (tokens, out_features, in_features), limits_of(device)
     table = "sparse_linear_fp8" if fp8 else "sparse_linear_mma"
@@ -316,7 +317,7 @@ def chosen(
     variant = _in_clusters_that_fit(variant, tokens, out_features, device)
     what = f"{tokens}x{out_features}x{in_features}" + " in float8" * fp8
     if is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
-        early = variant.early and _TRUSTED.get((variant, device), False)  # not tried while captured
+        early = variant.early and _TRUSTED.get((variant, device), False)  # untried while a graph is captured
         variant = replace(variant, early=early)
         note(f"variant {what}", variant.kernel.name + ", early" * variant.early)
         return variant
@@ -328,9 +329,10 @@ _SPLITS: dict[tuple[Variant, tuple[int, int, int], torch.device], int] = {}
 
 
 def _in_clusters_that_fit(variant: Variant, tokens: int, out_features: int, device: torch.device) -> Variant:
-    """Returns the variant with the largest cluster size at which all clusters run at once; a GPU may not support some.
+    """Returns the variant with the largest cluster size that the GPU supports and at which all clusters run at once.
 
-    During capture of a CUDA graph the driver cannot be asked: an earlier answer is used, else the variant stays.
+    While a CUDA graph is captured the driver cannot be asked: an earlier answer is used, else the variant is returned
+    as it is.
     """
     key = variant, variant.grid(tokens, out_features), device
     if key not in _SPLITS:
@@ -360,7 +362,7 @@ def sparse_linear_mma(
     pattern: NMPattern,
     variant: Variant | None = None,
 ) -> Tensor:
-    """Computes `sparse_linear_reference` of inputs that `takes` accepts, by a variant, by default the `chosen` one.
+    """Computes `sparse_linear_reference` of inputs that `takes` accepts, by ``variant``, by default the `chosen` one.
 
     Brings ``x`` into the order of ``index`` first; copies what is not contiguous or not aligned to 16 bytes.
     """
@@ -381,10 +383,10 @@ _TRUSTED: dict[tuple[Variant, torch.device], bool] = {}
 
 
 def is_trusted(variant: Variant, device: torch.device) -> bool:
-    """Whether the kernel gave a known product on this GPU; it is tried at its first use, and a failure is warned of.
+    """Whether the kernel computed a known product on this GPU, which is tried at its first use; warns if it did not.
 
-    While a CUDA graph is captured nothing can be tried: a kernel that was not used before is not trusted, and a warning
-    says that, too.
+    While a CUDA graph is captured nothing can be tried: a kernel that was not used before is not trusted, with a
+    warning, too.
     """
     key = (variant, device)
     if key not in _TRUSTED:
@@ -407,10 +409,11 @@ def _warn(variant: Variant, problem: str) -> None:
 
 
 def is_right(variant: Variant, device: torch.device) -> bool:
-    """Whether the kernel computes one product of small integers exactly; nothing in it is rounded but the result.
+    """Whether the kernel computes one product of small integers exactly; only the result is rounded.
 
-    Every pair of positions occurs in every place of a word, every stage is filled again, the last chunk is ragged, the
-    last blocks overlap, and there is one token less than two blocks have room for. Scales are powers of 2.
+    Every pair of positions occurs in every place of a word, every stage is filled again, the channels end in the middle
+    of a round of chunks, by mma.sp also of a chunk, the last blocks overlap, and there is one token less than two
+    blocks have room for. Scales are powers of 2.
 
     Raises:
         PermTritonError: the kernel could not be compiled or launched.

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs
-"""SparseGPT's pass over a block of channels: prune group by group, and let the channels after make up for it.
+"""SparseGPT's pass over a block of channels: prune group by group, and let later channels compensate for the error.
 
-With W channels first, ``[B, O]``, and U the block's part of the upper Cholesky factor of the inverse Hessian, channel
-after channel
+With W ``[B, O]``, channels first, and U the block's part of the upper Cholesky factor of the inverse Hessian, for one
+channel j after the other
 
-    keep_j = whether w_j^2 / U_jj^2 is among the ``kept`` largest of its group, before any channel of it is pruned
+    keep_j = whether w_j^2 / U_jj^2 is among the ``kept`` largest of its group, as it is before the group is pruned
     e_j = (w_j - keep_j w_j) / U_jj,    W_k -= U_jk e_j for every k > j of the block,    w_j = keep_j w_j
 
 (Frantar and Alistarh, 2023). Shapes: ``block`` ``[B, O]``, ``factor`` ``[B, B]``, ``keep`` bool ``[B, O]`` or None
@@ -12,8 +12,8 @@ after channel
 from the cache. Operations: 2 B per weight.
 
 In plain torch a group takes some fifty launches, on a GPU a millisecond whatever its size. Rows of the weight are
-independent: a program of Triton's has the block's channels of TILE_O of them in registers, and walks over the channels.
-A channel is taken out of the tile by a sum over it with all others masked, since registers cannot be indexed.
+independent, so a program of the Triton kernel holds the block's channels of TILE_O rows in registers and walks over the
+channels. It reads a channel by summing over the tile with all others masked, since registers cannot be indexed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from permtriton.kernels.launch import Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 from permtriton.util.sparsity import NMPattern
 
-MOST_CHANNELS, MOST_GROUP = 128, 8  # that a program holds, and whose ranks it counts
+MOST_CHANNELS, MOST_GROUP = 128, 8  # channels that a program holds, and channels of a group, whose ranks it counts
 
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_O": 16}, num_warps=4, num_stages=1),
@@ -53,7 +53,7 @@ def sparsegpt_block_reference(
 def _largest(scores: Tensor, pattern: NMPattern) -> Tensor:
     """Returns `top_n_mask` of the scores ``[M, O]`` of one group: its largest, ties to the lower row.
 
-    All pairs at once: for so few numbers, the time is that of the calls.
+    Compares all pairs at once, because for few numbers the number of calls decides the time.
     """
     no_less = scores.unsqueeze(1) >= scores  # [i, j]: row i is no less than row j
     above = torch.ones(len(scores), len(scores), dtype=torch.bool, device=scores.device).tril(-1).unsqueeze(2)

@@ -3,33 +3,33 @@
 
 A linear's weight ``W [O, C]`` is pruned to N:M in the present order: position p holds base channel ``index[p]``, group
 g is the positions gM to gM + M - 1, and of each group each row o keeps the ``kept`` largest scores S, ties to the lower
-position. With ``G = dL/dW_eff`` and the agreement ``A = G * W`` of every weight, pruned ones included, let, for
-position j and row o, the rival be the ``kept``-th largest of the other scores of j's group: the weight that makes room
-if whatever takes position j is kept, and that is kept if not. ``t_oj`` is its score and ``a_oj`` its agreement. Then
+position. ``G = dL/dW_eff``, and ``A = G * W`` is the agreement of every weight, pruned ones included. The rival of
+position j in row o is the weight with the ``kept``-th largest of the other scores of j's group: it is pruned if the
+weight at j is kept, and kept otherwise. ``t_oj`` is the rival's score and ``a_oj`` its agreement. Then
 
     D[i, j]    = sum_o [S_oi > t_oj] (A_oi - a_oj)             how the loss changes as the channel at i takes position j
     gain[i, j] = D[i, i] + D[j, j] - D[i, j] - D[j, i]         for i and j in different groups
 
-and a positive gain lowers the loss. Pairs of one group have no meaning; the caller leaves them out. Where position j is
-lower than its rival's, a tie goes to j: there, the threshold is the next smaller number, so that the one comparison
-decides exactly as the mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
+and a positive gain lowers the loss. A gain has no meaning for two positions of one group; the caller leaves these out.
+Where position j is lower than its rival, the threshold is the next smaller number, so that ``>`` decides ties as the
+mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
 
-Terms have one line of O rows per position, ``[C, O]``. The reference is fastest if the rows lie next to each other in
-memory, the Triton kernel if the positions do, so `swap_terms` lays them out by device; both take any strides.
+Terms have one line of O rows per position, ``[C, O]``. The reference is fastest if rows are adjacent in memory, the
+Triton kernel if positions are, so `swap_terms` chooses the layout by device; both take any strides.
 Bytes moved: 16 per position and row on either side, and 4 per pair.
-Floor: per pair and row 2 comparisons, which write 1.0 or 0.0, 2 subtractions, and 2 multiply-adds of what is selected;
-3.6e13 comparisons for every pair of every linear of LLaMA-2-7B.
+Floor: per pair and row 2 comparisons, which write 1.0 or 0.0, 2 subtractions, and 2 multiply-adds of difference and
+comparison; 3.6e13 comparisons for all pairs of all linears of LLaMA-2-7B.
 
 A program of the Triton kernel, one warp, holds the sums of one tile of pairs in registers and goes over the rows, one
-at a time. Of either side it loads one vector per term, so positions should lie next to each other in memory; the
-launcher copies terms that do not. Vectors are copied to shared memory two rows ahead. Each thread owns four columns of
-the tile: it reads their terms once, and those of the lines as broadcasts, four at a time; a ``[rows, I, J]`` tensor
-never exists. A multiply-add by the comparison is one instruction, and as exact as adding. A predicated addition is one
-too, but keeping the predicates of a row costs more than it saves. 8 programs fit on a multiprocessor, 1056 on an H200:
-a call should have 4 million pairs or more.
+at a time. From either side it loads one vector per term, so positions should be adjacent in memory; the launcher copies
+terms whose positions are not. Vectors are copied to shared memory two rows ahead. Each thread owns four columns of the
+tile: it reads their terms once, and those of the lines as broadcasts, four at a time; a ``[rows, I, J]`` tensor never
+exists. Multiplying by the comparison and adding is one instruction, and as exact as adding. A predicated addition is
+also one instruction, but keeping the predicates of a row costs more than it saves. 8 programs fit on a multiprocessor,
+1056 on an H200: a call should have 4 million pairs or more.
 
-128 sums per thread fill the registers: where sizes are not known to be multiples of `ALIGN`, whose vectors are copied
-one number at a time, tiles are half as wide, or sums would be spilled.
+128 sums per thread fill the registers. Where sizes are not multiples of `ALIGN`, vectors are copied one number at a
+time, and tiles are half as wide, because sums would be spilled otherwise.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ class RankOneCurvature:
 class SwapTerms:
     """The terms of swap gains at some positions of one linear's order.
 
-    All are float32, or float64 for float64 weights, of shape ``[positions, O]``.
+    All are float32, or float64 for float64 weights, and ``[positions, O]`` except for ``own``.
     """
 
     scores: Tensor  # S of the channel at the position
-    agreement: Tensor  # its A
-    threshold: Tensor  # t of the position: what a score must exceed for its weight to be kept there
-    displaced: Tensor  # a of the position: the agreement of the weight that would make room
+    agreement: Tensor  # A of the channel at the position
+    threshold: Tensor  # t of the position: a weight is kept there if its score exceeds it
+    displaced: Tensor  # a of the position: the agreement of its rival
     own: Tensor  # D[j, j], ``[positions]``
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -93,7 +93,7 @@ class SwapTerms:
 
 
 def _lines(part: Tensor, positions: slice | Tensor) -> Tensor:
-    """Returns some lines of a matrix, or entries of a vector; positions stay next to each other where they were."""
+    """Returns some lines of a matrix, or entries of a vector; positions that are adjacent in memory stay so."""
     if part.dim() == 2 and part.stride(1) != 1 and not isinstance(positions, slice):
         return part.t()[:, positions].t()
     return part[positions]
@@ -110,16 +110,16 @@ def swap_terms(
     """Returns the terms of every position of the present order.
 
     With ``curvature``, gains are those to first order, less the second-order rise of the loss from every weight that
-    the swap flips. Whether it flips is linear in whether the channel is kept where it comes, so the same operator
-    computes such gains from other terms.
+    the swap prunes or restores. Whether a weight changes so is linear in whether its channel is kept at the new
+    position, so the same operator computes these gains from terms that include the rise.
 
     Args:
         weight: ``[O, C]`` in base order, any strides.
         importance: Factors of the weight's scores.
         gradient: dL/dW_eff, ``[O, C]`` in base order, any strides and any float dtype.
         index: int64 ``[C]``, the present order.
-        pattern: What each group keeps; its group divides C.
-        curvature: curvature of the loss; None for gains that are exact to first order.
+        pattern: N:M pattern of the mask; its group divides C.
+        curvature: Curvature of the loss; None for gains to first order only.
     """
     out_features, channels = weight.shape
     fits = gradient.shape == weight.shape and index.shape == (channels,) and channels % pattern.group == 0
@@ -149,7 +149,7 @@ def swap_terms(
 
 
 def _channels(matrix: Tensor, chosen: Tensor) -> Tensor:
-    """Returns some columns as lines ``[channels, O]``, read along the lines that lie in memory; contiguous on a CPU."""
+    """Returns columns of a matrix as ``[channels, O]``, read in the order of memory; contiguous on a CPU."""
     if matrix.stride(1) != 1:
         return matrix.t().index_select(0, chosen)
     lines = matrix.index_select(1, chosen).t()
@@ -159,8 +159,8 @@ def _channels(matrix: Tensor, chosen: Tensor) -> Tensor:
 def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPattern) -> SwapTerms:
     """The terms of whole groups from their scores, agreement and second-order rise, ``[C, O]`` in the present order.
 
-    Without a kept weight, the ``kept``-th of the others is the first that the mask leaves out; without a weight that is
-    left out, it is the last that the mask keeps.
+    The rival of a weight that the mask keeps is the largest one that it prunes; the rival of a pruned weight is the
+    smallest one that it keeps.
     """
     group = pattern.group
     slots = torch.arange(group, device=scores.device).view(1, group, 1)
@@ -170,7 +170,7 @@ def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPa
     rival = order.gather(1, kept + (pattern.kept - 1))
     threshold = scores.unflatten(0, (-1, group)).gather(1, rival)
     displaced = agreement.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
-    # Scores are at least 0. Below 0 comes -1: the number next to it is one that some modes round to 0.
+    # Scores are at least 0. Below 0 comes -1, because the next number is subnormal, which some modes round to 0.
     lower = threshold.nextafter(threshold.new_tensor(-torch.inf)).sub_((threshold == 0).to(scores.dtype))
     threshold = threshold.lerp_(lower, (slots < rival).to(scores.dtype)).flatten(0, 1)
     kept_CO = kept.flatten(0, 1)
@@ -183,17 +183,17 @@ def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPa
     return SwapTerms(scores, agreement, threshold, displaced, own)
 
 
-TILE = 1 << 18  # entries of the right side's terms that a CPU thread works on at once: 1 MiB each, near the core
+TILE = 1 << 18  # entries of each of the right side's terms per CPU thread at once: 1 MiB, which stays in its cache
 GPU_TILE = 1 << 24
 
 
 def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
     """Returns the gain of swapping each position of ``left`` with each of ``right``, positive if the loss falls.
 
-    Gains of linears that share their input channels add up. Pairs of positions in one group have no meaning.
+    Gains of linears that share their input channels add up. A gain has no meaning for two positions of one group.
 
     With the comparison as a float mask, every step is a vectorised operation on a tile, in place: torch's boolean
-    comparison, `where` and `masked_fill` take several times as long. One half of a pair is
+    comparison, `where` and `masked_fill` take several times as long. D of a pair is
 
         sum_o [S_oi > t_oj] (A_oi - a_oj) = sum_o lerp(a_oj, A_oi, mask_oij) - sum_o a_oj
 
@@ -202,7 +202,7 @@ def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
         right: Terms of J positions, of the same rows and dtype.
 
     Returns:
-        ``[I, J]`` in the dtype of the terms; besides, some MiB per thread are used.
+        ``[I, J]`` in the dtype of the terms. On a CPU, temporaries take some MiB per thread.
     """
     columns, rows = right.scores.shape
     on_cpu = right.scores.device.type == "cpu"
@@ -222,7 +222,7 @@ def _fill(gains: Tensor, left: SwapTerms, right: SwapTerms) -> None:
     """Writes the gains ``[I, J]`` of one tile, whose right side is contiguous."""
     scores, agreement, threshold, displaced, own = right.tensors()
     mask = torch.empty_like(scores)
-    moved = gains.new_empty(2, *gains.shape)  # D[i, j] and D[j, i], without what no mask selects
+    moved = gains.new_empty(2, *gains.shape)  # D[i, j] and D[j, i], each plus a sum of a that ``kept`` holds, too
     taking, giving = moved.unbind()
     for i in range(gains.shape[0]):
         line = [part[i].contiguous() for part in left.tensors()[:4]]
@@ -238,14 +238,14 @@ def _fill(gains: Tensor, left: SwapTerms, right: SwapTerms) -> None:
 
 
 def for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) -> None:
-    """Calls ``run`` for each tile. On a CPU, a pool of threads does so, in each of which torch uses one thread.
+    """Calls ``run`` for each tile; on a CPU in a pool of threads, in each of which torch uses one thread.
 
-    If torch's own threads shared each operation, they would wait for each other after every one: on a busy machine, up
-    to a hundred times as long as the work takes.
+    If torch's own threads shared each operation, they would wait for each other after every operation: on a busy
+    machine, up to a hundred times as long as the work takes.
     """
 
     def alone(tile: Tile) -> None:
-        with torch.inference_mode():  # a thread starts outside the caller's mode
+        with torch.inference_mode():  # the caller's mode does not hold in a new thread
             run(tile)
 
     threads = torch.get_num_threads()
@@ -257,12 +257,12 @@ def for_each(tiles: Sequence[Tile], run: Callable[[Tile], None], on_cpu: bool) -
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
             list(pool.map(alone, tiles))
     finally:
-        torch.set_num_threads(threads)  # this thread kept its number, but later ones would start with 1
+        torch.set_num_threads(threads)  # else threads that start later would use one thread
 
 
 @jit
 def _added(total, score, threshold, agreement, displaced):
-    """The total, and the difference of the agreements where the score exceeds the threshold."""
+    """``total``, plus ``agreement - displaced`` where ``score`` exceeds ``threshold``."""
     return tl.fma((score > threshold).to(tl.float32), agreement - displaced, total)
 
 
@@ -284,7 +284,7 @@ def _swap_gains_kernel(
     rows, left, right, left_row_stride, right_row_stride,
     ALIGN: tl.constexpr, TILE_I: tl.constexpr, TILE_J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    # The launcher divided them by ALIGN: as products, the compiler knows them to be multiples, and copies wide words.
+    # The launcher divided these by ALIGN: the compiler knows the products to be multiples of it, and makes copies wide.
     left, left_row_stride = left * ALIGN, left_row_stride * ALIGN
     right, right_row_stride = right * ALIGN, right_row_stride * ALIGN
     i = tl.program_id(1) * TILE_I + tl.arange(0, TILE_I)
@@ -328,7 +328,7 @@ def swap_gains_triton(left: SwapTerms, right: SwapTerms) -> Tensor:
 
 
 def _launch(config: Config, sizes: Sequence[int]) -> dict[str, int]:
-    """Returns the constants and options for positions and strides of some sizes; see `ALIGN`."""
+    """Returns the options of a launch; ``sizes`` are the numbers of positions and the strides, see `ALIGN`."""
     arguments = config.arguments()
     if not any(size % ALIGN for size in sizes):
         return {"ALIGN": ALIGN, **arguments}
@@ -336,7 +336,7 @@ def _launch(config: Config, sizes: Sequence[int]) -> dict[str, int]:
 
 
 def row_major(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the terms as ``[O, positions]`` in one layout, positions next to each other."""
+    """Returns the terms as ``[O, positions]`` with equal strides and adjacent positions; copies them if need be."""
     turned = [part.t() for part in parts]
     if len({part.stride() for part in turned}) == 1 and turned[0].stride(1) == 1:
         return turned

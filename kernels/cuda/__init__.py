@@ -1,1 +1,1 @@
-"""Hand-written CUDA beside the Triton kernels, for comparison: built on demand, never needed."""
+"""Hand-written CUDA kernels beside those of Triton: compiled at their first use; other routes run where that fails."""

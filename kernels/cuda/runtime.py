@@ -25,20 +25,20 @@ from permtriton.util.durable import replace_file
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17",)
-MOST_DYNAMIC_SHARED, EARLY = 8, 6  # of the driver's enumerations of function and launch attributes
+MOST_DYNAMIC_SHARED, EARLY = 8, 6  # in the driver's enumerations of function attributes and of launch attributes
 
 
 @dataclass(frozen=True)
 class CudaKernel:
     """A kernel of a source in this folder, as it is launched."""
 
-    source: str  # name of the file, without what needs headers at run time: ``sparse_linear_mma.cu``
+    source: str  # name of the file, which includes no headers: ``sparse_linear_mma.cu``
     function: str  # name of the kernel in it
     threads: int  # threads per block
     shared_bytes: int = 0  # bytes of dynamic shared memory per block
     # name and value of each template argument, in order; none if the kernel is no template
     constants: tuple[tuple[str, int], ...] = ()
-    # whether it may begin while the kernel before it ends (sm_90 and newer): it waits for that one itself
+    # whether it may begin while the kernel before it ends (sm_90 and newer); then its code waits for that kernel
     early: bool = False
 
     @property
@@ -56,7 +56,7 @@ class CudaKernel:
             numbers: Its 32-bit integers, which come after the pointers, in its order.
         """
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
-        # An integer is the lower half of its place. Arrays of the same length are of one type, which is made once.
+        # An argument takes 8 bytes, of which an integer is the lower half. Array types are cached by their length.
         count = len(tensors) + len(numbers)
         values = _words(count)(*[tensor.data_ptr() for tensor in tensors], *[n & 0xFFFFFFFF for n in numbers.values()])
         first = ctypes.addressof(values)
@@ -68,7 +68,7 @@ class CudaKernel:
             raise PermTritonError(f"{self.source}: {self.name} could not be launched on {grid}: {problem}")
 
     def active_clusters(self, grid: tuple[int, int, int]) -> int:
-        """Returns how many clusters of such a launch run on the current GPU at once."""
+        """Returns how many clusters of a launch with ``grid`` can run on the current GPU at once."""
         loaded, clusters = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1), _Int()
         setup, driver = loaded.setup(grid, self.threads, self.shared_bytes, 0), _driver()
         driver.cuCtxSetCurrent(loaded.context)  # of this thread, whose first call to CUDA it may be
@@ -96,21 +96,21 @@ class _Setup(ctypes.Structure):  # CUlaunchConfig
 
 @dataclass(frozen=True)
 class Loaded:
-    """A kernel on one GPU."""
+    """A kernel that is loaded on one GPU."""
 
     context: Any  # the driver's handle of the GPU's context
     function: Any  # the driver's handle of the kernel
-    attributes: Any  # of its launches
+    attributes: Any  # array of the driver's attributes of its launches
 
     def setup(self, grid: Sequence[int], threads: int, shared_bytes: int, stream: int) -> _Setup:
-        """Returns what the driver is told of a launch."""
+        """Returns the driver's configuration of a launch."""
         count = len(self.attributes)
         return _Setup((*grid,), (threads, 1, 1), shared_bytes, stream, self.attributes if count else None, count)
 
 
 @functools.cache
 def compiled(kernel: CudaKernel, device: int) -> Loaded:
-    """Returns a kernel that the current GPU can launch; ``device``, its number, is a key only."""
+    """Returns a kernel loaded on the current GPU, whose number ``device`` has to be."""
     if device < 0 or torch.version.cuda is None:
         raise PermTritonError(f"{kernel.source}: it runs on an NVIDIA GPU, and torch sees none on this machine")
     major, minor = torch.cuda.get_device_capability(device)
@@ -118,7 +118,7 @@ def compiled(kernel: CudaKernel, device: int) -> Loaded:
     torch.cuda.current_stream().synchronize()  # makes the GPU's context the current one
     context, function = _Pointer(), _Pointer()
     problem = _refusal(_driver().cuCtxGetCurrent(ctypes.byref(context))) or _load(kernel, architecture, function)
-    if problem:  # the kept machine code may be damaged
+    if problem:  # the cached machine code may be damaged
         problem = _load(kernel, architecture, function, again=True)
     if problem:
         raise PermTritonError(f"{kernel.source}: {kernel.name} could not be loaded: {problem}")
@@ -138,7 +138,7 @@ def _load(kernel: CudaKernel, architecture: str, function: Any, *, again: bool =
 
 
 def _nvrtc() -> Any:
-    """Returns NVRTC: the system's, or the one that pip installed beside torch, which no search path holds."""
+    """Returns NVRTC: the system's, or the one that pip installed beside torch, which is on no search path."""
     name = f"libnvrtc.so.{(torch.version.cuda or '').partition('.')[0]}"
     installed = find_spec("nvidia")
     places = [] if installed is None else installed.submodule_search_locations or []
@@ -155,7 +155,7 @@ def machine_code(kernel: CudaKernel, architecture: str, *, again: bool = False) 
     Args:
         kernel: The kernel.
         architecture: Such as ``sm_90a``.
-        again: Whether to compile it though it is kept.
+        again: Whether to compile the kernel although its machine code is cached.
     """
     try:
         library = _nvrtc()

@@ -1,6 +1,6 @@
-"""What a kernel is checked, tuned and measured on: inputs, a call, its reference, and the least bytes it must move.
+"""Calls on which a kernel is checked, tuned and measured: inputs, call, reference, and the least bytes it must move.
 
-The cases of each kernel are in the folder cases. Tuning and benchmarks use the same ones, so that a configuration is
+The cases of each kernel are in the folder cases. Tuning and benchmarks use the same cases, so that a configuration is
 chosen by the call whose time is reported.
 """
 
@@ -86,7 +86,7 @@ class Random:
         return self.order(channels, in_blocks).to(index_dtype(channels))
 
     def two_of_four(self, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
-        """Returns a 2:4 weight."""
+        """Returns a random weight ``[out_features, in_features]``, pruned to 2:4 by magnitude."""
         return larger_half(self.normal(out_features, in_features, dtype=dtype).mul_(in_features**-0.5))
 
 
@@ -99,7 +99,7 @@ def larger_half(weight: Tensor) -> Tensor:
 
 @contextmanager
 def _poisoned() -> Iterator[None]:
-    """Fills newly allocated memory with NaN, or the largest integer: what is not written shows."""
+    """Within the context, fills new memory with NaN, or the largest integer, so that what is not written shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     switches: Any = torch.utils.deterministic
     filled, switches.fill_uninitialized_memory = switches.fill_uninitialized_memory, True

@@ -1,8 +1,8 @@
-"""Times functions against each other: warmed up, interleaved, inputs rotated beyond the L2, quantiles not means.
+"""Times functions against each other: after a warm-up, in turns, on inputs larger than the L2 cache, by quantiles.
 
 On a GPU each function is captured as a CUDA graph that calls it once per set of inputs, and whole replays are timed
 with events, so that launch overhead is that of a graph. A function that cannot be captured is timed on the stream,
-launches included. On a CPU the host's clock is used: a rehearsal, whose times say nothing about a GPU.
+launches included. On a CPU the host's clock is used, to rehearse: its times say nothing about a GPU.
 """
 
 import math
@@ -27,7 +27,7 @@ class Timing:
     how: str  # "graph", "stream" or "host"
 
     def quantile(self, part: float) -> float:
-        """Returns the sample below which ``part`` of all samples lie."""
+        """Returns the sample below which the share ``part``, 0 to 1, of all samples lies."""
         return sorted(self.seconds)[min(int(part * len(self.seconds)), len(self.seconds) - 1)]
 
     def report(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Timing:
 def sets_of_inputs(device: torch.device, bytes_each: int, most: int = 1024, memory: int = 8 << 30) -> int:
     """Returns how many sets of inputs of ``bytes_each`` exceed three times the L2 cache; one on a CPU.
 
-    At most ``most``, and as many as ``memory`` bytes hold.
+    There are at most ``most`` sets, and no more than ``memory`` bytes hold.
     """
     if device.type != "cuda":
         return 1
@@ -79,9 +79,9 @@ def measure(
 
 
 def relative_error(out: Tensor, expected: Tensor) -> float:
-    """Returns ``|out - expected| / |expected|`` in float64, by the norm or by the largest element if that is more.
+    """Returns ``|out - expected| / |expected|`` in float64: the larger of the values by 2-norm and by maximum norm.
 
-    The largest shows a single wrong row of thousands. Infinite where ``out`` holds a NaN or has another shape.
+    The maximum norm shows a single wrong row among thousands. Infinite if ``out`` holds a NaN or has another shape.
     """
     if out.shape != expected.shape:
         return math.inf
@@ -123,7 +123,7 @@ def _all(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
 def captured(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[Callable[[], object], list[object]]:
     """Captures calls as one CUDA graph; returns (a function that replays it, what each call returned).
 
-    Every call writes memory of its own, so that writes leave the L2, too.
+    Every call writes memory of its own, so that written data does not stay in the L2 cache either.
     """
     pool, before = torch.cuda.graph_pool_handle(), torch.cuda.current_stream(device)
     stream = torch.cuda.Stream(device)
@@ -150,10 +150,10 @@ def captured(calls: Sequence[Callable[[], object]], device: torch.device) -> tup
 
 
 def _end_capture(device: torch.device, pool: Any) -> None:
-    """Ends what torch believes to go on after a capture that failed.
+    """Restores torch's state after a capture that failed.
 
-    Before torch 2.12 its allocator goes on allocating into the graph's pool, and its random generator refuses to draw
-    numbers outside a graph until another capture ends well.
+    Before torch 2.12 its allocator would go on allocating into the graph's pool, and its random generator refuse to
+    draw numbers outside a graph until another capture succeeds.
     """
     with suppress(Exception):
         torch.cuda.synchronize(device)
@@ -169,7 +169,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> float:
         run()
         return time.perf_counter() - started
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    run()  # while it runs the timed run is launched: an idle GPU would wait for launches after ``begin``
+    run()  # keeps the GPU busy while the timed run is launched, or its time would include waiting for launches
     begin.record()
     run()
     end.record()

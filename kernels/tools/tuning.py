@@ -24,7 +24,7 @@ from permtriton.kernels.tools.cases import KERNELS
 from permtriton.kernels.tools.timing import measure, sets_of_inputs
 
 SECONDS = 0.5  # spent on timing one configuration
-LARGEST = 1 << 24  # features of a linear
+LARGEST = 1 << 24  # most features of a linear
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def tune(
 ) -> dict[str, Any] | None:
     """Tries every configuration of every table that the cases read; returns the entries of the cache file.
 
-    Returns None where the time was up before: the entries are in the file, and the next run goes on from there.
+    Returns None if the time was up before the end: the trials are in the file, and the next run continues from there.
 
     Args:
         todo: Cases, from `cases_for`.
@@ -86,7 +86,7 @@ def tune(
         machine: Key of this machine, from `permtriton.kernels.autotune.machine_key`.
         file: File to write the entries to; trials that it already holds are not repeated.
         on_trial: Called after each configuration.
-        until: On the clock of `time.monotonic`: after it no further trial begins.
+        until: Time on the clock of `time.monotonic` after which no further trial begins.
     """
     known, entries = autotune.read_entries(file, machine), {}
     for case in todo:
@@ -94,7 +94,7 @@ def tune(
         for number, request in enumerate(requests):
             if request.key in entries:
                 continue
-            # What a library chose by itself has no trials.
+            # An entry that a library's own search made has no trials.
             entry = entries[request.key] = {"case": case.name, "trials": {}, **known.get(request.key, {})}
             later = {other.op: other.configs[0] for other in requests[number + 1 :]}
             with autotune.forcing({**later, **request.forced}):  # else a route chosen earlier might bypass this kernel
@@ -113,14 +113,14 @@ def tune(
 
 
 def requests_of(case: Case) -> list[Request]:
-    """Returns the choices that a case makes, with those on every route that it can take; runs it once per route."""
+    """Returns a case's requests for configurations, on every route that it can take; runs the case once per route."""
     requests = _asked(case)
     for choice in list(requests.values()):
         if "ROUTE" in choice.configs[0].constants:
             for config in choice.configs:
-                with suppress(Exception), autotune.forced(choice.op, config):  # the route's own trial says what fails
+                with suppress(Exception), autotune.forced(choice.op, config):  # the route's own trial reports why
                     requests = _asked(case) | requests
-    # Last request first: a choice between kernels is tuned after each of them.
+    # Last request first, so that a choice between kernels is tuned after the kernels.
     return [request for request in reversed(requests.values()) if len(request.configs) > 1]
 
 
@@ -168,7 +168,7 @@ def _winner(configs: Sequence[Config], trials: Mapping[str, Any]) -> Config:
 
 
 def _confirm(case: Case, request: Request, entry: dict[str, Any], device: torch.device) -> None:
-    """Keeps the default unless the winner is faster side by side: in separate runs a drift of the clocks can decide."""
+    """Keeps the default unless the winner is faster in one interleaved run: between separate runs the clocks drift."""
     default, winner = request.configs[0], _winner(request.configs, entry["trials"])
     if winner == default or "error" in entry["trials"][autotune.describe(default)] or "gain" in entry:
         return

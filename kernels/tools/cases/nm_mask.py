@@ -29,7 +29,7 @@ def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype, device
 
     moved = 2 * out_features * in_features * dtype.itemsize
     make = _mask_inputs(out_features, in_features, dtype, device)
-    # A score that another rounding ties with its neighbour may choose otherwise; a handful in 45 million do.
+    # Where scores tie under another rounding, another weight may be kept, as for a handful in 45 million.
     return Case(
         "nm_mask", f"{out_features}x{in_features}", dtype, make, run, reference, relative_error, 1e-3, moved,
         tables={"nm_mask": forward.CONFIGS},

@@ -68,7 +68,7 @@ def _largest_error(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> 
 
 
 def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """RMSNorm forward and backward, with the gradients of input and weight: 5 of the input's bytes."""
+    """RMSNorm forward and backward, with the gradients of input and weight: moves 5 times the bytes of the input."""
 
     def make(seed: int) -> Arguments:
         random = Random(seed, device)

@@ -33,7 +33,7 @@ def placement_case(out_features: int, in_features: int, dtype: torch.dtype, devi
         return placement_reference(grad.double(), weight.double(), wide, *others)  # type: ignore[arg-type]
 
     moved = 2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4
-    # Scores that are equal after rounding choose otherwise: a handful of the weights.
+    # Where scores tie in float32 but not in float64, another weight may be kept, as for a handful of weights.
     return Case(
         "placement", f"{out_features}x{in_features}", dtype, make, placement, reference, relative_error, 2e-2, moved,
         flops=3 * out_features * in_features * BLOCK, tables={"placement": CONFIGS},

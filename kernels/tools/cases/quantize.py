@@ -15,7 +15,7 @@ from permtriton.kernels.tools.cases.norm_permute import EPS
 from permtriton.kernels.tools.timing import relative_error
 
 Quantized = tuple[Tensor, Tensor]
-LIMIT = 1e-2  # a value between two of float8 may be rounded to either
+LIMIT = 1e-2  # a value in the middle between two of float8 may be rounded to either
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -60,7 +60,7 @@ def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: tor
 
 
 def norm_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """RMSNorm that writes a permuted order."""
+    """RMSNorm that writes a permuted order, quantized."""
 
     def make(seed: int) -> Arguments:
         random = Random(seed, device)
@@ -94,6 +94,6 @@ def _case(
 
 
 def _error(got: Quantized, expected: Quantized) -> float:
-    """Returns the larger error of what was quantized and of the scales."""
+    """Returns the larger of two relative errors: of the dequantized values, and of the scales."""
     values = (q.float() * scale for q, scale in (got, expected))
     return max(relative_error(*values), relative_error(got[1], expected[1]))

@@ -26,7 +26,7 @@ def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: tor
 
 
 def sinkhorn_case(blocks: int, size: int, device: torch.device) -> Case:
-    """The relaxation of one step's permutations."""
+    """The soft permutations of one learning step."""
 
     def make(seed: int) -> Arguments:
         return Random(seed, device).near_identity(blocks, size), TAU, ROUNDS

@@ -1,4 +1,4 @@
-"""What `permtriton.kernels.sparse_linear` is checked, tuned and timed on; see `permtriton.kernels.tools.case`."""
+"""Cases of `permtriton.kernels.sparse_linear`."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,7 @@ def sparse_linear_case(
     moved = packed + tokens * (in_features + out_features) * dtype.itemsize
     return Case(
         "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
-        make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # of the kept half
+        make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # 2 per kept weight
         tables=_tables(tokens, out_features, in_features, dtype, device),
     )  # fmt: skip
 

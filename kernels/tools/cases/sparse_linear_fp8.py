@@ -11,7 +11,7 @@ from permtriton.kernels.sparse_linear_fp8 import ROUTE_CONFIGS, pack_fp8, sparse
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
-LIMIT = 1e-2  # a value between two of float8 may be rounded to either
+LIMIT = 1e-2  # a value in the middle between two of float8 may be rounded to either
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -44,6 +44,6 @@ def sparse_linear_fp8_case(
         tables["sparse_linear_fp8"] = mma.WIDE_CONFIGS
     return Case(
         "sparse_linear_fp8", f"{tokens} tokens {out_features}x{in_features}", dtype, make, run, reference,
-        relative_error, LIMIT, moved, tokens * weights // 2,  # of the kept half, at twice the rate of 16 bits
+        relative_error, LIMIT, moved, tokens * weights // 2,  # 2 per kept weight, at twice the rate of 16 bits
         tables=tables,
     )  # fmt: skip

@@ -13,7 +13,7 @@ CHANNELS = 128
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the case of each number of output features, with a mask: a choice may hang on the last bit."""
+    """Returns the case of each number of output features, with a given mask, since the last bit may decide a choice."""
     return [sparsegpt_block_case(rows, device) for rows in dict.fromkeys(rows for rows, _ in shapes)]
 
 

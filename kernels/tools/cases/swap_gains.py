@@ -10,7 +10,7 @@ from permtriton.kernels.swap_gains import CONFIGS, SwapTerms, swap_gains, swap_g
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
 from permtriton.kernels.tools.timing import relative_error
 
-POSITIONS = 1024  # of the left side, at most: as a search works through an order
+POSITIONS = 1024  # most positions of the left side, as a search goes through an order in parts
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
