@@ -51,7 +51,7 @@ def register_with_transformers() -> None:
     if not _registered() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     if QUANTIZERS in sys.modules:
-        with suppress(ImportError):  # an error of transformers, which whoever imports it gets, too
+        with suppress(ImportError):  # an error of transformers, which its importer gets, too
             import_module(QUANTIZERS)  # waits for the thread that executes it
         _register()
 
