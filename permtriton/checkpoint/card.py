@@ -68,7 +68,7 @@ def _write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: 
 
 
 def name_repository(folder: Path, repo: str) -> None:
-    """Makes the example in a folder's card load from the repository ``repo`` of the hub; keeps others' cards."""
+    """Makes the example in a folder's card load from the hub repository ``repo``; a card of somebody else stays."""
     card, record = folder / CARD_FILE, read_json(folder / REPORT_FILE)
     content = card.read_bytes()
     if hashlib.sha256(content).hexdigest() != record.get("card"):
@@ -85,8 +85,8 @@ def model_card(
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
-        name: folder or repository that it is loaded from.
-        custom: class of transformers that loads it by the code that comes with it; None where it has no such code.
+        name: folder or repository that the model is loaded from.
+        custom: class of transformers that loads the model with its own code; None if it has none.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     on_hub = report.get("on_hub", is_hub_name(source))
@@ -130,7 +130,7 @@ def model_card(
 
 
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
-    """Returns the evaluation of the model as an entry of the card's ``model-index``."""
+    """Returns the entries of the card's ``model-index``: the evaluation of the model, if it was measured."""
     evaluation = report["evaluation"]
     if "dense" not in evaluation or _has_8_bits(report):  # measured before the weights were rounded
         return []

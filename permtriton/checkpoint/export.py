@@ -60,7 +60,7 @@ def export(
 
     Raises:
         ConfigError: an unknown format, or "plain" or "fp8" for a model that permutes at run time.
-        MissingExtraError: as `check_format`.
+        MissingExtraError: a package that ``format`` needs is not installed.
         ModelError: ``folder`` was not written by permtriton, is damaged or quantized, or its `FormatWriter` refuses it.
         OutputError: ``output`` exists and may not be replaced, or cannot be written.
         VerificationError: the written tensors differ from the ones that were read.

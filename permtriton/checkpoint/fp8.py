@@ -106,7 +106,7 @@ class Fp8Writer(FormatWriter):
 
         Both also hold for other classes with the same base model, whose heads have other linears, and for names with
         and without the prefix of the base model. A pattern of the quantized linears would need the names that vLLM
-        gives to joined linears, but its lists of layers keep their names.
+        gives to joined linears; it does not rename lists of layers.
 
         Args:
             left: names of the linears that are not quantized.

@@ -85,7 +85,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
 
 @contextmanager
 def locked(output: Path, say: Say) -> Iterator[bool]:
-    """Locks a resolved path; yields whether this call did: False if it was locked here already, or without locks."""
+    """Locks a resolved path; yields False if this process holds the lock already, or the file system has no locks."""
     path = _beside(output, "lock")
     lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
     again = lock.is_locked
@@ -166,7 +166,7 @@ def working_folder(output: Path) -> Iterator[Path]:
 
 
 def _made(output: Path, kind: str) -> Path:
-    """Makes a folder beside an output, named by this process; without file locks, its name may be taken for good."""
+    """Makes a folder beside an output; where there are no file locks, leftovers stay and may have taken its name."""
     folder, number = _beside(output, f"{kind}-{os.getpid()}"), 1
     while True:
         try:

@@ -12,7 +12,7 @@ from permtriton.util.sparsity import NMPattern
 
 
 def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, pattern: NMPattern) -> Tensor:
-    """Returns the dense parameter, of the given ``shape``, of a packed one.
+    """Returns a packed parameter as a dense one of ``shape``.
 
     Args:
         values, positions: as `permtriton.kernels.packing.pack` returns them.

@@ -1,4 +1,4 @@
-"""Checks that a model is N:M as it claims, and finds the pattern of one that claims nothing."""
+"""Checks that a model is N:M as it claims, and finds the pattern of a model that claims none."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from permtriton.model.expert_linears import stacks
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
-REGULAR = 0.9  # more of the groups of an N:M weight than this share hold N nonzero values, the rest fewer
+REGULAR = 0.9  # more than this share of a weight's groups must hold N nonzero values; the others may hold fewer
 
 
 def broken_claim(model: PreTrainedModel, record: Record) -> str:

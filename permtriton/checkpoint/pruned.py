@@ -40,7 +40,7 @@ class Pruned:
 
     @property
     def is_trained(self) -> bool:
-        """Whether weights were changed after the compilation, in place, by other means than ``.data``."""
+        """Whether weights were changed in place after the compilation; changes through ``.data`` are not noticed."""
         return self._present_versions() != self._versions
 
     def _present_versions(self) -> list[int]:

@@ -15,7 +15,7 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
     """Makes a repository if it is not there, so that a wrong name or token is found before any work.
 
     Args:
-        repo: name, such as ``me/my-model-2of4``; without an owner, that of the token is taken.
+        repo: name, such as ``me/my-model-2of4``; without an owner, the owner of the token is taken.
         token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
         private: whether a new repository is private; None for the default of its owner.
 
@@ -41,7 +41,7 @@ def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
 
     Args:
         repo: as `make_repository` returns it.
-        token: as of `make_repository`.
+        token: as in `make_repository`.
         message: message of the commit.
 
     Returns:

@@ -324,7 +324,7 @@ class PermTritonQuantizer(HfQuantizer):
     def _keep_or_unpack(self, model: Any, name: str) -> None:
         """Keeps a loaded parameter packed if a kernel multiplies it in that form, else unpacks it.
 
-        Both are bit for bit the weight that was packed; after that it is cast to its dtype, as a dense weight would be.
+        Both forms are bit for bit what was packed; after that it is cast to its dtype, as a dense weight would be.
         """
         listed, config = self._packed[name], self.quantization_config
         entry, pattern = config.packed[listed], config.pattern_of(listed)
@@ -359,7 +359,7 @@ class PermTritonQuantizer(HfQuantizer):
 
 
 def _other_names(model: Any, name: str) -> list[str]:
-    """Returns the other names of a parameter that layers share, which transformers ties after it loaded the first."""
+    """Returns the other names of a parameter that layers share, which transformers ties after loading one of them."""
     tied = dict(getattr(model, "all_tied_weights_keys", {}))
     source = tied.get(name, name)
     return [other for other in (source, *tied) if tied.get(other, other) == source and other != name]

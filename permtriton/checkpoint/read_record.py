@@ -1,4 +1,4 @@
-"""Reads ``permtriton.json``, the record of a compilation, and refuses it if the entries here are damaged."""
+"""Reads ``permtriton.json``, the record of a compilation, and refuses it if an entry in `ReadEntries` is damaged."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -73,7 +73,7 @@ def _register() -> None:
 
 
 def _stand_ins(module: Any) -> tuple[type, type]:
-    """Returns two classes that, when called, make an object of permtriton's class."""
+    """Returns stand-ins for the quantizer and its config: called, they make an object of permtriton's class."""
 
     class QuantizerStandIn(module.HfQuantizer):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -148,7 +148,7 @@ def replace_by_packed(
             f"{shape} at {pattern}: the checkpoint is damaged"
         )
     empty = torch.empty(0, dtype=getattr(owner, attribute).dtype, device="meta")
-    setattr(owner, attribute, nn.Parameter(empty))  # transformers fails on None when it initializes
+    setattr(owner, attribute, nn.Parameter(empty))  # transformers cannot initialize None
     owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=dtypes[values.dtype], device="meta"))
     owner.register_buffer(f"{attribute}_positions", torch.empty(shapes[1], dtype=torch.uint8, device="meta"))
     if "values" in entry:

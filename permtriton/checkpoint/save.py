@@ -97,13 +97,13 @@ def _save(
 
 
 def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
-    """Writes what transformers saves, and copies what stands beside it."""
+    """Writes what transformers saves, and copies the files beside the model."""
     _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-    except Exception as error:  # it raises many kinds
+    except Exception as error:  # save_pretrained raises many kinds
         if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
@@ -121,7 +121,7 @@ def _correct(model: Any) -> None:
         tables = embedding_of(model), model.get_output_embeddings()
         embedding, head = (getattr(table, "weight", None) for table in tables)
     untied = embedding is not None and head is not None and head is not embedding
-    further = any(FURTHER_LAYERS.search(name) for name, _ in model.named_parameters())  # transformers loads none
+    further = any(FURTHER_LAYERS.search(name) for name, _ in model.named_parameters())  # most classes load none
     for config in configs:
         if untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # readers that trust it would leave the head out
@@ -149,8 +149,8 @@ def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
 def copy_file(path: Path, folder: Path, partial: Path) -> bool:
     """Copies a file of ``folder`` to the same place in ``partial``; returns whether it did.
 
-    Links that lead out of the folder are not copied, because any file could be published through them. Followed are
-    the links of the hub's cache, which lead to its own folder ``blobs``.
+    Links that lead out of the folder are not copied, because any file could be published through them. Links of
+    the hub's cache, which lead to its own folder ``blobs``, are followed.
     """
     inside = [folder, *([folder.parent.parent / "blobs"] * (folder.parent.name == "snapshots"))]
     if not any(real_path(path).is_relative_to(real_path(root)) for root in inside):

@@ -19,7 +19,7 @@ from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.util.progress import Advance, Progress
 
-BEGINNING = 8  # length of a text over that of its beginning, which is calibration text
+BEGINNING = 8  # ratio of a text's length to that of its beginning, which is calibration text
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 AT_ONCE = 4 * 2**30  # most bytes that are kept for texts written together; a single text may take more
 
@@ -47,7 +47,7 @@ def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
-    if latent := getattr(text, "kv_lora_rank", None):  # from which DeepSeek computes them
+    if latent := getattr(text, "kv_lora_rank", None):  # DeepSeek computes keys and values from it
         cached = latent + text.qk_rope_head_dim
     return {
         "keys and values": tokens * text.num_hidden_layers * cached * model.dtype.itemsize,

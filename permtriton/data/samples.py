@@ -48,7 +48,7 @@ class Samples:
 
     @classmethod
     def of(cls, inputs: "Inputs") -> "Samples":
-        """Returns samples from token ids (int64 ``[samples, tokens]``), or from a mapping as `inputs`."""
+        """Returns samples from token ids (int64 ``[samples, tokens]``), or from a mapping like ``inputs``."""
         if isinstance(inputs, Samples):
             return inputs
         return cls({"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs))

@@ -18,7 +18,7 @@ class SpecialTokens:
     """The special tokens around each sequence that is cut out of a text; none by default."""
 
     before: tuple[int, ...] = ()  # ids before the text
-    after: tuple[int, ...] = ()  # ids after it
+    after: tuple[int, ...] = ()  # ids after the text
     end: tuple[int, ...] = ()  # ids between the documents of one sequence
     words: str = "without special tokens"  # the special tokens, in words
     # special tokens around an encoder-decoder's labels, the second half of a row; None where a row is one sequence
@@ -38,7 +38,7 @@ class SpecialTokens:
         return self if self.labels is None else self.labels
 
     def room(self, tokens: int, option: str) -> int:
-        """Returns how many tokens of text fit in a row of ``tokens``; ``option`` is its name in an error."""
+        """Returns how many tokens of text fit in a row of ``tokens``; ``option`` names ``tokens`` in an error."""
         least = len(self) + 1 if self.labels is None else 2 * max(self._sizes) + 2
         if self and tokens < least:
             raise ConfigError(

@@ -76,7 +76,7 @@ def all_windows(
     Args:
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
         documents: Documents in memory, which the source then only names; None to read those of the source.
-        surplus: About the ratio of encoded to wanted tokens, of many documents; at least `SURPLUS`. The first
+        surplus: About the ratio of encoded to wanted tokens, if there is enough text; at least `SURPLUS`. The first
             sequences do not depend on it.
         halves: Whether the model is an encoder-decoder, each row of which holds two sequences.
 
@@ -112,7 +112,7 @@ def _mixed_windows(
 ) -> Tensor:
     """Returns windows of documents that are joined in random order, int64 ``[at least samples, length]``."""
     generator, tokens = torch.Generator().manual_seed(seed), config.samples * length
-    cut_off = length if surplus > SURPLUS else 0  # lost to the remainders of the two parts
+    cut_off = length if surplus > SURPLUS else 0  # tokens that both parts lose as remainders
     stream, ends = encoder.stream(documents, surplus * tokens + cut_off, generator)
     end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # end of the part that is shuffled
     windows = end // length
@@ -376,7 +376,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:  # also integers of too many digits
+        except (ValueError, RecursionError) as error:  # also for integers of too many digits
             raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
         if not isinstance(rows[-1], dict):
             raise CalibrationError(f"{path} line {number} is {shown(rows[-1])}: expected a text or input_ids by name")

@@ -18,7 +18,7 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of roles
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes token ids of the documents of a source."""
+    """Encodes the documents of a source as token ids."""
 
     source: str  # where the documents come from, for errors
     tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer; may be None where the documents are token ids
@@ -129,14 +129,14 @@ def token_ids(
             ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
         last = ids[-2:].tolist()
-        behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # the end token, e.g. a language
+        behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # e.g. a language after the end token
         if not ended or end is None or not last or last[-1] == end or behind:
             return ids
         return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
 
 
 def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:
-    """Yields a text in pieces, most often as one.
+    """Yields a text in pieces, usually in a single one.
 
     Time and memory of some tokenizers grow without limit on a long text. So a line of more than ``longest_line``
     characters is cut before the last white space among them, where words begin, or after them if there is none; and a

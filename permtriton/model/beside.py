@@ -18,7 +18,7 @@ WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_confi
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
            "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
 WITH_THE_TOKENIZER = "additional_chat_templates"
-OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of a copy in another format
+OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of copies in other formats
 OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
 
 

@@ -84,7 +84,7 @@ def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
 
 
 def with_rounding(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns ``value`` plus noise of its dtype's machine epsilon times its root mean square, as rounding may cause.
+    """Returns ``value`` with noise as large as rounding errors: its dtype's epsilon times its root mean square.
 
     The epsilon is at least float32's, because norms and rotary angles are computed in float32 in any model.
     """
@@ -121,7 +121,7 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
 
     Args:
         before: outputs before the step.
-        run: returns the outputs after the step, of the same shape; called again if they exceed the tolerance.
+        run: returns the outputs after the step, of the same shape; called again if their difference is too large.
     Returns:
         The largest difference relative to the largest output.
     """
@@ -163,7 +163,7 @@ def model_hash(model: PreTrainedModel) -> str:
 
 
 def sample_hash(model: nn.Module) -> str:
-    """Returns a hash of a sample of each parameter, which tells the states after the steps of one run apart."""
+    """Returns a hash of a sample of each parameter, which tells apart the states after the steps of a run."""
     sha256 = hashlib.sha256()
     for name, parameter in model.named_parameters():
         step = parameter.numel() // SAMPLED | 1  # odd: an even stride would read only a few columns of a matrix

@@ -21,8 +21,8 @@ ENCODER_STATE = "encoder_last_hidden_state"  # in the output of an encoder-decod
 
 
 def takes_decoder_ids(model: PreTrainedModel) -> bool:
-    """Whether a model is an encoder-decoder whose decoder reads token ids. Its encoder alone is none."""
-    if getattr(model.config, "use_decoder_only_language_model", False):  # BLIP-2's class holds either kind
+    """Whether a model is an encoder-decoder whose decoder reads token ids. Its encoder alone is not one."""
+    if getattr(model.config, "use_decoder_only_language_model", False):  # BLIP-2 with a decoder-only model
         return False
     return DECODER_IDS in inspect.signature(model.forward).parameters
 
@@ -53,7 +53,7 @@ def body_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the only inner model of one with a head whose `base_model` is itself, as of Whisper's classifier."""
+    """Returns the only inner model where ``base_model`` finds none, as in WhisperForAudioClassification; else None."""
     inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]
     if model.base_model is not model or is_headless(model) or takes_decoder_ids(model) or len(inner) != 1:
         return None
@@ -106,7 +106,7 @@ def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
 
 
 def embedding_of(model: PreTrainedModel) -> Any:
-    """Returns the module that transformers calls the input embeddings, of tokens or patches; None if it names none."""
+    """Returns the module that transformers calls the input embeddings, of tokens or patches; None if there is none."""
     try:
         return model.get_input_embeddings()
     except NotImplementedError:

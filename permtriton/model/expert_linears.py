@@ -234,7 +234,7 @@ def is_transposed(stacked: nn.Module) -> bool:
 
 
 def fits(stacked: nn.Module, first: Tensor, second: Tensor) -> bool:
-    """Whether both are ``[experts, out, in]``: hidden to 2 x intermediate (1 x without a gate), and back."""
+    """Whether ``first`` is ``[experts, 2I, hidden]`` (``I`` without a gate), ``second`` ``[experts, hidden, I]``."""
     halves = 2 if projections(stacked)[0] == "gate_up_proj" else 1
     shape = (first.shape[0], first.shape[2], first.shape[1] // halves)
     return first.shape[1] % halves == 0 and tuple(second.shape) == shape

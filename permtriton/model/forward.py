@@ -23,7 +23,7 @@ TOKENS_WITH_LOGITS = 2048  # per forward pass with logits
 
 
 def windows_at_once(tokens: int) -> int:
-    """Returns how many windows of ``tokens`` tokens are evaluated at once: logits of a large vocabulary are big."""
+    """Returns how many windows of ``tokens`` tokens are evaluated at once; their logits take much memory."""
     return max(TOKENS_WITH_LOGITS // tokens, 1)
 
 
@@ -161,7 +161,7 @@ def hidden_states(
 def max_tokens(model: PreTrainedModel) -> int | None:
     """Returns the number of tokens in the longest sequence that the model can take; None if there is no limit.
 
-    This is twice the positions if an encoder-decoder divides a text: each half may fill its own.
+    In an encoder-decoder that divides a text, this is twice the positions, as encoder and decoder read a half each.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not limit or limit < 0:

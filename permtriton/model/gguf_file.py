@@ -23,7 +23,7 @@ from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
 SUFFIX = ".gguf"
-FACTORS = ("rope_freqs", "rope_factors_")  # names of tensors of rotary factors, in LLaMA 3.1 and Phi-3 128k, begin so
+FACTORS = ("rope_freqs", "rope_factors_")  # prefixes of tensors of rotary factors (LLaMA 3.1, Phi-3 128k)
 # `_check_rotation` handles the factors; T5's file stores relative positions for cross-attention, which has none.
 MAY_BE_UNUSED = (*FACTORS, "dec.blk.0.cross_attn_rel_b")
 LLAMA3 = {
@@ -36,7 +36,7 @@ SPLIT_AS_LLAMA_3 = (
 )  # fmt: skip
 SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class loses the split when it is reloaded
 TOKENIZER_LISTS = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
-GEMMA_2_27B = 46  # layers
+GEMMA_2_27B = 46  # its number of layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
 
@@ -114,7 +114,7 @@ def check_config(file: GgufFile, config: Any) -> None:
     if config.model_type == "gemma2" and config.num_hidden_layers == GEMMA_2_27B:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     prefix = file.header["general.architecture"]
-    read: dict[str, list[int]] = {"ssm.dt_b_c_rms": [False]}  # of FalconMamba, which transformers reads as Mamba
+    read: dict[str, list[int]] = {"ssm.dt_b_c_rms": [False]}  # True for FalconMamba, which transformers reads as Mamba
     window = file.header.get(f"{prefix}.attention.sliding_window", 0)
     if 0 < window < file.header.get(f"{prefix}.context_length", math.inf):
         if not hasattr(config, "sliding_window"):

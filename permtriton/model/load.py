@@ -38,8 +38,8 @@ from permtriton.model.tokenizer import load_processor
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
-PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # in order of how likely the model is in it
-OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # a Trainer's pickles
+PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the likeliest to hold the model first
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # prefixes of a Trainer's pickles
 ADAPTER = "adapter_config.json"
 
 
@@ -210,11 +210,11 @@ def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> 
     Args:
         unused: tensors that transformers' loading info names; for most architectures of GGUF, it names none.
     """
-    with suppress(ImportError, NotImplementedError):  # where the loading info does name them
+    with suppress(ImportError, NotImplementedError):  # raised where the loading info names unused tensors
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
         processor = TENSOR_PROCESSORS.get(file.header["general.architecture"], TensorProcessor)
-        used = get_gguf_hf_weights_map(model, processor()).keys()  # merged experts lack ".weight"
+        used = get_gguf_hf_weights_map(model, processor()).keys()  # names of merged experts lack ".weight"
         unused = unused | {name for name in file.stored if used.isdisjoint((name, name.removesuffix(".weight")))}
     for name in sorted(unused):
         if (name in file.biases or not name.endswith(".bias")) and not name.startswith(MAY_BE_UNUSED):
@@ -232,7 +232,7 @@ def _is_not_zero(stored: Mapping[str, StoredTensor], name: str) -> bool:
 
 
 def _is_compiled(config: Any) -> bool:
-    """Whether permtriton wrote the weights, by the config: `save_pretrained` writes it, but no permtriton.json."""
+    """Whether the config says that permtriton wrote the weights; `save_pretrained` writes no permtriton.json."""
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     return bool(method == "permtriton")
@@ -392,7 +392,7 @@ def _dequantizing(source: Source, pruned: Any) -> dict[str, Any]:
     """Returns the arguments that make transformers dequantize; versions without ``GgufConfig`` always dequantize GGUF.
 
     Args:
-        pruned: config of a model to prune, of which other quantized weights are dequantized, too; None for any other.
+        pruned: config of a model to prune, which is dequantized also if it is not GGUF; None for any other model.
     """
     if pruned is not None and source.gguf is None and isinstance(quantization := _quantization(pruned), dict):
         quantization["dequantize"] = True

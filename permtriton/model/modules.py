@@ -22,7 +22,7 @@ from permtriton.kernels.sparse_linear_fp8 import pack_fp8, sparse_linear_fp8, un
 from permtriton.util.permutation import compose, index_dtype, is_permutation
 from permtriton.util.sparsity import NMPattern
 
-LINEAR_MODULES = (nn.Linear, Conv1D)  # what is pruned
+LINEAR_MODULES = (nn.Linear, Conv1D)  # classes of the linears that are pruned
 
 
 def check_index(index: Tensor, channels: int, name: str) -> None:
@@ -114,7 +114,7 @@ class PermutedRMSNorm(_PermutedNorm):
 
 
 class PermutedLayerNorm(_PermutedNorm, nn.LayerNorm):
-    """A layer norm that writes its output in the order of an index; an ``nn.LayerNorm`` for ``isinstance``.
+    """A layer norm that writes its output in the order of an index; a subclass for ``isinstance`` tests.
 
     Attributes:
         weight: parameter ``[C]``, in the order of the input.
@@ -133,7 +133,7 @@ class GatheredLinear(nn.Linear):
     """A linear layer that may gather its input first; without a gather it does what ``nn.Linear`` does.
 
     Attributes:
-        gather: gather of the input, or None. The weight's columns are in the order of its output.
+        gather: gather of the input, or None. The weight's columns are in the order of the gather's output.
     """
 
     def __init__(

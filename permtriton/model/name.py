@@ -32,7 +32,7 @@ def asked_name(path: str) -> str:
 
 
 def location_of(model: str | Path) -> str:
-    """Returns the name that loads a model; a `Path` to a folder called ``demo`` becomes ``./demo``, unlike `DEMO`."""
+    """Returns the name that loads a model; the `Path` of a folder ``demo`` becomes ``./demo``, as `DEMO` is another."""
     return f"./{model}" if isinstance(model, Path) and str(model) == DEMO and model.is_dir() else str(model)
 
 
@@ -42,7 +42,7 @@ def lasting_name(model: str) -> str:
 
 
 def layer_number(name: str) -> int | None:
-    """Returns the first number in a module's name, its layer's, such as 3 of ``model.layers.3.mlp``; or None."""
+    """Returns the first number in a module's name, that of its layer: 3 in ``model.layers.3.mlp``; None without one."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 

@@ -22,7 +22,7 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 def is_here(source: Source) -> bool:
     """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
 
-    They are not if a folder holds a config but no weights, as to ask how large a model would be.
+    A folder with a config but without weights does not count: it only tells how large a model would be.
     """
     if source.folder is not None and source.gguf_file is None and (source.folder / CONFIG_FILE).is_file():
         return any(file.suffix in WEIGHTS for file in source.folder.iterdir())

@@ -16,8 +16,8 @@ class Reference:
     """Outputs of a dense model on the first calibration samples (of text, their start).
 
     Attributes:
-        samples: at most `SEQUENCES` samples, of text with at most `TOKENS` tokens.
-        output: first output on them, float32 on the CPU.
+        samples: at most `SEQUENCES` samples; texts are cut to at most `TOKENS` tokens.
+        output: the dense model's first output on ``samples``, float32 on the CPU.
         unproved: why `check` could not prove that all hidden states have the order of the last one; else empty.
     """
 

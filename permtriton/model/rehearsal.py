@@ -35,7 +35,7 @@ def check_made_by_config(model: PreTrainedModel) -> None:
     try:
         with torch.device("meta"):
             made = type(model)._from_config(deepcopy(model.config))  # _from_config changes it
-    except Exception:  # a class may read values, which meta has not; the saved folder is loaded at the end
+    except Exception:  # a class may read values, which meta tensors lack; the saved folder is loaded at the end
         return
     expected: dict[str, list[int] | None] = {name: list(weight.shape) for name, weight in made.named_parameters()}
     for prefix, module in made.named_modules():

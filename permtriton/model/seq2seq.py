@@ -52,7 +52,7 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
 
 
 def check_ends(model: PreTrainedModel, samples: Samples) -> None:
-    """Refuses samples without an end token if the model classifies by the decoder's state there, as BART does."""
+    """Refuses samples without an end token for a classifier that reads the decoder's state at that token, as BART's."""
     if not takes_decoder_ids(model) or not type(model).__name__.endswith("ForSequenceClassification"):
         return
     end = model.config.eos_token_id

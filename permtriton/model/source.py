@@ -122,7 +122,7 @@ class Source:
         return [file for file in missing if try_to_load_from_cache(self.location, file, revision=self.revision) is None]
 
     def at_commit(self, config: Any) -> "Source":
-        """Returns the source; that of a hub name at the commit that a model was just read from, if the commit is known.
+        """Returns the source; for a hub name, ``revision`` is the commit that a model was just read from, if known.
 
         Args:
             config: config of the model, in which some versions of transformers note the commit.

@@ -33,7 +33,7 @@ def load_processor(source: Source, model: PreTrainedModel, progress: Progress | 
     for loader in loaders:
         try:
             return loader.from_pretrained(source.location, **source.loading)
-        except Exception as error:  # of many kinds, also if the folder holds another kind of processor
+        except Exception as error:  # of many kinds, also if the folder has a processor of another kind
             problems.append(error)
     if _is_connection_lost(problems[0]) or any(map(source.find, PROCESSOR_FILES)):
         raise ModelError(f"{source.name}: its processor cannot be loaded: {first_line(problems[0])}") from problems[0]
