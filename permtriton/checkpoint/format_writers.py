@@ -1,6 +1,6 @@
 """How each format stores tensors: which ones, with which ``quantization_config``, and how they are verified.
 
-`FormatWriter` stores all tensors unchanged; its subclasses do not. ``export.py`` does what is the same in all formats.
+`FormatWriter` stores all tensors unchanged; its subclasses change some. ``export.py`` does what all formats share.
 **Add a format as a subclass in a file beside ``fp8.py``**, and to `permtriton.checkpoint.export.WRITERS`.
 """
 

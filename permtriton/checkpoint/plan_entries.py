@@ -120,8 +120,8 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> dict[str, Any]:
 
     Returns:
         ``permuted``; and if it is true, ``index``, with ``compiled[..., j] = dense[..., index[j]]``, and its inverse
-        ``undo``, with ``dense = compiled[..., undo]``. If not all hidden states are proved to have it, ``permuted`` is
-        "unknown", ``why`` is ``unproved``, and ``last`` holds these entries for the last hidden state alone.
+        ``undo``, with ``dense = compiled[..., undo]``. If not all hidden states are proved to have this order,
+        ``permuted`` is "unknown", ``why`` is ``unproved``, and ``last`` has these entries for the last hidden state.
     """
     entry: dict[str, Any] = {"permuted": False}
     if order is not None and moved(order):

@@ -112,7 +112,7 @@ def generated_text(
 
 
 def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Advance) -> tuple[Tensor, Tensor]:
-    """Returns ``starts`` continued until they have as many tokens as ``numbers``, and each text's surprisal in nats."""
+    """Returns ``starts`` continued to as many tokens as ``numbers`` has columns, and each text's surprisal in nats."""
     drawing = _Drawing(numbers.to(model.device), advance)
     plain = GenerationConfig(max_length=numbers.shape[1], do_sample=False, use_cache=True)
     generate: Any = model.generate

@@ -135,7 +135,7 @@ class Samples:
 
 
 def start_of(rows: Tensor, tokens: int) -> Tensor:
-    """Returns ``tokens`` tokens of each row ``[rows, tokens]``: its first ones, and as the last two its last two.
+    """Returns rows ``[rows, tokens]`` cut to at most ``tokens`` tokens: the first ones of a row, then its last two.
 
     The last two may be an end token, whose hidden state is all that some heads read, and a language token.
     """

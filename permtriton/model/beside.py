@@ -1,4 +1,4 @@
-"""The files beside a model's weights: which of them are copied to where the model is saved."""
+"""The files beside a model's weights: which are copied when it is saved, and whether sentence-transformers reads it."""
 
 import json
 from collections.abc import Iterator

@@ -17,8 +17,8 @@ from permtriton.util.hooks import hooked
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest
 # output. The one for float64 is loose because norms and rotary angles are computed in float32 in any model.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# If a model amplifies rounding, NOISE_MARGIN times the change by rounding alone is allowed, but at most MOST_ALLOWED.
-# For random channel orders of several architectures in float32, at most 1.7 times that change was measured.
+# If a model amplifies rounding beyond TOLERANCE, NOISE_MARGIN times the change by rounding alone is allowed, at most
+# MOST_ALLOWED. For random orders of several architectures in float32, at most 1.7 times that change was measured.
 NOISE_MARGIN, MOST_ALLOWED = 10, 1e-2
 
 # Keys of `output_and_states`: transformers' names of hidden states, the one that a head reads, and the embeddings.

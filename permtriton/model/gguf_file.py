@@ -23,7 +23,7 @@ from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
 SUFFIX = ".gguf"
-FACTORS = ("rope_freqs", "rope_factors_")  # prefixes of tensors of rotary factors (LLaMA 3.1, Phi-3 128k)
+FACTORS = ("rope_freqs", "rope_factors_")  # prefixes of rotary factors' names (LLaMA 3.1, Phi-3 128k)
 # `_check_rotation` handles the factors; T5's file stores relative positions for cross-attention, which has none.
 MAY_BE_UNUSED = (*FACTORS, "dec.blk.0.cross_attn_rel_b")
 LLAMA3 = {
