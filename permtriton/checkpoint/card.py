@@ -1,4 +1,4 @@
-"""The model card of an output folder: ``README.md``, from which a pushed model explains itself."""
+"""The model card of an output folder: ``README.md``, which describes a published model."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ CARD_FILE = "README.md"
 PROJECT = f"[permtriton]({HOME})" if HOME else "permtriton"
 ALONE, WITH_PERMTRITON = "transformers alone", "transformers after import permtriton"  # what loads a folder
 WITH_COMPRESSED_TENSORS = "vLLM alone, and transformers where compressed-tensors is installed"
-# Model classes of transformers, the class that loads them, and the hub's name of their task. The first that holds a
-# class counts: some read sound and images beside text. The hub has no name of its own for what an encoder-decoder does.
+# Model classes of transformers, the class that loads them, and the hub's name of their task. The first entry with a
+# class is taken, as models that read sound or images are in several. The hub has no task of its own for T5 or BART.
 _KINDS = (
     (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
     (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, "AutoModelForImageTextToText", "image-text-to-text"),
@@ -41,13 +41,13 @@ _KINDS = (
 
 
 def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name: str) -> Any:
-    """Writes ``permtriton.json`` and the model card of a folder, unless it has a README.md that somebody else wrote.
+    """Writes ``permtriton.json``, and the model card unless the folder has a README.md that somebody else wrote.
 
     Args:
-        record: its entry ``card`` is the hash of a card that may be replaced.
+        record: content of ``permtriton.json``; its entry ``card`` is the hash of a README.md that may be replaced.
         loads_with: `ALONE`, `WITH_PERMTRITON` or `WITH_COMPRESSED_TENSORS`.
     Returns:
-        The record that was written: with the SHA-256 of the card, in hexadecimal; None if another README.md stays.
+        The record that was written; ``card`` is the card's SHA-256 in hexadecimal, or None if README.md was kept.
     """
     written = {**record, "card": _write_card(folder, record, loads_with, name)}
     (folder / REPORT_FILE).write_text(to_json(written) + "\n", encoding="utf-8")
@@ -68,7 +68,7 @@ def _write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: 
 
 
 def name_repository(folder: Path, repo: str) -> None:
-    """Lets the card that was written into a folder load it from a repository of the hub; leaves other cards alone."""
+    """Makes the example in a folder's card load from the hub repository ``repo``; a card of somebody else stays."""
     card, record = folder / CARD_FILE, read_json(folder / REPORT_FILE)
     content = card.read_bytes()
     if hashlib.sha256(content).hexdigest() != record.get("card"):
@@ -85,8 +85,8 @@ def model_card(
     """Returns a model card in Markdown, with front matter for the Hugging Face hub.
 
     Args:
-        name: folder or repository that it is loaded from.
-        custom: class of transformers that loads it by the code that comes with it; None where it has no such code.
+        name: folder or repository that the model is loaded from.
+        custom: class of transformers that loads the model with its own code; None if it has none.
     """
     source, sparsity = str(report["model"]), str(report["config"]["sparsity"])
     on_hub = report.get("on_hub", is_hub_name(source))
@@ -97,8 +97,8 @@ def model_card(
     front = ModelCardData(
         library_name="transformers",
         base_model=source if on_hub else None,
-        # The hub knows adapter, merge, quantized and finetune. Of these, quantized is what a pruned model is: the same
-        # model compressed; and the hub lists it under that heading on the page of the dense one.
+        # The hub knows adapter, merge, quantized and finetune. A pruned model is closest to quantized, the same model
+        # compressed; the hub lists it under that heading on the page of the dense model.
         base_model_relation="quantized" if on_hub else None,
         model_name=f"{title} {sparsity}" if evaluated else None,
         eval_results=evaluated or None,
@@ -130,9 +130,9 @@ def model_card(
 
 
 def _results(report: Mapping[str, Any], task: str | None) -> list[EvalResult]:
-    """Returns what was measured of the model, as ``model-index`` has it."""
+    """Returns the entries of the card's ``model-index``: the evaluation of the model, if it was measured."""
     evaluation = report["evaluation"]
-    if "dense" not in evaluation or _has_8_bits(report):  # it was measured with the weights before they lost bits
+    if "dense" not in evaluation or _has_8_bits(report):  # measured before the weights were rounded
         return []
     text = Path(evaluation.get("text", "held-out text")).name
     return [

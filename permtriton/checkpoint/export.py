@@ -60,8 +60,8 @@ def export(
 
     Raises:
         ConfigError: an unknown format, or "plain" or "fp8" for a model that permutes at run time.
-        MissingExtraError: as `check_format`.
-        ModelError: ``folder`` was not written by permtriton, is damaged or quantized, or as its `FormatWriter`.
+        MissingExtraError: a package that ``format`` needs is not installed.
+        ModelError: ``folder`` was not written by permtriton, is damaged or quantized, or its `FormatWriter` refuses it.
         OutputError: ``output`` exists and may not be replaced, or cannot be written.
         VerificationError: the written tensors differ from the ones that were read.
     """
@@ -88,7 +88,7 @@ def rewrite(
     overwrite: bool,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Does what `export` does with a folder that is known to be whole, such as one that was verified just now."""
+    """Does what `export` does, but without checking the folder, which may have been verified just now."""
     started, progress = time.perf_counter(), progress or NoProgress()
     writer = WRITERS[Format(format)](source)
     with replacing_folder(output, overwrite=overwrite) as partial:
@@ -121,7 +121,7 @@ def check_format(format: str, *, permuted: bool = False, what: str = "the model"
 
 
 def _write(writer: FormatWriter, partial: Path, format: Format, progress: Progress) -> dict[str, Any]:
-    """Writes everything except the report; returns what `export` returns, except what is checked and the seconds."""
+    """Writes all but the record and the card; returns what `export` does, without ``counts`` and ``seconds``."""
     source, names, pruned = writer.source, writer.source.names(), writer.source.pruned
     files: dict[str, list[str]] = {}
     for name in names:
@@ -167,7 +167,7 @@ def _write(writer: FormatWriter, partial: Path, format: Format, progress: Progre
 def _copy_others(folder: Path, partial: Path, progress: Progress) -> None:
     """Copies the tokenizer, the generation config and all other files that export does not write itself.
 
-    Links to folders are not followed, nor what `copy_file` leaves out. What git and the hub keep there is not copied.
+    It does not copy links to folders, links that `copy_file` refuses, and what git and the hub keep in the folder.
     """
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in THEIRS]

@@ -1,4 +1,4 @@
-"""A folder that permtriton wrote. All who read one, such as transformers, vLLM and export, open it here."""
+"""A folder that permtriton wrote, as export, masks and vLLM's serving read it."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,14 +19,14 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
 class Folder:
-    """A folder that permtriton wrote; what it holds is read, and refused where it is damaged, when it is asked for.
+    """A folder that permtriton wrote; a file is read, and refused if damaged, when an attribute needs it.
 
     Every attribute and method raises a `ModelError` for a file that is missing or damaged.
 
     Attributes:
         path: the folder.
         config: content of config.json.
-        quantization: permtriton's entries in the config; None in a plain checkpoint.
+        quantization: permtriton's entries in the config; None in a plain checkpoint or in format fp8.
         stored: tensor name -> description of the stored tensor.
         record: content of ``permtriton.json``.
     """
@@ -36,7 +36,6 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Returns the folder at a path."""
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: give an output of permtriton compile or export")
         return cls(path)
@@ -47,7 +46,7 @@ class Folder:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its weights are in 8 bits: in format fp8, in compressed-tensors' layout, or packed-fp8."""
+        """Whether its weights are in 8 bits: in format fp8 (compressed-tensors' layout), or packed-fp8."""
         return self._is_compressed or any("values" in entry for entry in self.packed.values())
 
     @property
@@ -69,7 +68,7 @@ class Folder:
 
     @property
     def entries(self) -> PermTritonQuantizationConfig:
-        """The same where there must be some: in a folder that is packed or permutes."""
+        """`quantization` of a folder that must have it, because it is packed or permutes; refuses None."""
         if self.quantization is None:
             raise ModelError(f"{self.path / CONFIG_FILE} has no quantization_config of permtriton")
         return self.quantization
@@ -104,7 +103,7 @@ class Folder:
 
     @cached_property
     def pruned(self) -> Mapping[str, PrunedWeight]:
-        """Pruned parameter -> its input dimension and pattern, which fit its shape."""
+        """Pruned parameter -> its input dimension and pattern, checked against its shape."""
         pruned = recorded_weights(self.record)
         for name, weight in pruned.items():
             if name not in self.stored:

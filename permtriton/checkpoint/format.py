@@ -24,7 +24,7 @@ MEANINGS = {
     "itself, transformers with that package; refused in layout fused",
 }
 SERVED_ALONE = (Format.PLAIN, Format.FP8)  # other programs load them without permtriton, so no module may permute
-PACKED = (Format.PACKED, Format.PACKED_FP8)  # that store positions
-IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # whose weights are rounded
+PACKED = (Format.PACKED, Format.PACKED_FP8)  # formats that store positions
+IN_8_BITS = (Format.FP8, Format.PACKED_FP8)  # formats whose weights are rounded
 NEEDS = {Format.FP8: "compressed_tensors"}  # format -> the module that writes it
 HELP = " ".join(f"{name}: {meaning}." for name, meaning in MEANINGS.items())

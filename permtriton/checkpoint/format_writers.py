@@ -1,7 +1,7 @@
 """How each format stores tensors: which ones, with which ``quantization_config``, and how they are verified.
 
-`FormatWriter` stores them as they are; a format that does not is a subclass. ``export.py`` does the rest, whatever the
-format. **Add a way of storing in a file beside ``fp8.py``**, and to `permtriton.checkpoint.export.WRITERS`.
+`FormatWriter` stores all tensors unchanged; its subclasses change some. ``export.py`` does what all formats share.
+**Add a format as a subclass in a file beside ``fp8.py``**, and to `permtriton.checkpoint.export.WRITERS`.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class FormatWriter:
         return {name: tensor.unsqueeze(0) if self.source.has_more_dimensions(name) else tensor}
 
     def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any] | None:
-        """Returns the entry ``quantization_config`` of config.json once all tensors are stored; None for none.
+        """Returns the entry ``quantization_config`` of config.json after all tensors are stored; None if it has none.
 
         Args:
             hashes: file of weights -> its SHA-256.
@@ -70,7 +70,7 @@ class FormatWriter:
         check_same_bits(name, self.source.tensor(name), written.tensor(name))
 
     def counts(self) -> dict[str, int]:
-        """Returns further entries of ``export`` in ``permtriton.json``, once all tensors are stored."""
+        """Returns further entries of ``export`` in ``permtriton.json``, after all tensors are stored."""
         return {}
 
     def _entries(self, hashes: Mapping[str, str], packed: dict[str, Packed] | None = None) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class PackedWriter(FormatWriter):
 
 
 def check_same_bits(name: str, first: Tensor, second: Tensor) -> None:
-    """Refuses a tensor that is not the one that was read, dtype and shape included."""
+    """Refuses two tensors that differ in dtype, shape or any bit."""
     same = (first.dtype, first.shape) == (second.dtype, second.shape)
     if not same or not torch.equal(first.flatten().view(torch.uint8), second.flatten().view(torch.uint8)):
         raise VerificationError(f"{name}: what was written differs from what was read")

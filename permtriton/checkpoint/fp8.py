@@ -7,7 +7,7 @@ token while the model runs, so that nothing needs calibrating.
                      weight_scale  [out, 1] in the dtype of W: max |W| of the row / 448, or the scale by which the step
                                    ``round`` has rounded the row
 
-A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 1024`` becomes one, too.
+A zero stays a zero, so that the model stays N:M; a kept weight below ``scale / 1024`` becomes 0, too.
 """
 
 import re
@@ -38,11 +38,11 @@ LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls
 class Fp8Writer(FormatWriter):
     """Stores pruned linears, and the linears beside them, in 8 bits; all other tensors as they are.
 
-    Linears beside a pruned one are those of the same module of any layer (a query that stays dense, where keys are
-    pruned): engines join them to one, which must have one dtype.
+    Linears beside a pruned one are those in the same module of any layer, such as a dense query beside a pruned key:
+    inference engines join such linears into one, which must have one dtype.
 
     Attributes:
-        quantized: weight -> its name in the model that transformers loads.
+        quantized: name of a quantized weight in the folder -> its name in the model that transformers loads.
     """
 
     def __init__(self, source: Folder) -> None:
@@ -89,7 +89,7 @@ class Fp8Writer(FormatWriter):
         return [*super().names(), *(f"{name}_scale" for name in self.quantized)]
 
     def check(self, name: str, written: Folder) -> None:
-        """Checks that a quantized weight is finite and N:M as it is written."""
+        """Checks that a quantized weight is finite, and N:M if it is pruned; compares the bits of others."""
         if name not in self.quantized:
             super().check(name, written)
             return
@@ -102,14 +102,14 @@ class Fp8Writer(FormatWriter):
         return self._rounding.counts()
 
     def _not_quantized(self, left: Set[str]) -> list[str]:
-        """Returns what is to be ignored in 8 bits: names, and a pattern of all that is where nothing is quantized.
+        """Returns the entry ``ignore``: names, and a pattern of all names outside the layers with quantized linears.
 
-        Both hold in other classes with the same base model, too, whose heads have other linears, and where names have
-        the prefix of the base model or not. Patterns of what *is* quantized would need the names that vLLM gives to
-        linears that it joins; the lists of layers keep their names there.
+        Both also hold for other classes with the same base model, whose heads have other linears, and for names with
+        and without the prefix of the base model. A pattern of the quantized linears would need the names that vLLM
+        gives to joined linears; it does not rename lists of layers.
 
         Args:
-            left: names of the linears that stay as they are.
+            left: names of the linears that are not quantized.
         """
         inner = f"{self._model.base_model_prefix}.".lstrip(".")
         names = {name.removesuffix(".weight") for pair in self.quantized.items() for name in pair}
@@ -146,8 +146,8 @@ class Rounding:
     def counts(self) -> dict[str, int]:
         """Returns further entries of ``export`` in ``permtriton.json``.
 
-        ``quantized`` is the number of linears, ``rounded`` that of those whose weights were not on the grid already,
-        and ``further_zeros`` that of kept weights that became zeros.
+        ``quantized`` is the number of linears, ``rounded`` the number of linears whose weights were not on FP8's grid
+        already, and ``further_zeros`` the number of kept weights that became 0.
         """
         return {"quantized": self._quantized, "rounded": self._rounded, "further_zeros": self._further_zeros}
 

@@ -41,7 +41,7 @@ class Masks:
         """Returns the order of the input channels of a linear: channel ``j`` was channel ``index[j]``.
 
         Args:
-            linear: name of a pruned linear, or of a site, whose linears share it.
+            linear: name of a pruned linear, or of a site, whose linears share the order.
 
         Returns:
             Index, int64 ``[in_features]``, with ``W_saved[:, j] = W_dense[:, index[j]]`` but for pruning.
@@ -60,8 +60,8 @@ class Masks:
 
         Args:
             linear: name of a pruned linear, such as ``model.layers.0.mlp.down_proj``.
-            order: ``dense`` for the dense model's order of rows and columns, which makes masks of different orders
-                comparable; ``saved`` for that of the weight, in which the groups of N:M are consecutive.
+            order: ``dense`` for the dense model's order of rows and columns, in which masks of different compilations
+                can be compared; ``saved`` for the saved weight's order, in which the groups of N:M are consecutive.
 
         Returns:
             bool ``[out_features, in_features]``.

@@ -22,7 +22,7 @@ PACKED_PARTS = ("_values", "_positions", "_scale")
 class StoredNames:
     """How a model is saved."""
 
-    original: bool  # whether under the names of the published checkpoint, as ``save_original_format`` of transformers
+    original: bool  # whether under the published names, by transformers' ``save_original_format``
     stored: dict[str, str]  # pruned parameter -> its name in the checkpoint
 
     def tensors(self, model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,9 +51,9 @@ def stored_names(model: Any, pruned: Collection[str], *, original: bool = True) 
 
 
 def loaded_names(model: Any, stored: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
-    """Returns stored name -> the name that transformers loads the tensor under, but for the prefix of a base model.
+    """Returns stored name -> the name that transformers loads the tensor under, up to a base model's prefix.
 
-    A tensor that is loaded by more than renaming keeps its name here.
+    A tensor that transformers not only renames but converts keeps its name here.
 
     Args:
         model: model that is loaded, possibly without weights.

@@ -27,7 +27,7 @@ LEFTOVER_FOLDER, LEFTOVER_STATE = r"\.{}\.(partial|old|dense)-\d+(-\d+)?", r"\.{
 
 
 def resume_path(output: Path) -> Path:
-    """Returns the ``resume_path`` of an output for `permtriton.compile`; its lock covers those states, too."""
+    """Returns the ``resume_path`` of an output for `permtriton.compile`, which the lock of the output covers, too."""
     return _beside(real_path(output), "safetensors")
 
 
@@ -68,9 +68,9 @@ def check_apart(output: Path, source: Path) -> None:
 
 @contextmanager
 def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> Iterator[None]:
-    """Keeps other processes from an output inside the ``with`` block, and repairs what a killed one left.
+    """Locks an output for this process inside the ``with`` block, and repairs what a killed process left of it.
 
-    The lock ends with its process, however that ends. It may be claimed again inside the block.
+    The system releases the lock when the process ends in any way. The process may claim it again inside the block.
     """
     path = real_path(output)
     check_name(path)
@@ -85,7 +85,7 @@ def claimed(output: Path, *, overwrite: bool, say: Say = lambda text: None) -> I
 
 @contextmanager
 def locked(output: Path, say: Say) -> Iterator[bool]:
-    """Holds the lock of a resolved path; yields whether it was free, and False where the file system has no locks."""
+    """Locks a resolved path; yields False if this process holds the lock already, or the file system has no locks."""
     path = _beside(output, "lock")
     lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
     again = lock.is_locked
@@ -116,7 +116,7 @@ def locked(output: Path, say: Say) -> Iterator[bool]:
         yield not again
     finally:
         if not again:
-            path.unlink(missing_ok=True)  # while it is held: who opened the file before must make a new one
+            path.unlink(missing_ok=True)  # before the release, so that a process that has opened it makes a new one
         lock.release()
 
 
@@ -166,7 +166,7 @@ def working_folder(output: Path) -> Iterator[Path]:
 
 
 def _made(output: Path, kind: str) -> Path:
-    """Makes a folder of this process beside an output; where there are no locks, others may stand there for good."""
+    """Makes a folder beside an output; where there are no file locks, leftovers stay and may have taken its name."""
     folder, number = _beside(output, f"{kind}-{os.getpid()}"), 1
     while True:
         try:

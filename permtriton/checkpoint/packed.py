@@ -12,11 +12,11 @@ from permtriton.util.sparsity import NMPattern
 
 
 def unpacked(values: Tensor, positions: Tensor, shape: Sequence[int], dim: int, pattern: NMPattern) -> Tensor:
-    """Returns a packed parameter unpacked, in its own shape.
+    """Returns a packed parameter as a dense one of ``shape``.
 
     Args:
         values, positions: as `permtriton.kernels.packing.pack` returns them.
-        dim: its input dimension.
+        dim: input dimension of the parameter.
     """
     outer = [size for position, size in enumerate(shape) if position != dim]
     weight = unpack(values, positions, shape[dim], pattern)

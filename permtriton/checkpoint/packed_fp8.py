@@ -25,7 +25,7 @@ class PackedFp8Writer(PackedWriter):
     """Stores the pruned weights of linears packed in FP8.
 
     Attributes:
-        quantized: these weights.
+        quantized: names of these weights in the folder.
     """
 
     def __init__(self, source: Folder) -> None:

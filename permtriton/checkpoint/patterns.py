@@ -1,4 +1,4 @@
-"""Checks that a model is N:M as it claims, and finds the pattern of one that claims nothing."""
+"""Checks that a model is N:M as it claims, and finds the pattern of a model that claims none."""
 
 from collections.abc import Iterator
 
@@ -12,14 +12,14 @@ from permtriton.model.expert_linears import stacks
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
 
-REGULAR = 0.9  # share of the groups of an N:M weight that keep N values; a few hold zeros of their own
+REGULAR = 0.9  # more than this share of a weight's groups must hold N nonzero values; the others may hold fewer
 
 
 def broken_claim(model: PreTrainedModel, record: Record) -> str:
     """Returns in a sentence which weights are not N:M although ``permtriton.json`` says so; empty if all are.
 
     Args:
-        record: content of the file that lies beside the model's weights.
+        record: content of ``permtriton.json`` beside the model's weights.
     """
     parameters, pruned = dict(model.named_parameters()), recorded_weights(record)
     names = loaded_names(model, pruned, parameters)
@@ -36,7 +36,7 @@ def broken_claim(model: PreTrainedModel, record: Record) -> str:
 
 
 def _holds(weight: Tensor, pruned: PrunedWeight) -> bool:
-    """Whether a weight keeps at most N of every M, and some; one of fewer dimensions is another weight."""
+    """Whether a weight keeps at most N of every M, and not only zeros; True if it has too few dimensions."""
     dim, pattern = pruned.dim, pruned.pattern
     if dim >= weight.ndim:
         return True

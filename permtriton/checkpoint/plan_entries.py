@@ -58,7 +58,7 @@ def ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
 
 
 def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dict[str, Any]:
-    """Returns the entry of one permutation: its placement, its cost at run time, and who writes and reads its channels.
+    """Returns the entry of one permutation: its placement, its cost at run time, its writers and its readers.
 
     Args:
         element: bytes per activation; 2 for bfloat16.
@@ -120,8 +120,8 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> dict[str, Any]:
 
     Returns:
         ``permuted``; and if it is true, ``index``, with ``compiled[..., j] = dense[..., index[j]]``, and its inverse
-        ``undo``, with ``dense = compiled[..., undo]``. Where that was not proved of all, ``permuted`` is "unknown",
-        ``why`` says of which not, and ``last`` holds the same entries for the last hidden state alone.
+        ``undo``, with ``dense = compiled[..., undo]``. If not all hidden states are proved to have this order,
+        ``permuted`` is "unknown", ``why`` is ``unproved``, and ``last`` has these entries for the last hidden state.
     """
     entry: dict[str, Any] = {"permuted": False}
     if order is not None and moved(order):
@@ -142,8 +142,8 @@ def grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], list
     """Joins rows that differ only in numbers between dots, such as layers and experts.
 
     Returns:
-        For each group of such rows, one row and the positions of the rows that it stands for. If there are several,
-        its numbers are replaced by ``*`` and its first cell ends with their count.
+        For each group of such rows, one row and the positions of the group's rows. If the group has several rows, the
+        numbers are replaced by ``*``, and the first cell ends with the count of the rows.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""A pruned model, as a compilation ends with it and as it is saved."""
+"""The pruned model at the end of a compilation, and what is saved with it."""
 
 from dataclasses import dataclass, field
 
@@ -26,13 +26,13 @@ class Pruned:
     tokenizer: Processor | None  # tokenizer or processor of the model; None if there is none
     config: CommonConfig  # every option
     plan: Plan  # sites and channel spaces
-    # content of ``permtriton.json``, as `permtriton.driver.make_record.compilation_record` builds it, and once it is
-    # saved, with what was checked
+    # content of ``permtriton.json``, as `permtriton.driver.make_record.compilation_record` builds it; once saved,
+    # with the results of the checks
     report: Record
     reference: Samples  # samples on which a reloaded checkpoint must give the outputs of ``model``
     # where the dense model can be read again; None for a model that was given in memory
     source: Source | None = field(default=None, kw_only=True)
-    # device that it was compiled on, where its layers may have come one by one; None where the model is
+    # device of the compilation, to which layers may have been moved one by one; None for the device of ``model``
     device: torch.device | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Pruned:
 
     @property
     def is_trained(self) -> bool:
-        """Whether weights were changed after the compilation, in place, by other means than ``.data``."""
+        """Whether weights were changed in place after the compilation; changes through ``.data`` are not noticed."""
         return self._present_versions() != self._versions
 
     def _present_versions(self) -> list[int]:

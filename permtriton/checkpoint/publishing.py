@@ -7,7 +7,7 @@ from huggingface_hub import HfApi
 from permtriton.checkpoint.card import name_repository
 from permtriton.errors import OutputError, first_line
 
-# Weights of an earlier upload, which would be read in place of these.
+# Weights of an earlier upload, which would be read in place of the new ones.
 WEIGHTS = ("model.safetensors*", "model-?????-of-?????.safetensors")
 
 
@@ -15,20 +15,20 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
     """Makes a repository if it is not there, so that a wrong name or token is found before any work.
 
     Args:
-        repo: its name, such as ``me/my-model-2of4``; without an owner, it is the token's.
+        repo: name, such as ``me/my-model-2of4``; without an owner, the owner of the token is taken.
         token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
-        private: whether a new one is private; None for the default of its owner.
+        private: whether a new repository is private; None for the default of its owner.
 
     Returns:
-        Its name, with the owner.
+        The name with its owner.
     """
     try:
         api = HfApi(token=token, library_name="permtriton")
         if "/" not in repo:
             repo = f"{api.whoami()['name']}/{repo}"
         api.create_repo(repo, private=private, exist_ok=True)
-        api.auth_check(repo, write=True)  # one that is there and can be read has passed until here
-        public = bool(private) and not api.repo_info(repo).private  # it was there, and was left as it was
+        api.auth_check(repo, write=True)  # create_repo accepts an existing one without write access
+        public = bool(private) and not api.repo_info(repo).private  # create_repo keeps an existing one public
     except Exception as error:  # the hub client raises many kinds
         raise _not_pushed(repo, error) from error
     if public:
@@ -41,7 +41,7 @@ def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
 
     Args:
         repo: as `make_repository` returns it.
-        token: as of `make_repository`.
+        token: as in `make_repository`.
         message: message of the commit.
 
     Returns:

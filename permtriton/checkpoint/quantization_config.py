@@ -45,7 +45,7 @@ Size = Annotated[int, Field(gt=0, le=2**31)]
 
 
 class Packed(TypedDict):
-    """A packed parameter."""
+    """The entry of one parameter in ``packed``."""
 
     shape: Annotated[list[Size], Field(min_length=2, max_length=4)]
     dim: Annotated[int, Field(ge=0)]
@@ -63,7 +63,7 @@ class NormEntry(TypedDict):
 
 
 class Entries(TypedDict):
-    """The entries above."""
+    """The entries that the docstring of this module lists."""
 
     quant_method: NotRequired[Literal["permtriton"]]
     version: int
@@ -76,7 +76,7 @@ class Entries(TypedDict):
 
 
 class PermTritonQuantizationConfig(QuantizationConfigMixin):
-    """The entries above as checked attributes."""
+    """`Entries` as attributes, checked when they are made."""
 
     def __init__(self, **entries: Any) -> None:
         version = entries.get("version")

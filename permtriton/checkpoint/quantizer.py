@@ -1,9 +1,9 @@
 """Loads and saves permtriton checkpoints inside ``from_pretrained`` and ``save_pretrained``: a transformers quantizer.
 
-Loading is strict: a tensor that is missing, damaged or of another shape is an error. On a GPU, linears stay packed if a
-kernel multiplies them in that form; all other packed parameters become dense. A model without packed and permuted
-modules is then a plain transformers model. Any other model keeps its ``quantization_config``, and ``save_pretrained``
-writes it in the format "packed" or "dense".
+Loading is strict: a tensor that is missing, damaged or of another shape is an error. Linears in FP8 stay packed, and so
+do others on a GPU if a kernel multiplies them in that form; all other packed parameters become dense. A model without
+packed and permuted modules is then a plain transformers model. Any other model keeps its ``quantization_config``, and
+``save_pretrained`` writes it in the format "packed", "packed-fp8" or "dense".
 
 transformers without permtriton must not load such a checkpoint, but would only warn. Therefore the tensors that it
 looks for have another shape: a packed parameter is stored as an empty tensor, and the weight of a permuted norm or
@@ -147,7 +147,7 @@ class PermTritonQuantizer(HfQuantizer):
         return True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Refuses a config that claims absurdly many layers; called before the model is built."""
+        """Refuses a config with impossible counts of layers, experts or labels; called before the model is built."""
         check_counts(config.to_dict(), "config.json")
         return config
 
@@ -234,7 +234,7 @@ class PermTritonQuantizer(HfQuantizer):
         names: Mapping[str, str],
         device_map: Mapping[str, Any] | str | None,
     ) -> None:
-        """Replaces modules by permuted ones and parameters by packed ones, except in the head of another class."""
+        """Replaces modules by permuted ones and parameters by packed ones, except of a head that this class lacks."""
         config = self.quantization_config
         modules = {name for name, _ in model.named_modules() if name}
         for stored_name, norm in config.norms.items():
@@ -245,7 +245,7 @@ class PermTritonQuantizer(HfQuantizer):
                 replace_by_gathered_linear(model, name, channels)
         parameters = {name for name, _ in model.named_parameters()}
         model_names = {listed: find_name(names[listed], parameters, model) for listed in config.packed}
-        dims = {name: input_dim(model, name) for name in model_names.values() if name}  # while all shapes are there
+        dims = {name: input_dim(model, name) for name in model_names.values() if name}  # before any is emptied
         for listed, entry in config.packed.items():
             if name := model_names[listed]:
                 self._packed[name], self._copies[name] = listed, _other_names(model, name)
@@ -266,7 +266,7 @@ class PermTritonQuantizer(HfQuantizer):
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
     def _headers(self, files: Sequence[Path], folder: Path) -> Mapping[str, StoredTensor]:
-        """Returns the description of each stored tensor, of files in one folder whose hashes are right."""
+        """Returns the description of each stored tensor, after checking the folder and the hashes of ``files``."""
         for file in files:
             if file.parent != files[0].parent or (folder.is_dir() and not file.is_relative_to(folder)):
                 raise ModelError(
@@ -275,7 +275,7 @@ class PermTritonQuantizer(HfQuantizer):
         if files:
             check_hashes(files[0].parent, self.quantization_config.sha256)
         stored = read_headers(files)
-        # No shape shows a gather of a packed linear, which would be left out without a word.
+        # No shape shows that a packed linear gathers, so that an unlisted gather would be left out in silence.
         listed = {f"{name}.gather.index" for name in self.quantization_config.gathers}
         if unlisted := {name for name in stored if name.endswith(".gather.index")} - listed:
             raise ModelError(f"config.json does not list the permutation {min(unlisted)}: it is damaged")
@@ -324,7 +324,7 @@ class PermTritonQuantizer(HfQuantizer):
     def _keep_or_unpack(self, model: Any, name: str) -> None:
         """Keeps a loaded parameter packed if a kernel multiplies it in that form, else unpacks it.
 
-        Either is bit for bit the weight that was packed; only then it is cast to its dtype, as a dense weight would be.
+        Both forms are bit for bit what was packed; after that it is cast to its dtype, as a dense weight would be.
         """
         listed, config = self._packed[name], self.quantization_config
         entry, pattern = config.packed[listed], config.pattern_of(listed)
@@ -359,7 +359,7 @@ class PermTritonQuantizer(HfQuantizer):
 
 
 def _other_names(model: Any, name: str) -> list[str]:
-    """Returns the other names of a parameter that layers share, which transformers ties after it loaded the first."""
+    """Returns the other names of a parameter that layers share, which transformers ties after loading one of them."""
     tied = dict(getattr(model, "all_tied_weights_keys", {}))
     source = tied.get(name, name)
     return [other for other in (source, *tied) if tied.get(other, other) == source and other != name]

@@ -1,4 +1,4 @@
-"""What is read back of ``permtriton.json``, the record of a compilation; other forms of that are refused."""
+"""Reads ``permtriton.json``, the record of a compilation, and refuses it if an entry in `ReadEntries` is damaged."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +17,7 @@ from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, PrunedWeight, in_words
 from permtriton.util.validation import checked
 
-# What to do with weights of another tool, or of a training that saved them without the record.
+# Advice for weights that another tool pruned, or that a training saved without the record.
 PRUNED_ELSEWHERE = (
     "If its weights are N:M already, this packs them as they are: permtriton compile FOLDER --recipe mask "
     "--importance magnitude --save-format packed"
@@ -41,7 +41,7 @@ def _permutation(index: list[int]) -> list[int]:
     return index
 
 
-Integer = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # longer ones are damage, and cannot be formatted as floats
+Integer = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # larger ones are damage, and cannot be formatted as floats
 Pattern = Annotated[str, AfterValidator(pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[list[Integer], AfterValidator(_permutation)]
@@ -94,7 +94,7 @@ class ReadEntries(TypedDict):
 
 
 def described_sparsity(record: Mapping[str, Any]) -> str:
-    """Returns the patterns of a record, as `permtriton.util.sparsity.in_words` has them."""
+    """Returns the patterns of a record in words, by `permtriton.util.sparsity.in_words`."""
     return in_words(record["config"]["sparsity"], record.get("patterns", {}).values(), len(record["pruned_weights"]))
 
 

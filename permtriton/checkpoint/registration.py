@@ -51,7 +51,7 @@ def register_with_transformers() -> None:
     if not _registered() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     if QUANTIZERS in sys.modules:
-        with suppress(ImportError):  # an error of transformers, which whoever imports it gets, too
+        with suppress(ImportError):  # an error of transformers, which its importer gets, too
             import_module(QUANTIZERS)  # waits for the thread that executes it
         _register()
 
@@ -73,7 +73,7 @@ def _register() -> None:
 
 
 def _stand_ins(module: Any) -> tuple[type, type]:
-    """Returns two classes that, when called, make an object of permtriton's class."""
+    """Returns stand-ins for the quantizer and its config: called, they make an object of permtriton's class."""
 
     class QuantizerStandIn(module.HfQuantizer):
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.de
     """Returns the device on which transformers puts a parameter.
 
     Args:
-        device_map: devices by module name; as text (such as "auto") it is not decided yet, and means a GPU if there is
-            one.
+        device_map: devices by module name; text such as "auto", which transformers has not resolved yet, means a GPU if
+            there is one.
     """
     if isinstance(device_map, str):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -36,7 +36,7 @@ def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.de
 def resolve_name(name: str, known: Any, prefix: str) -> str | None:
     """Returns the model's name for a tensor or module of the checkpoint, or None if the model does not have it.
 
-    The names differ by a prefix if only one of them is a base model without a head.
+    The names differ by a prefix if only the saved or only the loaded model is a base model without a head.
 
     Args:
         name: name in the checkpoint.
@@ -48,7 +48,7 @@ def resolve_name(name: str, known: Any, prefix: str) -> str | None:
 
 
 def find_name(name: str, known: set[str], model: Any) -> str | None:
-    """Does what `resolve_name` does, and refuses a name that the model must have.
+    """Does what `resolve_name` does, but raises a `ModelError` if the model lacks a name that it must have.
 
     Returns:
         The model's name; None only for a part of another class's head.
@@ -69,7 +69,7 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def set_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
-    """Makes a parameter what the model holds under each of ``names``."""
+    """Sets ``parameter`` in the model under each of ``names``."""
     for name in names:
         owner, attribute = owner_of(model, name)
         setattr(owner, attribute, parameter)
@@ -123,9 +123,9 @@ def replace_by_packed(
     """Empties a parameter, and adds buffers for its packed values and positions, which are still to be loaded.
 
     Args:
-        name: its name in the model.
-        stored_name: its name in the checkpoint.
-        dim: its input dimension in the model.
+        name: name of the parameter in the model.
+        stored_name: name of the parameter in the checkpoint.
+        dim: input dimension of the parameter in the model.
     """
     owner, attribute = owner_of(model, name)
     shape = entry["shape"]
@@ -148,7 +148,7 @@ def replace_by_packed(
             f"{shape} at {pattern}: the checkpoint is damaged"
         )
     empty = torch.empty(0, dtype=getattr(owner, attribute).dtype, device="meta")
-    setattr(owner, attribute, nn.Parameter(empty))  # transformers fails on None when it initializes
+    setattr(owner, attribute, nn.Parameter(empty))  # transformers cannot initialize None
     owner.register_buffer(f"{attribute}_values", torch.empty(shapes[0], dtype=dtypes[values.dtype], device="meta"))
     owner.register_buffer(f"{attribute}_positions", torch.empty(shapes[1], dtype=torch.uint8, device="meta"))
     if "values" in entry:

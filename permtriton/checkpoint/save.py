@@ -1,4 +1,4 @@
-"""Saves checkpoints: writes them to a temporary folder and verifies them tensor by tensor before it takes its place."""
+"""Saves a checkpoint: it is written to a temporary folder, verified tensor by tensor, and then moved to its place."""
 
 import re
 import shutil
@@ -27,7 +27,7 @@ from permtriton.util.output_files import disk_error, real_path
 from permtriton.util.sparsity import PrunedWeight
 
 SHARD_SIZE = "5GB"
-FURTHER_LAYERS = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")  # names of, and about, layers that predict further tokens
+FURTHER_LAYERS = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")  # in names about layers that predict further tokens
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
@@ -55,7 +55,7 @@ def save_trained(
         pruned: parameter name -> its input dimension and pattern.
     """
     source = Source(model.name_or_path).at_commit(model.config)
-    known = source.folder or source.revision  # else it was a folder that is gone
+    known = source.folder or source.revision  # else the folder is gone
     _save(model, tokenizer, source if known else None, record, pruned, output, overwrite=overwrite)
     return real_path(output)
 
@@ -83,7 +83,7 @@ def _save(
             "files": describe_files(sorted(partial.glob("*.safetensors"))),
             "card": None,
         }
-        written.pop("export", None)  # of a folder that was saved before
+        written.pop("export", None)  # of the folder that was trained
         if compiled is None:
             written["dtype"] = str(model.dtype).removeprefix("torch.")
         else:
@@ -97,13 +97,13 @@ def _save(
 
 
 def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, partial: Path) -> None:
-    """Writes what transformers saves, and copies what stands beside it."""
+    """Writes what transformers saves, and copies the files beside the model."""
     _correct(model)
     try:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE, save_original_format=original)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
-    except Exception as error:  # it raises many kinds
+    except Exception as error:  # save_pretrained raises many kinds
         if isinstance(error, PermTritonError) or disk_error(error) or is_out_of_memory(error):
             raise
         raise ModelError(f"transformers cannot save this {type(model).__name__}: {first_line(error)}") from error
@@ -113,7 +113,7 @@ def _write(model: Any, tokenizer: Any, source: Source | None, original: bool, pa
 
 
 def _correct(model: Any) -> None:
-    """Makes a config say what the folder will hold: a head of its own, and no layers that predict further tokens."""
+    """Makes the configs fit what is saved: an untied head, and no layers that predict further tokens."""
     configs = [model.config, model.config.get_text_config(decoder=True)]
     configs += [model.generation_config] if model.can_generate() else []
     embedding = head = None
@@ -121,26 +121,26 @@ def _correct(model: Any) -> None:
         tables = embedding_of(model), model.get_output_embeddings()
         embedding, head = (getattr(table, "weight", None) for table in tables)
     untied = embedding is not None and head is not None and head is not embedding
-    further = any(FURTHER_LAYERS.search(name) for name, _ in model.named_parameters())  # transformers loads none
+    further = any(FURTHER_LAYERS.search(name) for name, _ in model.named_parameters())  # most classes load none
     for config in configs:
         if untied and getattr(config, "tie_word_embeddings", False):
             config.tie_word_embeddings = False  # readers that trust it would leave the head out
         for name, value in [] if further else [*vars(config).items()]:
             if FURTHER_LAYERS.search(name) and type(value) in (bool, int, list, dict):
-                setattr(config, name, type(value)())  # no layers, of no types
+                setattr(config, name, type(value)())  # 0 layers, and an empty list of types
 
 
 def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
-    """Copies what stands beside a model and was not saved: the modules around it, licences, the tokenizer's own model.
+    """Copies the files of `beside` that were not saved: other modules, licences, the tokenizer's SentencePiece model.
 
-    What `copy_file` leaves out is left out here, too.
+    Files that `copy_file` refuses are left out.
     """
     saved = {name for name in (*PROCESSOR_FILES, *REMADE) if (partial / name).exists()}
     remade = {*REMADE} if saved & {*REMADE} else set[str]()
     remade |= {*PROCESSOR_FILES, LEGACY_TEMPLATE} if saved & {*PROCESSOR_FILES} else set[str]()
     read_from = getattr(tokenizer_of(tokenizer), "name_or_path", None)
     if read_from is not None and real_path(Path(read_from)) != real_path(Path(source.location)):
-        remade |= {*TOKENIZERS}  # it is another one
+        remade |= {*TOKENIZERS}  # a tokenizer from elsewhere
     for name in beside(source):
         if name not in remade and not (partial / name).exists() and (path := source.find(name)):
             copy_file(path, path.parents[name.count("/")], partial)
@@ -149,8 +149,8 @@ def _copy_beside(source: Source, tokenizer: Any, partial: Path) -> None:
 def copy_file(path: Path, folder: Path, partial: Path) -> bool:
     """Copies a file of ``folder`` to the same place in ``partial``; returns whether it did.
 
-    Links out of the folder are not followed: they may lead anywhere, and what they lead to might be published. The
-    hub's cache holds nothing but links, into a folder of its own.
+    Links that lead out of the folder are not copied, because any file could be published through them. Links of
+    the hub's cache, which lead to its own folder ``blobs``, are followed.
     """
     inside = [folder, *([folder.parent.parent / "blobs"] * (folder.parent.name == "snapshots"))]
     if not any(real_path(path).is_relative_to(real_path(root)) for root in inside):

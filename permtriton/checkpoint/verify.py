@@ -26,7 +26,7 @@ NOT_RELOADED = {"reloaded": "not run: every tensor was compared bit by bit inste
 def verify_tensors(
     model: Any, folder: Path, pruned: Mapping[str, PrunedWeight], names: StoredNames, permuted: bool
 ) -> dict[str, int]:
-    """Checks a written checkpoint: every tensor must be finite and that of the model, every pruned weight N:M.
+    """Checks a written checkpoint: every tensor must be finite and equal the model's, every pruned weight N:M.
 
     Args:
         pruned: parameter name -> its input dimension and pattern, as `pruned_parameters` returns them.
@@ -76,7 +76,7 @@ def compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    release_memory()  # of the failed attempt, which the error's traceback kept alive
+    release_memory()  # that of the failed attempt, which the error's traceback kept alive
     return {"reloaded": not_run}
 
 

@@ -1,4 +1,4 @@
-"""The documents in the columns of a table: of a file, of a dataset on the hub or in memory."""
+"""Documents from the columns of a table, which is a file, a dataset on the hub or one in memory."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ COLUMNS = ("input_ids", "text", "messages", "conversations")  # the last two hol
 
 
 def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
-    """Returns the token ids at whose positions the mask, as a tokenizer that pads gives it, is not 0."""
+    """Returns the token ids at the positions where the attention mask is not 0."""
     with reading(f"{place}: its attention_mask cannot be used", CalibrationError):
         ids, mask = (values.tolist() if hasattr(values, "tolist") else values for values in (ids, mask))
         return [token for token, kept in zip(ids, mask, strict=True) if kept]
@@ -20,7 +20,7 @@ def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Unpadded(Sequence[list[int]]):
-    """The token ids of a column without their padding, each document's made when it is asked for."""
+    """The token ids of a column without their padding, which is removed when a document is read."""
 
     ids: Sequence[Any]
     masks: Sequence[Any]
@@ -40,7 +40,7 @@ class Conversation(list[Mapping[str, Any]]):
         super().__init__(messages)
         listed = tools or []
         if isinstance(listed, str):
-            with suppress(ValueError, RecursionError):  # else it is no JSON, and refused like all that is no list
+            with suppress(ValueError, RecursionError):  # text that is not JSON is refused below, as all that is no list
                 listed = json.loads(listed) or []
         if not isinstance(listed, list) or not all(isinstance(schema, Mapping) for schema in listed):
             raise CalibrationError(
@@ -51,7 +51,7 @@ class Conversation(list[Mapping[str, Any]]):
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a schema without the keys of others: a typed column gives each row those of all rows, with null."""
+    """Returns a schema without keys of value None: a typed column gives each row the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -59,7 +59,7 @@ def _without_nulls(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class WithTools(Sequence[Any]):
-    """The conversations of a column with the tools of another, each made when it is asked for."""
+    """The conversations of one column with the tools of another, joined when a document is read."""
 
     documents: Sequence[Any]
     tools: Sequence[Any]

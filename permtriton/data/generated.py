@@ -1,6 +1,6 @@
-"""Text that the dense model writes: further samples for the steps that bring a pruned model back to it.
+"""Text that the dense model generates: further samples for the steps that fit a pruned model to the dense one.
 
-They need no labels but the dense model's own outputs, so its own text is as good as any, and there is no end of it.
+These steps need no labels but the dense model's outputs, so text of its own can serve, in any amount.
 """
 
 from math import ceil, exp
@@ -19,7 +19,7 @@ from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.util.progress import Advance, Progress
 
-BEGINNING = 8  # a text's length, divided by that of the calibration text which it continues
+BEGINNING = 8  # ratio of a text's length to that of its beginning, which is calibration text
 KEPT = 0.9  # share of the texts that are kept: those of the lowest perplexity
 AT_ONCE = 4 * 2**30  # most bytes that are kept for texts written together; a single text may take more
 
@@ -42,12 +42,12 @@ def written(count: int) -> int:
 
 
 def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
-    """Returns name -> bytes that are kept while the model writes a text of ``tokens`` tokens."""
+    """Returns kind of tensors -> their bytes in memory while the model writes one text of ``tokens`` tokens."""
     text = model.config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
-    if latent := getattr(text, "kv_lora_rank", None):  # from which DeepSeek computes them
+    if latent := getattr(text, "kv_lora_rank", None):  # DeepSeek computes keys and values from it
         cached = latent + text.qk_rope_head_dim
     return {
         "keys and values": tokens * text.num_hidden_layers * cached * model.dtype.itemsize,
@@ -61,10 +61,10 @@ def texts_at_once(model: PreTrainedModel, tokens: int, count: int) -> int:
 
 
 def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:
-    """Returns what ``count`` texts to be kept continue, int64 ``[written, tokens]``.
+    """Returns the beginnings of all texts to write so that ``count`` are kept, int64 ``[written, first tokens]``.
 
-    It is the first ``tokens`` tokens of each sample in turn, then the next ones of each, and so on, behind the special
-    tokens that each sample begins with.
+    They are the first ``tokens`` tokens of each sample in turn, then the next ``tokens`` of each, and so on, after the
+    special tokens that the sample begins with.
     """
     assert samples.ids is not None, "see `generation_refusal`"
     text, before = samples.ids[:, samples.counted], samples.ids[:, : samples.counted.start]
@@ -112,15 +112,15 @@ def generated_text(
 
 
 def _write(model: PreTrainedModel, starts: Tensor, numbers: Tensor, advance: Advance) -> tuple[Tensor, Tensor]:
-    """Returns continuations of ``starts`` to one token per column of ``numbers``, and the surprisal of each text."""
+    """Returns ``starts`` continued to as many tokens as ``numbers`` has columns, and each text's surprisal in nats."""
     drawing = _Drawing(numbers.to(model.device), advance)
     plain = GenerationConfig(max_length=numbers.shape[1], do_sample=False, use_cache=True)
     generate: Any = model.generate
     starts = starts.to(model.device)
     try:
-        with mock.patch.object(model, "generation_config", GenerationConfig()):  # its own may end a text early
+        with mock.patch.object(model, "generation_config", GenerationConfig()):  # the model's own may end a text early
             texts = generate(starts, plain, LogitsProcessorList([drawing]), attention_mask=torch.ones_like(starts))
-    except Exception as error:  # the model's code may raise any kind
+    except Exception as error:  # the model's code may raise any exception
         if is_out_of_memory(error):
             raise
         raise CalibrationError(
@@ -137,7 +137,7 @@ class _Drawing(LogitsProcessor):
         numbers: from 0 to 1, one per token, float64 ``[texts, tokens]``.
 
     Attributes:
-        surprises: negative logarithm of the probability of all that was drawn, float64 ``[texts]``.
+        surprises: negative logarithm of the probability of a text's drawn tokens, float64 ``[texts]``.
     """
 
     def __init__(self, numbers: Tensor, advance: Advance) -> None:

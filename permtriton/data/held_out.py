@@ -1,4 +1,4 @@
-"""Held-out samples, on which models are measured: where they are read, and how they are prepared."""
+"""Reads and prepares the held-out samples on which models are measured."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def read_held_out(
 
     Args:
         model_name: name of the model; the demo model is evaluated on the demo text by default.
-        data: demo, wikitext2, c4, a file, or none; or what
+        data: demo, wikitext2, c4, a file, or the text none for no samples; or what
             `permtriton.data.in_memory.documents_of` and `tensors_of` take. None for the default, which may be missing.
         window: tokens per window; None for `EVALUATION_TOKENS`, or the model's limit if that is lower.
     """
@@ -44,7 +44,7 @@ def read_held_out(
 
 
 def prepared(model: PreTrainedModel, inputs: Inputs) -> Samples:
-    """Returns held-out samples as they are measured: checked, and with the tokens that the model makes of each.
+    """Returns held-out samples after checking them, with the number of tokens that the model makes of each.
 
     Args:
         inputs: token ids, int64 ``[windows, tokens]``, or what else the model reads.

@@ -48,7 +48,7 @@ def selected(data: Any, column: str | None = None, split: str | None = None) -> 
     Token ids are without their padding.
 
     Args:
-        column: column of the dataset; None for ``input_ids`` or ``text``.
+        column: column of the dataset; None for the first of `permtriton.data.columns.COLUMNS` that it has.
         split: name of the dataset in the dictionary.
     """
     if isinstance(data, Mapping) and data and all(hasattr(table, "column_names") for table in data.values()):
@@ -74,7 +74,7 @@ def documents_of(data: Any) -> Documents | None:
     """Returns the texts, or the lists of token ids, that are cut into sequences.
 
     Returns:
-        None where data are tensors, which are samples as they are.
+        None where data are tensors, whose rows are samples already.
     """
     if isinstance(data, Tensor | np.ndarray | Mapping | Samples | DataLoader):
         return None
@@ -107,7 +107,7 @@ def tensors_of(data: Any, model: PreTrainedModel, most: int | None, default: int
 
 
 def _first(loader: DataLoader, rows: int | None) -> Iterator[Any]:
-    """Yields batches until they hold so many rows; what a collator calls a tuple is the batch and its labels."""
+    """Yields batches until they hold ``rows`` rows; of a tuple or list, only the first item, as labels follow."""
     for batch in loader:
         batch = batch[0] if isinstance(batch, list | tuple) else batch
         yield batch

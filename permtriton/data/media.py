@@ -1,4 +1,4 @@
-"""Samples that are tensors in a file: of models of images or sound, or of any other."""
+"""Samples that are stored as tensors in a file, for models of images or sound, or for any other."""
 
 import os
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ def stored_samples(
     Args:
         source: a ``.safetensors`` file whose tensors have the names of arguments of the model's ``forward`` and one row
             per sample.
-        count: number of samples to draw; None for all, in order.
-        generator: generator of the draw; None takes the first ones.
+        count: number of samples to draw; None for all.
+        generator: generator of the draw; None takes the samples in order.
     """
     if not source.endswith(TENSORS):
         raise CalibrationError(
@@ -51,7 +51,7 @@ def stored_samples(
 
 
 def inputs_for(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors without labels that the model does not read, and without a mask that masks nothing."""
+    """Returns the tensors without labels, which only encoder-decoders read, and without a mask of ones."""
     labels = takes_decoder_ids(model)
     return {
         name: values
@@ -61,7 +61,7 @@ def inputs_for(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def _drawn(there: int, count: int | None, generator: torch.Generator | None, source: str) -> Tensor:
-    """Returns the numbers of all samples, those to take first, int64 ``[there]``."""
+    """Returns the numbers of all samples in the order in which they are taken, int64 ``[there]``."""
     if count is not None and there < count:
         held = f"{there} sample{'' if there == 1 else 's'}"
         raise CalibrationError(f"{source} holds {held}, but {count} are needed: lower `samples=`, or add more")

@@ -13,17 +13,17 @@ from permtriton.errors import CalibrationError
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Calibration or evaluation samples: one row of every tensor each.
+    """Calibration or evaluation samples; each sample is one row of every tensor.
 
     Attributes:
         inputs: argument of the model's ``forward`` -> tensor; all have the same first dimension. Token ids are
             ``{"input_ids": int64 [samples, tokens]}``.
-        tokens: positions of the last hidden state per sample. It is known of token ids; of other inputs, the model
-            decides it (`permtriton.model.forward.with_tokens`), and 0 means that it was not asked yet.
-        longest: positions per sample of what is longer, the encoder's states or the last hidden state; known as
-            ``tokens`` is.
+        tokens: positions of the last hidden state per sample. Token ids determine it; for other inputs, it is 0 until
+            the model was run to find it (`permtriton.model.forward.with_tokens`).
+        longest: positions per sample of the encoder's states or of the last hidden state, whichever has more; known
+            when ``tokens`` is known.
         surplus: further samples of the same text, none of which is among these; None where there are none.
-        special: the special tokens that were put around each sequence; None where the ids are a user's own.
+        special: the special tokens that were put around each sequence; None if a user made the token ids.
     """
 
     inputs: Mapping[str, Tensor]
@@ -48,7 +48,7 @@ class Samples:
 
     @classmethod
     def of(cls, inputs: "Inputs") -> "Samples":
-        """Returns samples from token ids (int64 ``[samples, tokens]``), or from a mapping as `inputs`."""
+        """Returns samples from token ids (int64 ``[samples, tokens]``), or from a mapping like ``inputs``."""
         if isinstance(inputs, Samples):
             return inputs
         return cls({"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs))
@@ -135,9 +135,9 @@ class Samples:
 
 
 def start_of(rows: Tensor, tokens: int) -> Tensor:
-    """Returns the first ``tokens`` tokens of each row ``[rows, tokens]``, the last two of which are the row's last two.
+    """Returns rows ``[rows, tokens]`` cut to at most ``tokens`` tokens: the first ones of a row, then its last two.
 
-    These may be an end token, whose hidden state alone some heads read, and a language.
+    The last two may be an end token, whose hidden state is all that some heads read, and a language token.
     """
     if rows.shape[1] <= tokens:
         return rows

@@ -1,4 +1,4 @@
-"""The special tokens that a tokenizer puts around a text, such as <bos> before it: so users' texts begin."""
+"""The special tokens that a tokenizer puts around a text, such as <bos> before it, as when users run the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ class SpecialTokens:
     """The special tokens around each sequence that is cut out of a text; none by default."""
 
     before: tuple[int, ...] = ()  # ids before the text
-    after: tuple[int, ...] = ()  # ids after it
+    after: tuple[int, ...] = ()  # ids after the text
     end: tuple[int, ...] = ()  # ids between the documents of one sequence
     words: str = "without special tokens"  # the special tokens, in words
-    # the same of an encoder-decoder's labels, which are the second half of a row; None where a row is one sequence
+    # special tokens around an encoder-decoder's labels, the second half of a row; None where a row is one sequence
     labels: "SpecialTokens | None" = None
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class SpecialTokens:
         return self if self.labels is None else self.labels
 
     def room(self, tokens: int, option: str) -> int:
-        """Returns how many tokens of text a row of ``tokens`` holds."""
+        """Returns how many tokens of text fit in a row of ``tokens``; ``option`` names ``tokens`` in an error."""
         least = len(self) + 1 if self.labels is None else 2 * max(self._sizes) + 2
         if self and tokens < least:
             raise ConfigError(
@@ -60,7 +60,7 @@ class SpecialTokens:
         return torch.cat([before, rows, after], 1)
 
     def bare(self, ids: Tensor) -> Tensor:
-        """Removes the special tokens that a document has itself, as formatted chats do."""
+        """Returns ids without the special tokens that a document itself begins or ends with, as formatted chats do."""
         size, end = len(self.before), len(self.end)
         ids = ids[size:] if tuple(ids[:size].tolist()) == self.before else ids
         return ids[:-end] if end and tuple(ids[-end:].tolist()) == self.end else ids

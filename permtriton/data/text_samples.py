@@ -49,8 +49,8 @@ HUB_EVALUATION: dict[str, dict[str, Any]] = {
         "split": "validation[:1100]",
     },
 }
-EVALUATION_WINDOWS = {"c4": 256}  # at most
-# Sources whose documents are customarily encoded as one text -> what joins them; wikitext2 has lines for documents.
+EVALUATION_WINDOWS = {"c4": 256}  # source -> most windows that are evaluated
+# Sources whose documents papers encode as one text -> the separator; the documents of wikitext2 are lines.
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
@@ -71,18 +71,19 @@ def all_windows(
     *,
     halves: bool = False,
 ) -> Samples:
-    """Draws all sequences of the text that is encoded, of many documents about ``surplus`` times the wanted ones.
+    """Encodes calibration text, and draws all its sequences in random order.
 
     Args:
         tokenizer: The model's tokenizer; may be None where the source holds ``input_ids``.
-        documents: What is drawn from, where it is in memory; the source then only names it.
-        surplus: At least `SURPLUS`. It does not change which sequences come first.
-        halves: Whether the model is an encoder-decoder that reads two sequences in a row.
+        documents: Documents in memory, which the source then only names; None to read those of the source.
+        surplus: About the ratio of encoded to wanted tokens, if there is enough text; at least `SURPLUS`. The first
+            sequences do not depend on it.
+        halves: Whether the model is an encoder-decoder, each row of which holds two sequences.
 
     Returns:
-        At least ``samples`` rows of ``sequence_length`` tokens: windows that do not overlap, in random order, each with
-            the special tokens that the tokenizer puts around a text. Where each is drawn from one document they may
-            overlap, and there are as many as are wanted.
+        At least ``samples`` rows of ``sequence_length`` tokens: windows that do not overlap, each with the special
+            tokens that the tokenizer puts around a text. With ``one_document``, windows may overlap, and there are
+            exactly ``samples``.
     """
     source = config.calibration
     if documents is None:
@@ -111,9 +112,9 @@ def _mixed_windows(
 ) -> Tensor:
     """Returns windows of documents that are joined in random order, int64 ``[at least samples, length]``."""
     generator, tokens = torch.Generator().manual_seed(seed), config.samples * length
-    cut_off = length if surplus > SURPLUS else 0  # for the remainders of the two parts
+    cut_off = length if surplus > SURPLUS else 0  # tokens that both parts lose as remainders
     stream, ends = encoder.stream(documents, surplus * tokens + cut_off, generator)
-    end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # end of the mixed part
+    end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # end of the part that is shuffled
     windows = end // length
     if windows < config.samples:
         raise CalibrationError(
@@ -189,7 +190,7 @@ def held_out_windows(
 def calibration_samples(
     config: CommonConfig, tokenizer: Processor | None, model: PreTrainedModel, documents: Documents | None = None
 ) -> Samples:
-    """Draws the calibration samples of a compilation, with what is left of a text as spare ones."""
+    """Draws the calibration samples of a compilation, with the remaining sequences of a text as ``surplus``."""
     source, count = config.calibration.calibration, config.calibration.samples
     if is_media(model, source):
         for name in OF_TEXT:
@@ -212,7 +213,7 @@ def calibration_samples(
 def fitted(
     config: CalibrationConfig, given: Container[str], model: PreTrainedModel, progress: Progress
 ) -> CalibrationConfig:
-    """Returns the options of calibration, with the default sequence length lowered to what the model can take."""
+    """Returns ``config`` with a sequence length that the model can take, unless the user gave it (``given``)."""
     if "sequence_length" in given and model.main_input_name in MEDIA_INPUTS:
         raise ConfigError(
             f"`sequence_length={config.sequence_length}` has no effect on a {type(model).__name__}, which reads no "
@@ -226,7 +227,7 @@ def fitted(
 
 
 def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
-    """Returns what `check_inputs` does, as the model reads it."""
+    """Returns samples after `check_inputs`, with the arguments that the model's ``forward`` takes."""
     samples = check_inputs(model, inputs)
     surplus = None if samples.surplus is None else check_samples(model, samples.surplus)
     return replace(samples, inputs=arguments_of(model, samples.inputs), surplus=surplus)
@@ -266,7 +267,7 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
 
 
 def line_of_ids_without(samples: Samples | None, tokenizer: Processor | None) -> str:
-    """Returns a warning if a user's token ids lack the token that the tokenizer puts before a text; else nothing."""
+    """Returns a warning if a user's token ids lack the token that the tokenizer puts before a text; else empty."""
     ids = None if samples is None or samples.special is not None else samples.inputs.get("input_ids")
     if ids is None or not (special := special_tokens_of(tokenizer)).before or bool((ids == special.before[0]).any()):
         return ""
@@ -280,7 +281,7 @@ def line_of_ids_without(samples: Samples | None, tokenizer: Processor | None) ->
 def vocabulary_of(model: PreTrainedModel) -> int:
     """Returns the number of token ids that the model knows: the rows of its embedding, or of the smallest of several.
 
-    Some models name no embedding, such as those of characters or of speech; their config counts the ids.
+    Some models, such as those of characters or of speech, name no embedding; then it is the config's ``vocab_size``.
     """
     try:
         embedding = embedding_of(model)
@@ -309,7 +310,7 @@ def _documents(
             documents = documents_in(dataset.column_names, dataset.__getitem__, source, column)
             return [joined[source].join(documents)] if source in joined else documents
         path = Path(source)
-        if not os.path.isfile(source):  # which, unlike Path.is_file, takes names that are too long
+        if not os.path.isfile(source):  # Path.is_file fails on names that are too long
             name = source if len(source) < 100 else shown(source)  # it may be a text itself
             raise CalibrationError(
                 f"{name} is neither a file nor one of {', '.join(['demo', *hub])}: give one of these, "
@@ -355,7 +356,7 @@ def _is_dataset(source: str) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put before it
+        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -363,9 +364,9 @@ def _read(path: Path) -> str:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns the objects of a file: one in each line, or all of them, or texts, in one array or alone."""
+    """Returns the objects of a file: one per line, a single one, or an array; a text becomes ``{"text": text}``."""
     text, rows = _read(path), list[dict[str, Any]]()
-    with suppress(ValueError, RecursionError):  # else it has more lines
+    with suppress(ValueError, RecursionError):  # not a single JSON value: read by lines
         whole = json.loads(text)
         array = whole if isinstance(whole, list) else [whole]
         if all(isinstance(row, str | dict) for row in array):
@@ -375,7 +376,7 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:  # also integers of too many digits
+        except (ValueError, RecursionError) as error:  # also for integers of too many digits
             raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
         if not isinstance(rows[-1], dict):
             raise CalibrationError(f"{path} line {number} is {shown(rows[-1])}: expected a text or input_ids by name")

@@ -1,4 +1,4 @@
-"""Documents as token ids, however long a text is and whatever its tokenizer does."""
+"""Encodes documents as token ids, even texts of a length that some tokenizers cannot take."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from permtriton.errors import CalibrationError, reading, shown
 from permtriton.model.tokenizer import tokenizer_of, unchanged
 
 LONGEST_LINE, LONGEST_PIECE = 2**20, 2**24  # characters
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # names of ShareGPT's for roles
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of roles
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes token ids of the documents of a source."""
+    """Encodes the documents of a source as token ids."""
 
     source: str  # where the documents come from, for errors
     tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer; may be None where the documents are token ids
     vocabulary: int  # number of token ids that the model knows
-    # what shall stand around each sequence, and so around no document in it; empty where each document has what its
-    # tokenizer puts around it, and an end token
+    # special tokens that sequences get later, so that documents get none; empty if instead each document gets what its
+    # tokenizer puts around a text, and an end token
     special: SpecialTokens = NONE
 
     def stream(
@@ -112,7 +112,7 @@ def token_ids(
 
     Args:
         ended: whether the end token is added where the tokenizer adds none.
-        special: whether the special tokens that the tokenizer puts around a text are there.
+        special: whether the special tokens that the tokenizer puts around a text are added.
     """
     if (tokenizer := tokenizer_of(tokenizer)) is None:
         raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
@@ -129,21 +129,21 @@ def token_ids(
             ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
         end = tokenizer.eos_token_id
         last = ids[-2:].tolist()
-        behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # the end token, such as a language
+        behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # e.g. a language after the end token
         if not ended or end is None or not last or last[-1] == end or behind:
             return ids
         return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
 
 
 def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:
-    """Yields a text in pieces, most often as one.
+    """Yields a text in pieces, usually in a single one.
 
     Time and memory of some tokenizers grow without limit on a long text. So a line of more than ``longest_line``
     characters is cut before the last white space among them, where words begin, or after them if there is none; and a
     text of more than ``longest_piece`` characters is cut at line breaks. Only at the cuts can the tokens differ from
     those of the text as a whole.
     """
-    start = line = 0  # of the piece, and of the line in it
+    start = line = 0  # where the piece begins, and the line in it
     while line < len(text):
         end = text.find("\n", line) + 1 or len(text)
         if end - start > longest_piece and line > start:

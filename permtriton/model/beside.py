@@ -1,4 +1,4 @@
-"""The files beside a model's weights: which are copied when it is saved, and whether they read its hidden states."""
+"""The files beside a model's weights: which are copied when it is saved, and whether sentence-transformers reads it."""
 
 import json
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from permtriton.model.name import DEMO
 from permtriton.model.source import BESIDE, MODULES, Source
 from permtriton.util.output_files import real_path
 
-LARGEST = 64 * 2**20  # bytes of a file that is copied
+LARGEST = 64 * 2**20  # bytes; a larger file is not copied, unless it is in a folder that `MODULES` lists
 WRITTEN = ("README.md", CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, "generation_config.json", "permtriton*.json")
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.pkl",
            "*.np[yz]", "*.index.json", "optimizer*", "scheduler*", "trainer_state.json")  # fmt: skip
 WITH_THE_TOKENIZER = "additional_chat_templates"
-OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of a copy in another format
+OUTDATED = ("*quant*config*.json", "params.json", "*.sig")  # of the dense weights, or of copies in other formats
 OF_A_MODULE = (CONFIG_FILE, WEIGHTS_FILE, "pytorch_model.bin")
 
 
 def embeds(model: PreTrainedModel) -> bool:
-    """Whether a model is part of a folder of sentence-transformers, which reads its hidden states."""
+    """Whether a model was loaded from a sentence-transformers folder, whose modules read its hidden states."""
     if not (name := model.name_or_path):
         return False
     source = Source(name).at_commit(model.config)
@@ -33,7 +33,7 @@ def embeds(model: PreTrainedModel) -> bool:
 
 
 def modules_of(source: Source) -> list[str]:
-    """Returns the folders that `MODULES` names in the model's folder."""
+    """Returns the subfolders that the file `MODULES` of a model lists; none if it is missing or damaged."""
     path = source.find(MODULES)
     return [] if path is None else _named(path)
 
@@ -46,16 +46,16 @@ def _named(path: Path) -> list[str]:
 
 
 def fetch_beside(source: Source) -> list[str]:
-    """Fetches what `beside` names of a model of the hub; returns what `Source.fetch` does."""
+    """Fetches the files that `beside` names from the hub; returns those of `BESIDE` that could not be looked up."""
     unknown = source.fetch(BESIDE)
     source.fetch(beside(source))
     return unknown
 
 
 def beside(source: Source) -> list[str]:
-    """Returns the files that come along where a model is saved, if they are there: no weights, and bounded in size.
+    """Returns the names of the files to copy when a model is saved; on the hub, not all of them need exist.
 
-    Of a folder, these are its own files and the folders that `MODULES` names.
+    In a folder, these are its files except weights and large ones, and all files in the subfolders of `MODULES`.
     """
     if source.gguf is not None or source.name == DEMO:
         return []
@@ -65,7 +65,7 @@ def beside(source: Source) -> list[str]:
 
 
 def left_out(source: Source) -> list[str]:
-    """Returns what else is in a folder: copies of the weights, large files, and subfolders."""
+    """Returns the names in a model's folder that are not copied: copies of the weights, large files, subfolders."""
     if source.gguf is not None or source.folder is None or source.name == DEMO:
         return []
     modules = modules_of(source)
@@ -77,7 +77,7 @@ def left_out(source: Source) -> list[str]:
 
 
 def _files(folder: Path, modules: list[str]) -> Iterator[tuple[str, bool]]:
-    """Yields the files of a folder, and whether they come along."""
+    """Yields the name of each file of a folder, and whether it is copied when the model is saved."""
     for path in folder.iterdir():
         if path.is_file():
             small = path.stat().st_size <= LARGEST

@@ -17,22 +17,22 @@ from permtriton.util.hooks import hooked
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest
 # output. The one for float64 is loose because norms and rotary angles are computed in float32 in any model.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# A model that amplifies rounding may differ by this many times what rounding alone changes, but never by MOST_ALLOWED
-# where its dtype allows less. Over random orders of several architectures in float32, up to 1.7 times was measured.
+# If a model amplifies rounding beyond TOLERANCE, NOISE_MARGIN times the change by rounding alone is allowed, at most
+# MOST_ALLOWED. For random orders of several architectures in float32, at most 1.7 times that change was measured.
 NOISE_MARGIN, MOST_ALLOWED = 10, 1e-2
 
-# Outputs of a model that is asked for its hidden states, and the name of the one that a head reads.
+# Keys of `output_and_states`: transformers' names of hidden states, the one that a head reads, and the embeddings.
 STATES = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 LAST, EMBEDDED = "last_hidden_state", "inputs_embeds"
 
-SAMPLED = 4096  # values of a parameter that `sample_hash` reads
-# Entries of a config that do not change what the model computes, or that stand elsewhere.
+SAMPLED = 4096  # about how many values of each parameter `sample_hash` reads
+# Entries of a config that `model_hash` leaves out: they do not change what a model with the same tensors computes.
 NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_config")
 
 
 @torch.no_grad()
 def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Returns the first output of a model in eval mode, which is logits or the last hidden state.
+    """Returns the first output of a model, logits or the last hidden state; the model must be in eval mode.
 
     Returns:
         float32 ``[samples, tokens, vocabulary or hidden]`` on the CPU.
@@ -45,14 +45,14 @@ def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
 def output_and_states(
     model: PreTrainedModel, arguments: Mapping[str, Tensor]
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
-    """Returns the first output, and by their names in the output all hidden states that the model returns.
+    """Returns a model's first output, and all hidden states that it returns, by their names in the output.
 
-    The last hidden state stands among them as `LAST`, what embeds the tokens as `EMBEDDED`. All are float32 on the CPU.
+    The last hidden state is added as `LAST`, the input embeddings as `EMBEDDED`. All tensors are float32 on the CPU.
     """
     with without_cache(model), recorded_states(model) as last, recorded_embeddings(model) as embedded:
         try:
             result = model(**arguments, output_hidden_states=True)
-        except Exception:  # of any kind, from a class that has none to return; an error of another cause comes again
+        except Exception:  # a class without hidden states may raise any; an error of another cause is raised again here
             result = model(**arguments)
     named = {name: result[name] or () for name in STATES if isinstance(result, Mapping) and name in result}
     tensors = {name: [state for state in states if isinstance(state, Tensor)] for name, states in named.items()}
@@ -72,8 +72,8 @@ def relative_difference(expected: Tensor, got: Tensor) -> float:
 def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
     """Whether hidden states ``[..., C]`` have the same channels in the same order, up to rounding in ``dtype``.
 
-    Each channel is compared for itself, by its size over all tokens: beside the few channels of real models that are a
-    thousand times as large as the others, a difference relative to the largest value would show nothing of these.
+    Each channel is compared by its own root mean square over all tokens. In real models a few channels are a thousand
+    times as large as the others, so a difference relative to the largest value would not show errors in the others.
     """
     if expected.shape != got.shape:
         return False
@@ -84,9 +84,9 @@ def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
 
 
 def with_rounding(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns a value plus noise of its precision, relative to its size: sums in another order may differ as much.
+    """Returns ``value`` with noise as large as rounding errors: its dtype's epsilon times its root mean square.
 
-    The precision is at most float32's, because norms and rotary angles are computed in float32 in any model.
+    The epsilon is at least float32's, because norms and rotary angles are computed in float32 in any model.
     """
     eps = max(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps)
     noise = torch.randn(value.shape, generator=generator).to(value.device, torch.float32)
@@ -120,7 +120,8 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
     """Checks that an exact step left the outputs the same, up to the tolerance of the dtype or the model's own noise.
 
     Args:
-        run: returns the outputs after it, of the same shape; called again if they differ by more than the tolerance.
+        before: outputs before the step.
+        run: returns the outputs after the step, of the same shape; called again if their difference is too large.
     Returns:
         The largest difference relative to the largest output.
     """
@@ -148,7 +149,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 def check_finite_tensor(name: str, tensor: Tensor) -> None:
-    """Refuses a tensor, called ``name``, that holds NaN or infinity, by a `VerificationError`."""
+    """Raises a `VerificationError` that names ``name`` if ``tensor`` holds NaN or infinity."""
     if not all_finite(tensor):
         raise VerificationError(f"{name}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite")
 
@@ -162,10 +163,10 @@ def model_hash(model: PreTrainedModel) -> str:
 
 
 def sample_hash(model: nn.Module) -> str:
-    """Hashes a sample of each parameter, enough to tell apart the states that the steps of one run leave."""
+    """Returns a hash of a sample of each parameter, which tells apart the states after the steps of a run."""
     sha256 = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        step = parameter.numel() // SAMPLED | 1  # odd, or all would be of a few columns
+        step = parameter.numel() // SAMPLED | 1  # odd: an even stride would read only a few columns of a matrix
         hash_tensors(sha256, [(name, parameter.detach().flatten()[::step])])
     return sha256.hexdigest()
 

@@ -1,6 +1,6 @@
-"""Where a model computes its last hidden state, and whether it has an encoder and a decoder of its own.
+"""Which module of a model computes the last hidden state, and whether the model is an encoder-decoder.
 
-The last hidden state is what a head reads: of an encoder-decoder, it is the decoder's.
+The last hidden state is what a head reads; in an encoder-decoder, it is the decoder's.
 """
 
 import dataclasses
@@ -17,18 +17,18 @@ from permtriton.errors import ModelError
 from permtriton.util.hooks import hooked
 
 DECODER_IDS = "decoder_input_ids"
-ENCODER_STATE = "encoder_last_hidden_state"  # transformers' name for it among the outputs of an encoder-decoder
+ENCODER_STATE = "encoder_last_hidden_state"  # in the output of an encoder-decoder
 
 
 def takes_decoder_ids(model: PreTrainedModel) -> bool:
-    """Whether a model is an encoder-decoder whose decoder reads token ids. An encoder taken from one is not."""
-    if getattr(model.config, "use_decoder_only_language_model", False):  # BLIP-2's class takes both kinds of models
+    """Whether a model is an encoder-decoder whose decoder reads token ids. Its encoder alone is not one."""
+    if getattr(model.config, "use_decoder_only_language_model", False):  # BLIP-2 with a decoder-only model
         return False
     return DECODER_IDS in inspect.signature(model.forward).parameters
 
 
 def divides_text(model: PreTrainedModel) -> bool:
-    """Whether a text is divided between encoder and decoder; the decoder of a classifier reads the same ids again."""
+    """Whether a text is divided between encoder and decoder; in a classifier, both read the whole text."""
     return takes_decoder_ids(model) and (model.can_generate() or is_headless(model))
 
 
@@ -38,7 +38,7 @@ def core_of(model: PreTrainedModel) -> nn.Module:
     It is the decoder where the class with the head holds encoder and decoder side by side, as T5's does.
     """
     if is_headless(model) and model.main_input_name not in inspect.signature(model.base_model.forward).parameters:
-        return model  # its "base model" is only a part of it, as DINOv3's encoder without embeddings
+        return model  # `base_model` is only a part of it, such as DINOv3's encoder without embeddings
     if model.base_model is not model or not takes_decoder_ids(model) or model.get_output_embeddings() is None:
         return _backbone(model) or model.base_model
     decoder = model.get_decoder()
@@ -46,14 +46,14 @@ def core_of(model: PreTrainedModel) -> nn.Module:
 
 
 def body_of(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the modules that compute the last hidden state, without what a head does: an encoder may be beside it."""
+    """Returns the modules that compute the last hidden state: the core, and the encoder if it is outside the core."""
     core = core_of(model)
-    beside = takes_decoder_ids(model) and core is not model.base_model  # otherwise get_encoder may give the model
+    beside = takes_decoder_ids(model) and core is not model.base_model  # otherwise get_encoder may return the model
     return [core, model.get_encoder()] if beside else [core]
 
 
 def _backbone(model: PreTrainedModel) -> nn.Module | None:
-    """Returns the only model inside one with a head that transformers does not know as its base model, as Whisper's."""
+    """Returns the only inner model where ``base_model`` finds none, as in WhisperForAudioClassification; else None."""
     inner = [module for module in model.children() if isinstance(module, PreTrainedModel)]
     if model.base_model is not model or is_headless(model) or takes_decoder_ids(model) or len(inner) != 1:
         return None
@@ -72,7 +72,7 @@ def has_head(model: PreTrainedModel) -> bool:
 
 
 def check_towers(model: PreTrainedModel) -> None:
-    """Refuses a model that only compares the outputs of several others, as CLIP does: it has no last hidden state."""
+    """Refuses a model that only compares the outputs of inner models, as CLIP does: it has no last hidden state."""
     inner = {name: child for name, child in model.named_children() if isinstance(child, PreTrainedModel)}
     returned = inspect.signature(model.forward).return_annotation
     outputs = [kind for kind in get_args(returned) or (returned,) if dataclasses.is_dataclass(kind)]
@@ -88,9 +88,9 @@ def check_towers(model: PreTrainedModel) -> None:
 
 @contextmanager
 def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yields a list to which a run of the model inside the ``with`` block adds hidden states, the last one last.
+    """Yields a list to which a forward pass appends hidden states, the last hidden state of the model at the end.
 
-    Some heads call the decoder of their backbone directly, so every backbone is watched: the outermost returns last.
+    Some heads call the decoder of their backbone directly, so every backbone has a hook; the outermost returns last.
     """
     states: list[Tensor] = []
 
@@ -98,15 +98,15 @@ def recorded_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
         states.append(output[0])
 
     inner = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
-    backbones = [module for module in inner if module.base_model is module]  # a decoder with a head returns logits
+    backbones = [module for module in inner if module.base_model is module]  # no decoder with a head: it returns logits
     if core_of(model) is model and is_headless(model):
-        backbones = [model]  # what is inside it may lack the final norm, as DINOv2's encoder does
+        backbones = [model]  # a model inside it may lack the final norm, as DINOv2's encoder does
     with hooked(module.register_forward_hook(append) for module in backbones or [model]):
         yield states
 
 
 def embedding_of(model: PreTrainedModel) -> Any:
-    """Returns the embedding of token ids; None of a model of images or sound, or of one that names none."""
+    """Returns the module that transformers calls the input embeddings, of tokens or patches; None if there is none."""
     try:
         return model.get_input_embeddings()
     except NotImplementedError:
@@ -115,7 +115,7 @@ def embedding_of(model: PreTrainedModel) -> Any:
 
 @contextmanager
 def recorded_embeddings(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Yields a list; runs of the model append their input embeddings, what ``inputs_embeds`` would be, to it."""
+    """Yields a list to which a forward pass appends its input embeddings, if ``inputs_embeds`` could replace them."""
     embedded: list[Tensor] = []
     table = embedding_of(model)
     taken = "inputs_embeds" in inspect.signature(model.forward).parameters

@@ -1,8 +1,8 @@
 """Modules that hold each expert's weights as ``nn.Linear``s, in place of modules that hold them stacked.
 
-transformers stacks experts in three ways: a module that sends tokens to its experts, one whose input has a part for
-each expert already, and a single linear per expert on rows that are sorted by expert. `FORMS` tells them apart by the
-arguments of ``forward``.
+transformers stacks experts in three ways: a module that sends tokens to its experts, a module whose input is divided
+among its experts already, and a module of one linear per expert, whose input rows are sorted by expert. `FORMS` tells
+these apart by the arguments of ``forward``.
 """
 
 import inspect
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"  # the first is one of two
+FIRST, SECOND = ("gate_up_proj", "up_proj"), "down_proj"  # stacked weights: with a gate or without, then down
 SINGLE = "weight"  # of a module that holds one linear per expert
 MARKS = ("has_gate", "has_bias", "is_transposed")  # what transformers' decorator sets on a class of experts
-PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamped activation shows
+PROBE_TOKENS, PROBE_TOP_K, PROBE_LARGEST = 8, 2, 30.0  # inputs so large that a clamp in the activation shows
 
 
 class UnstackedExperts(nn.ModuleList):
@@ -41,11 +41,11 @@ class UnstackedExperts(nn.ModuleList):
         return linear
 
     def probe(self, generator: torch.Generator) -> tuple[Any, ...]:
-        """Returns small random arguments of ``forward``, to compare it with the original's."""
+        """Returns random arguments of ``forward`` for a few tokens, to compare it with the original module's."""
         raise NotImplementedError
 
     def restacked(self) -> nn.Module:
-        """Returns the original module with the present weights of the linears, which keep them, too."""
+        """Returns the original module with the present weights of the linears; the linears keep theirs, too."""
         (stacked,) = self._stacked
         for name, parameters in self._parts().items():
             transposed = self.transposed and parameters[0].ndim == 2
@@ -81,13 +81,13 @@ class UnstackedExperts(nn.ModuleList):
 
 
 class RoutedExperts(UnstackedExperts):
-    """Experts to which tokens are sent, with a weight each: ``gate_up_proj`` (or ``up_proj``), ``down_proj``.
+    """Experts to which a router sends tokens, with routing weights: ``gate_up_proj`` (or ``up_proj``), ``down_proj``.
 
     Attributes:
-        measuring: whether statistics are being taken, of the tokens that are sent to each expert, or of all.
-        all_measured: whether every expert then runs on every token; this does not change the result.
-        sent: numbers of tokens that each expert got while measuring, then of all tokens, int64 ``[experts + 1]``; None
-            before.
+        measuring: whether statistics are being taken, of the tokens sent to each expert, or of all if ``all_measured``.
+        all_measured: whether every expert runs on every token while ``measuring``; this does not change the result.
+        sent: number of tokens sent to each expert while ``measuring``, and at the end the number of all tokens, int64
+            ``[experts + 1]``; None before the first measurement.
     """
 
     measuring = all_measured = False
@@ -97,7 +97,7 @@ class RoutedExperts(UnstackedExperts):
         """Returns the weighted sum of each token's experts, ``[tokens, hidden]``.
 
         Args:
-            top_k_index: experts of each token, int64 ``[tokens, k]``; numbers that are not this module's are ignored.
+            top_k_index: experts of each token, int64 ``[tokens, k]``; experts outside this module are ignored.
         """
         if torch.compiler.is_compiling():
             return self._dense(hidden_states, top_k_index, top_k_weights)
@@ -136,7 +136,7 @@ class RoutedExperts(UnstackedExperts):
 
 
 class BatchedExperts(UnstackedExperts):
-    """Experts that each read a part of the input of their own: all tokens, times their weights for the expert."""
+    """Experts whose input is divided among them: each part holds all tokens, times their routing weights."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns each expert's output for its part, in the shape of the input, ``[experts * tokens, hidden]``."""
@@ -163,7 +163,7 @@ class SortedLinears(UnstackedExperts):
         return torch.cat([self.linear(number, SINGLE)(part) for number, part in enumerate(parts)])
 
     def _dense(self, inputs: Tensor, expert_size: Sequence[int]) -> Tensor:
-        """Runs every expert on all rows, those of others as zeros, so that no shape depends on the routing."""
+        """Runs every expert on all rows, with other experts' rows set to 0, so that no shape depends on the routing."""
         positions = torch.arange(inputs.shape[0], device=inputs.device).unsqueeze(-1)
         results, start = [], 0
         for number, size in enumerate(expert_size):
@@ -188,9 +188,9 @@ FORMS: dict[tuple[str, ...], type[UnstackedExperts]] = {
 def stacks(module: nn.Module) -> list[str]:
     """Returns the names of a module's stacks of experts.
 
-    They are its 3-D parameters, if transformers' decorator marks its class as experts, if two of them have the usual
-    names, or if the only one is called with rows that are sorted by expert. Other modules have 3-D parameters, too:
-    recurrent gates, convolutions.
+    They are its 3-D parameters if transformers' decorator marks its class as experts, if two of them have the usual
+    names, or if the only one is ``weight`` and ``forward`` takes rows that are sorted by expert. The 3-D parameters of
+    other modules, such as recurrent gates and convolutions, are not experts.
     """
     names = [key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3]
     usual = SECOND in names and not {*FIRST}.isdisjoint(names)
@@ -203,7 +203,7 @@ def arguments_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def input_dim(model: nn.Module, parameter: str) -> int:
-    """Returns the dimension of a pruned weight that is its input: the last one unless it is stored transposed."""
+    """Returns which dimension of a weight is its input: the last one, unless the weight is stored transposed."""
     owner = model.get_submodule(parameter.rpartition(".")[0])
     if isinstance(owner, UnstackedExperts):
         return 1 if owner.transposed else 2
@@ -224,7 +224,7 @@ def bias_of(projection: str) -> str:
 
 
 def is_transposed(stacked: nn.Module) -> bool:
-    """Whether a module stores its weights as ``[experts, in, out]``: by its own mark, else if only that fits."""
+    """Whether a module stores its weights as ``[experts, in, out]``: as its attribute says, else if only that fits."""
     marked = getattr(stacked, "is_transposed", None)
     names = projections(stacked)
     if marked is not None or len(names) == 1:
@@ -234,14 +234,14 @@ def is_transposed(stacked: nn.Module) -> bool:
 
 
 def fits(stacked: nn.Module, first: Tensor, second: Tensor) -> bool:
-    """Whether the shapes are ``[experts, 2 x intermediate, hidden]`` (1 x without a gate) and the way back."""
+    """Whether ``first`` is ``[experts, 2I, hidden]`` (``I`` without a gate), ``second`` ``[experts, hidden, I]``."""
     halves = 2 if projections(stacked)[0] == "gate_up_proj" else 1
     shape = (first.shape[0], first.shape[2], first.shape[1] // halves)
     return first.shape[1] % halves == 0 and tuple(second.shape) == shape
 
 
 def _apply_gate(stacked: Any, gate_up: Tensor) -> Tensor:
-    """Joins gate and up as the original module does, which may clamp or scale them."""
+    """Applies the activation and the gate as the original module does, which may clamp or scale them."""
     if projections(stacked)[0] != "gate_up_proj":
         return stacked.act_fn(gate_up)
     if hasattr(stacked, "_apply_gate"):

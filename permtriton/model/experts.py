@@ -37,7 +37,7 @@ from permtriton.model.expert_linears import (
     stacks,
 )
 
-EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # what configs call their number
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # names of this number in configs
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def unstack_experts(model: nn.Module) -> Unstacked:
 
     Weights are shared, not copied. Each replacement is compared with the original on a small random input, except on
     the meta device, where the structure alone decides. A module whose replacement does not match stays as it is, and
-    the reason is returned. After an error or an interrupt all modules are back.
+    the reason is returned. After an error or an interrupt all original modules are restored.
     """
     names: list[str] = []
     refused: dict[str, str] = {}
@@ -113,7 +113,7 @@ def unstacked_experts(model: nn.Module) -> Iterator[Unstacked]:
 
 @contextmanager
 def measured_experts(model: nn.Module) -> Iterator[None]:
-    """Inside the ``with`` block, statistics are being taken: experts count their tokens, or see all of them."""
+    """Inside the ``with`` block, experts count the tokens sent to them, and run on all tokens if ``all_measured``."""
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     try:
         for module in experts:
@@ -125,7 +125,7 @@ def measured_experts(model: nn.Module) -> Iterator[None]:
 
 
 def measure_all_experts(model: nn.Module, all_measured: bool) -> None:
-    """Lets statistics be taken of every expert on every token, in a model whose experts are unstacked."""
+    """Sets whether unstacked experts run on every token while statistics are taken; refuses True without them."""
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if all_measured and not experts:
         raise ConfigError(
@@ -157,10 +157,10 @@ def stacked_name(model: nn.Module, linear: str) -> tuple[str, int] | None:
 
 
 def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | None:
-    """Returns the experts that a linear belongs to, and whether it reads their input; None for other linears.
+    """Returns the routed experts that a linear belongs to, and whether it reads their input; None for other linears.
 
-    A linear of an expert sees only the tokens that are sent to this expert, possibly none. All tokens pass through the
-    module of the experts. Experts whose input is divided among them already are called each time, as other linears.
+    Such a linear sees only the tokens that are sent to its expert, possibly none, while all tokens pass through the
+    module of the experts. Other forms of experts run in every forward pass, as other linears do.
     """
     name = stacked_name(model, linear)
     if name is None:
@@ -171,9 +171,9 @@ def expert_of(model: nn.Module, linear: str) -> tuple[RoutedExperts, bool] | Non
 
 
 def share_sent(model: PreTrainedModel, experts: nn.Module) -> float:
-    """Returns the share of all tokens that each expert of a module is sent, by the config; 1 where it does not say.
+    """Returns the mean share of all tokens that is sent to an expert, by the config; 1 if it does not say.
 
-    If the config has a number per layer, their mean counts.
+    If the config has one number of experts per token for each layer, their mean is taken.
     """
     text = model.config.get_text_config()
     sent = next((number for name in EXPERTS_PER_TOKEN if (number := getattr(text, name, None))), None)
@@ -198,7 +198,7 @@ def _assign(slots: list[tuple[nn.Module, str]], module: nn.Module) -> None:
 
 
 def _release(stacked: nn.Module) -> None:
-    """Drops the original module's hold on the storage, which is freed once the linears get other weights."""
+    """Empties the original module's parameters, so that their storage is freed once the linears' weights change."""
     for parameter in stacked.parameters(recurse=False):
         parameter.data = parameter.data.new_empty(0)
 
@@ -231,14 +231,14 @@ def _unsupported(module: nn.Module) -> str:
 
 @torch.no_grad()
 def _mismatch(stacked: nn.Module, unstacked: UnstackedExperts) -> str:
-    """Returns how both differ on random tokens with random routing; empty if they agree, or on the meta device."""
+    """Returns how the outputs of both modules differ on random tokens; empty if they agree, or on the meta device."""
     weight = unstacked.linear(0, unstacked.projections[0]).weight
     if weight.device.type == "meta":
         return ""
     arguments = unstacked.probe(torch.Generator().manual_seed(0))
     try:
         expected, output = stacked(*arguments).double(), unstacked(*arguments).double()
-    except Exception as error:  # the model's code may raise any kind
+    except Exception as error:  # the model's code may raise any exception
         return f"running it on its own failed: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     finite = expected.isfinite().all(1)
     scale = expected.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -18,18 +18,18 @@ from permtriton.util.hooks import hooked
 from permtriton.util.micro_batch import MicroBatch, is_out_of_memory
 from permtriton.util.store import MEMORY, Store
 
-TOKENS_WITHOUT_LOGITS = 4096  # at once, in forward passes without gradients up to the last hidden state
-TOKENS_WITH_LOGITS = 2048  # the same with logits
+TOKENS_WITHOUT_LOGITS = 4096  # per forward pass without gradients, up to the last hidden state
+TOKENS_WITH_LOGITS = 2048  # per forward pass with logits
 
 
 def windows_at_once(tokens: int) -> int:
-    """Returns how many windows of ``tokens`` tokens are evaluated at once: logits of a large vocabulary are big."""
+    """Returns how many windows of ``tokens`` tokens are evaluated at once; their logits take much memory."""
     return max(TOKENS_WITH_LOGITS // tokens, 1)
 
 
 @contextmanager
 def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Inside the context no module drops anything out; afterwards each is in the mode that it was in."""
+    """Puts all modules into eval mode inside the ``with`` block, and back into their earlier modes at its end."""
     before = [(module, module.training) for model in models for module in model.modules()]
     for model in models:
         model.eval()
@@ -60,7 +60,7 @@ def without_cache(model: PreTrainedModel) -> Iterator[None]:
 def replaced_forwards(
     modules: Iterable[nn.Module], replacement: Callable[[nn.Module], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Inside the ``with`` block, each module runs what ``replacement`` makes of it in place of its ``forward``."""
+    """Inside the ``with`` block, each module's ``forward`` is what ``replacement`` returns for the module."""
     modules = list(modules)
     before = [module.__dict__.get("forward") for module in modules]
     for module in modules:
@@ -90,7 +90,7 @@ def last_hidden_state(model: PreTrainedModel, samples: Samples) -> Tensor:
 
 
 def hidden_before_norm(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Returns the input of the final norm; the last hidden state where that norm is inside a layer."""
+    """Returns the input of the final norm; the last hidden state if no child of the core is that norm."""
     core, runs = core_of(model), []
 
     def record(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
@@ -116,7 +116,7 @@ def _end(_module: nn.Module, _inputs: object, output: Any) -> None:
 
 @torch.no_grad()
 def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
-    """Returns samples with known ``tokens`` and ``longest``; if they are unknown, the model runs on the first one."""
+    """Returns samples with known ``tokens`` and ``longest``; to find them, the model runs on the first sample."""
     if samples.tokens:
         return samples
     try:
@@ -126,7 +126,7 @@ def with_tokens(model: PreTrainedModel, samples: Samples) -> Samples:
         with encoder.register_forward_hook(lambda _module, _inputs, output: lengths.append(output[0].shape[1])):
             tokens = last_hidden_state(model, first).shape[1]
         return replace(samples, tokens=tokens, longest=max(tokens, *lengths))
-    except Exception as error:  # the model's code may raise any kind
+    except Exception as error:  # the model's code may raise any exception
         if is_out_of_memory(error):
             raise
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in samples.inputs.items())
@@ -143,7 +143,7 @@ def hidden_states(
     store: Store = MEMORY,
     hidden_of: Callable[[PreTrainedModel, Samples], Tensor] = last_hidden_state,
 ) -> Tensor:
-    """Returns the last hidden state of every sample, or another one, ``[samples, tokens, hidden]``, in a store."""
+    """Returns what ``hidden_of`` returns for every sample, ``[samples, tokens, hidden]``, in tensors of ``store``."""
     rows_here = ranks.own_rows(len(samples))
 
     def run(size: int) -> Tensor:
@@ -161,7 +161,7 @@ def hidden_states(
 def max_tokens(model: PreTrainedModel) -> int | None:
     """Returns the number of tokens in the longest sequence that the model can take; None if there is no limit.
 
-    Most encoder-decoders take half of a sequence in their encoder and half in their decoder.
+    In an encoder-decoder that divides a text, this is twice the positions, as encoder and decoder read a half each.
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not limit or limit < 0:
@@ -214,5 +214,5 @@ def mean_cosine_loss(
 
 
 def to_numbers(scalars: Sequence[Tensor]) -> list[float]:
-    """Returns the values of tensors ``[]``, and waits only once for the device that they are on."""
+    """Returns the values of tensors ``[]``, with one wait for their device in place of one per tensor."""
     return torch.stack(list(scalars)).tolist() if scalars else []

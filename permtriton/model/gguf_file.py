@@ -23,20 +23,20 @@ from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
 SUFFIX = ".gguf"
-FACTORS = ("rope_freqs", "rope_factors_")  # of rotations by position: tensors of LLaMA 3.1 and of Phi-3 with 128k
-# `_check_rotation` knows what the factors mean; T5 stores positions of the encoder's outputs, which nothing adds.
+FACTORS = ("rope_freqs", "rope_factors_")  # prefixes of rotary factors' names (LLaMA 3.1, Phi-3 128k)
+# `_check_rotation` handles the factors; T5's file stores relative positions for cross-attention, which has none.
 MAY_BE_UNUSED = (*FACTORS, "dec.blk.0.cross_attn_rel_b")
 LLAMA3 = {
     "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192
 }  # fmt: skip
-# Names of the ways to split a text before byte-level BPE, as llama.cpp groups them: those of LLaMA 3, whose tokens need
-# no merges, and those with a token per digit.
+# Values of tokenizer.ggml.pre, which says how a text is split before byte-level BPE, in the groups of llama.cpp: as in
+# LLaMA 3, where a piece that is in the vocabulary needs no merges, and with a token per digit.
 SPLIT_AS_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 )  # fmt: skip
-SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class forgets it when it is loaded again
+SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class loses the split when it is reloaded
 TOKENIZER_LISTS = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
-GEMMA_2_27B = 46  # layers
+GEMMA_2_27B = 46  # its number of layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
 
@@ -48,10 +48,10 @@ class GgufFile:
     stored: dict[str, StoredTensor]  # tensor name -> description; its dtype is GGUF's, such as ``Q4_1``
     # field, such as ``llama.rope.freq_base`` -> value; of all fields but the tokenizer's lists
     header: Mapping[str, Any]
-    # tensors by which rotations divide frequencies, where these are not all 1 -> their values
+    # tensor of divisors of the rotary frequencies -> its values; only tensors that are not all 1
     factors: Mapping[str, Sequence[float]]
     biases: frozenset[str]  # names of the biases that are not 0
-    reader: Any = field(repr=False, compare=False)  # gguf's, with the number of words in place of the tokenizer's lists
+    reader: Any = field(repr=False, compare=False)  # gguf's, without the tokenizer's lists
 
     @property
     def types(self) -> dict[str, int]:
@@ -91,7 +91,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _without_words(file: Any) -> Any:
-    """Removes the tokenizer's lists from gguf's reader; zeros replace the words, as the config needs their count."""
+    """Removes the tokenizer's lists from gguf's reader; zeros replace the words, whose count the config needs."""
     from gguf import GGUFValueType
 
     for name in TOKENIZER_LISTS:
@@ -114,7 +114,7 @@ def check_config(file: GgufFile, config: Any) -> None:
     if config.model_type == "gemma2" and config.num_hidden_layers == GEMMA_2_27B:
         config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     prefix = file.header["general.architecture"]
-    read: dict[str, list[int]] = {"ssm.dt_b_c_rms": [False]}  # of FalconMamba, which transformers reads as Mamba
+    read: dict[str, list[int]] = {"ssm.dt_b_c_rms": [False]}  # True for FalconMamba, which transformers reads as Mamba
     window = file.header.get(f"{prefix}.attention.sliding_window", 0)
     if 0 < window < file.header.get(f"{prefix}.context_length", math.inf):
         if not hasattr(config, "sliding_window"):
@@ -128,14 +128,15 @@ def check_config(file: GgufFile, config: Any) -> None:
 def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> None:
     """Completes the tokenizer that transformers read from a file by what transformers leaves out of it.
 
-    For LLaMA 3 and digits, it takes what llama.cpp takes; Qwen's originals normalize texts, and llama.cpp does not.
+    LLaMA 3's merges and the split into digits are as in llama.cpp. Qwen's NFC normalization is as in the original
+    tokenizers; llama.cpp has none.
     """
     backend, says = tokenizer.backend_tokenizer, file.header.get
     kind, split = says("tokenizer.ggml.model"), says("tokenizer.ggml.pre")
     prefix = says("tokenizer.ggml.add_space_prefix", True)
     if kind == "llama" and not prefix and isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace):
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]  # keeps a first space
+        parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]  # they keep a leading space
         backend.decoder = decoders.Sequence(parts)
     if kind != "gpt2":
         return
@@ -157,7 +158,7 @@ def complete_tokenizer(file: GgufFile, tokenizer: Any, progress: Progress) -> No
 
 
 def _known_splits() -> Collection[str]:
-    """Returns the values of ``tokenizer.ggml.pre`` that transformers knows; an older one reads none."""
+    """Returns the values of ``tokenizer.ggml.pre`` that transformers knows; none in older versions."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
@@ -166,10 +167,10 @@ def _known_splits() -> Collection[str]:
 
 
 def _refuse_others(file: GgufFile, read: Mapping[str, Sequence[Any]]) -> None:
-    """Refuses a file that says something else than what transformers reads.
+    """Refuses a file with a field whose value differs from the one that transformers uses.
 
     Args:
-        read: field, without the architecture -> the value that transformers reads, and others that mean the same.
+        read: name of a field, without the architecture -> the value that transformers uses, then equivalent values.
     """
     for name, value in file.header.items():
         known = read.get(name.partition(".")[2], [value])
@@ -178,10 +179,10 @@ def _refuse_others(file: GgufFile, read: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _check_rotation(file: GgufFile, config: Any) -> None:
-    """Refuses a file that rotates by position in another way than the config that transformers read from it.
+    """Refuses a file whose rotary embedding differs from that of the config that transformers read from it.
 
-    For some architectures, transformers knows some of the fields only, and takes its defaults for the others. It does
-    not read the factors of LLaMA 3.1 and later: the config gets the parameters that they follow from.
+    For some architectures, transformers reads only some of the fields, and takes its defaults for the others. It does
+    not read the factors of LLaMA 3.1 and later: this sets the parameters of the config from which they follow.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope:
@@ -196,7 +197,7 @@ def _check_rotation(file: GgufFile, config: Any) -> None:
         "scaling.type": [*types, "none"],
         "scaling.factor": [*(kind["factor"] for kind in kinds if "factor" in kind), 1, 0],
     }
-    known["scale_linear"] = known["scaling.factor"]  # its older name
+    known["scale_linear"] = known["scaling.factor"]  # an older name of scaling.factor
     if "sliding_attention" in rope:
         known["freq_base_swa"] = [rope["sliding_attention"]["rope_theta"]]
     if not by_layer:
@@ -206,9 +207,9 @@ def _check_rotation(file: GgufFile, config: Any) -> None:
 
 
 def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
-    """Gives a config the rotation of LLaMA 3.1 and later, if that has these factors; returns whether it has.
+    """Gives a config the rotary parameters of LLaMA 3.1 if ``factors`` follow from them; returns whether they do.
 
-    Published models differ in the largest factor alone.
+    Published models differ only in the largest factor.
     """
     values, rope = torch.tensor(factors.get("rope_freqs.weight", [])), config.rope_parameters
     if not len(values):
@@ -227,7 +228,7 @@ def read_quickly(file: GgufFile | None = None) -> Iterator[None]:
     """Inside the ``with`` block, transformers reads GGUF files by `_reader`.
 
     Args:
-        file: an opened file, of which only the config is read; None to read files from their paths.
+        file: file that is open already, to read its config only; None to open the file at each path.
     """
     import gguf
 
@@ -240,13 +241,13 @@ def read_quickly(file: GgufFile | None = None) -> Iterator[None]:
 
 @cache
 def _reader() -> Any:
-    """Returns gguf's reader of a file, which ends where the file does; lists of words take it no seconds."""
+    """Returns gguf's reader class, changed so that it refuses truncated files and reads lists of words fast."""
     from gguf import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             values = super()._get(offset, dtype, count, override_order)
-            if len(values) < count:  # else gguf reads nothing as often as a damaged length says
+            if len(values) < count:  # else gguf would make as many empty reads as a damaged length says
                 raise ValueError(f"it ends before the {count} values at byte {offset}")
             return values
 
@@ -271,7 +272,7 @@ def _reader() -> Any:
 
 
 def _texts(data: Any, place: int, count: int) -> tuple[list[Any], int]:
-    """Returns the bytes of each of several texts, one after the other in a file, and where the last one ends."""
+    """Returns the bytes of each of ``count`` texts that follow each other from byte ``place``, and where they end."""
     buffer, texts = memoryview(data), []
     for _ in range(count):
         begin = place + 8

@@ -1,4 +1,4 @@
-"""What the files of a checkpoint say before any tensor is read: JSON, safetensors headers and their index."""
+"""Reads the JSON files, the safetensors headers and the index of a checkpoint, but no tensor."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class StoredTensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    if not os.path.isfile(path):  # which, unlike Path.is_file, takes names that are too long; a pipe would never end
+    if not os.path.isfile(path):  # Path.is_file fails on names that are too long; reading a pipe may not end
         raise ModelError(f"{path} does not exist")
     with reading(f"{path} cannot be read as JSON, the file is damaged", ModelError):
         if path.stat().st_size > MAX_JSON_BYTES:
@@ -43,8 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Returns the files of weights in a folder: the only one, or those that the index names, all in that folder."""
-    if (folder / WEIGHTS_FILE).is_file():  # which transformers reads then, whatever an index says
+    """Returns the files of weights in a folder: `WEIGHTS_FILE`, or those of the same folder that the index names."""
+    if (folder / WEIGHTS_FILE).is_file():  # if it exists, transformers reads it and ignores an index
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():

@@ -38,8 +38,8 @@ from permtriton.model.tokenizer import load_processor
 from permtriton.util.extras import require
 from permtriton.util.progress import Progress
 
-PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the likeliest to be the model first
-OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # beginnings of pickles of a Trainer
+PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the likeliest to hold the model first
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # prefixes of a Trainer's pickles
 ADAPTER = "adapter_config.json"
 
 
@@ -53,11 +53,11 @@ def load_original(
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
     Args:
-        saved: whether the model will be saved, so that what could not be saved is refused now, and what is copied
-            then is fetched.
+        saved: whether the model will be saved. If so, a model that could not be saved is refused now, and the files
+            that are copied when it is saved are fetched now.
     """
     model = load_model(source, allow_compiled=False, progress=progress, unused=unused)
-    if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes its own entry
+    if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes the outer entry
         vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model, progress)
     if saved:
@@ -79,9 +79,9 @@ def load_model(
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 
     Args:
-        allow_compiled: whether to accept a model that permtriton compiled; where not, weights that another tool
-            quantized are dequantized if transformers can.
-        unused: list to which the names of the tensors are added that the class does not use, such as heads.
+        allow_compiled: whether to accept a model that permtriton compiled. If not, weights that another tool quantized
+            are dequantized as well, if transformers can do that.
+        unused: list to which the names of stored tensors are added that the class does not use, such as heads.
     """
     dtype, device = dtype_of(source), resolve_device(source.device)
     _refuse_pickles(source)
@@ -91,7 +91,7 @@ def load_model(
         raise compiled_already(source)
     _check_config(source, config)
     model_class = _model_class(source, config)
-    if not source.trust_remote_code:  # code of the model's own may not build without memory
+    if not source.trust_remote_code:  # a model's own code may fail on the meta device
         build_empty(model_class, config, stored, source.name)
     with (
         reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
@@ -102,7 +102,7 @@ def load_model(
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are in the info; the error of transformers does not name them
+            ignore_mismatched_sizes=True,  # lists them in the info; transformers' error names none
             **({} if source.gguf is None else {"config": config}),
             **_placement(source, config, device),
             **source.loading,
@@ -126,17 +126,17 @@ def load_model(
     without_place = set(info["unexpected_keys"])
     _check_unused(model, stored, without_place, source.name)
     _note_unused(model, without_place | _ignored(model, stored), progress, unused)
-    if hasattr(model, "ct_decompress_hook"):  # it runs at a call of the model, but not at one of a submodule
+    if hasattr(model, "ct_decompress_hook"):  # the hook runs when the model is called, but not for a submodule
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
     if source.gguf is not None:
         _check_tensors(model, source.gguf, without_place)
-        model.name_or_path = source.name  # not the folder that the file is in
+        model.name_or_path = source.name  # transformers sets the file's folder
     return model.to(device).eval()
 
 
 def _placement(source: Source, config: Any, device: torch.device) -> dict[str, str]:
-    """Returns where transformers loads a model: on a GPU, packed weights stay packed only if it loads them there."""
+    """Returns the arguments that load a compiled model right onto a GPU: only there do packed weights stay packed."""
     if not _is_compiled(config) or device.type == "cpu":
         return {}
     require(f"{source.name} on a GPU", "accelerate")
@@ -163,9 +163,9 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
 
 
 def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused: set[str], name: str) -> None:
-    """Refuses scales and biases that have no place in the model where the weight beside them has one.
+    """Refuses a checkpoint if the model uses a weight, but not the scale or the nonzero bias that belongs to it.
 
-    Without them the model computes something else. Heads, further layers and masks may be left out.
+    Without them the model would compute something else. Heads, further layers and masks may be left out.
     """
     inner = f"{model.base_model_prefix}."
     used = {name.removeprefix(inner) for name in (stored.keys() - unused) | model.state_dict().keys()}
@@ -192,8 +192,9 @@ def _note_unused(model: PreTrainedModel, names: set[str], progress: Progress | N
 
 
 def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
-    """Returns the tensors of a checkpoint that transformers leaves out in silence, such as layers that predict further
-    tokens (``mtp``); but no buffers of earlier versions, whose patterns fit no weight.
+    """Returns stored tensors that transformers leaves out in silence, such as layers that predict further tokens.
+
+    Buffers of earlier versions are not among them: a pattern only counts if it fits a weight.
     """
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     inner = f"{model.base_model_prefix}."
@@ -204,16 +205,16 @@ def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
 
 
 def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> None:
-    """Refuses tensors that transformers left out, except for biases that are 0, and what changes no output.
+    """Refuses a file with tensors that transformers left out, except biases that are 0 and `MAY_BE_UNUSED`.
 
     Args:
-        unused: those that its loading info names; for most architectures of GGUF, it names none.
+        unused: tensors that transformers' loading info names; for most architectures of GGUF, it names none.
     """
-    with suppress(ImportError, NotImplementedError):  # of an architecture or a version where it names them
+    with suppress(ImportError, NotImplementedError):  # raised where the loading info names unused tensors
         from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
         processor = TENSOR_PROCESSORS.get(file.header["general.architecture"], TensorProcessor)
-        used = get_gguf_hf_weights_map(model, processor()).keys()  # those of merged experts without ".weight"
+        used = get_gguf_hf_weights_map(model, processor()).keys()  # names of merged experts lack ".weight"
         unused = unused | {name for name in file.stored if used.isdisjoint((name, name.removesuffix(".weight")))}
     for name in sorted(unused):
         if (name in file.biases or not name.endswith(".bias")) and not name.startswith(MAY_BE_UNUSED):
@@ -231,7 +232,7 @@ def _is_not_zero(stored: Mapping[str, StoredTensor], name: str) -> bool:
 
 
 def _is_compiled(config: Any) -> bool:
-    """Whether permtriton wrote the weights, which may also have no permtriton.json (`save_pretrained` writes none)."""
+    """Whether the config says that permtriton wrote the weights; `save_pretrained` writes no permtriton.json."""
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     return bool(method == "permtriton")
@@ -245,7 +246,7 @@ def _stored(source: Source) -> dict[str, StoredTensor] | None:
 
 
 def _fetched(source: Source) -> dict[str, StoredTensor]:
-    """Returns the tensors of a model that was just loaded by its hub name; none of one that the hub had to convert."""
+    """Returns the stored tensors of a model just loaded by its hub name; none if the hub had to convert its weights."""
     config = cached_file(source.location, CONFIG_FILE, local_files_only=True, **source.hub)
     with suppress(ModelError):
         return read_headers(checkpoint_files(Path(str(config)).parent))
@@ -253,9 +254,9 @@ def _fetched(source: Source) -> dict[str, StoredTensor]:
 
 
 def _check_config(source: Source, config: Any) -> None:
-    """Refuses a config that names the file of weights, which transformers would read even if it is a pickle.
+    """Refuses a config that names its file of weights, or a quantization that transformers does not know.
 
-    And one that names a quantization which transformers does not know: it would take the codes for the weights.
+    transformers would read that file even if it is a pickle, and would take the quantized codes for the weights.
     """
     if (named := getattr(config, "transformers_weights", None)) is not None:
         raise ModelError(
@@ -343,7 +344,7 @@ def _model_class(source: Source, config: Any) -> Any:
 
 
 def _head(config: Any) -> list[str]:
-    """Returns the class that predicts tokens with a config that names none, as that of a GGUF file."""
+    """Returns the names of token-predicting classes for a config that names no class, as a GGUF file's does."""
     mappings = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -382,16 +383,16 @@ def _refuse_pickles(source: Source) -> None:
 
 
 def _quantization(config: Any) -> Any:
-    """Returns what a config, or the text part of it, says of how weights are quantized; None if it says nothing."""
+    """Returns the ``quantization_config`` of a config or of its text part; None if neither has one."""
     parts = (config, config.get_text_config(decoder=True))
     return next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None)
 
 
 def _dequantizing(source: Source, pruned: Any) -> dict[str, Any]:
-    """Returns what makes transformers dequantize weights; without a class for GGUF files, older versions do it anyway.
+    """Returns the arguments that make transformers dequantize; versions without ``GgufConfig`` always dequantize GGUF.
 
     Args:
-        pruned: config of a model to prune, whose weights shall be ordinary ones, too; None for any other.
+        pruned: config of a model to prune, which is dequantized also if it is not GGUF; None for any other model.
     """
     if pruned is not None and source.gguf is None and isinstance(quantization := _quantization(pruned), dict):
         quantization["dequantize"] = True

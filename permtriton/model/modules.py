@@ -22,7 +22,7 @@ from permtriton.kernels.sparse_linear_fp8 import pack_fp8, sparse_linear_fp8, un
 from permtriton.util.permutation import compose, index_dtype, is_permutation
 from permtriton.util.sparsity import NMPattern
 
-LINEAR_MODULES = (nn.Linear, Conv1D)  # what is pruned
+LINEAR_MODULES = (nn.Linear, Conv1D)  # classes of the linears that are pruned
 
 
 def check_index(index: Tensor, channels: int, name: str) -> None:
@@ -114,7 +114,7 @@ class PermutedRMSNorm(_PermutedNorm):
 
 
 class PermutedLayerNorm(_PermutedNorm, nn.LayerNorm):
-    """A layer norm that writes its output in the order of an index; an ``nn.LayerNorm`` for what asks by class.
+    """A layer norm that writes its output in the order of an index; a subclass for ``isinstance`` tests.
 
     Attributes:
         weight: parameter ``[C]``, in the order of the input.
@@ -133,7 +133,7 @@ class GatheredLinear(nn.Linear):
     """A linear layer that may gather its input first; without a gather it does what ``nn.Linear`` does.
 
     Attributes:
-        gather: gather of the input, or None. The weight's columns are in the order that it produces.
+        gather: gather of the input, or None. The weight's columns are in the order of the gather's output.
     """
 
     def __init__(
@@ -179,9 +179,9 @@ class GatheredLinear(nn.Linear):
 
 
 def _as_stored(module: nn.Module, state_dict: dict[str, Tensor], prefix: str) -> None:
-    """Takes away the dimension that checkpoints add to the weight of a module that permutes.
+    """Removes from ``state_dict`` the dimension that checkpoints add to the weight of a module that permutes.
 
-    ``from_pretrained`` does it by itself; Trainer, when it resumes, loads the tensors of a checkpoint as they are.
+    In ``from_pretrained`` the quantizer removes it; a Trainer that resumes loads the tensors as they are stored.
     """
     stored, weight = state_dict.get(f"{prefix}weight"), module.weight
     if isinstance(weight, Tensor) and stored is not None and stored.shape == (1, *weight.shape):
@@ -233,7 +233,7 @@ class SparseLinear(GatheredLinear):
     def set_packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> Self:
         """Changes to the packed state with a weight that is packed already; its content is not checked."""
         del self.weight
-        # Empty, because the code of models and of PEFT reads its dtype and its device.
+        # An empty buffer, because models and PEFT read the weight's dtype and device.
         self.register_buffer("weight", values.new_empty(0), persistent=False)
         self.register_buffer("weight_values", values)
         self.register_buffer("weight_positions", positions)
@@ -245,8 +245,8 @@ class SparseLinear(GatheredLinear):
         """Adds cuSPARSELt's form to a packed 2:4 weight where cuSPARSELt supports it, now and after every move or cast.
 
         Both forms hold the kept values. If both hold them in the same order, they share memory, and the layer takes
-        10/16 of the dense weight's memory instead of 9/16. The order may differ in a group with fewer nonzero weights;
-        then both forms are stored, and the layer takes 18/16.
+        10/16 of the dense weight's memory instead of 9/16. The order may differ in a group with fewer than 2 nonzero
+        weights; then both forms are stored, and the layer takes 18/16.
         """
         if self.pattern != NMPattern(2, 4):
             return self

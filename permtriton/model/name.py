@@ -1,4 +1,4 @@
-"""The names of a model: for others to read, and for loading it."""
+"""The names of a model: the name that is shown to others, and the name that loads it."""
 
 import os
 import re
@@ -16,14 +16,14 @@ def shown_name(model: str, on_hub: bool | None = None) -> str:
     A model that was made in memory is ``MODEL``.
 
     Args:
-        on_hub: whether it is a hub name; None to see whether there is such a folder here.
+        on_hub: whether ``model`` is a hub name; None to decide by `is_hub_name`.
     """
     if model in ("", DEMO):
         return model or "MODEL"
     if is_hub_name(model) if on_hub is None else on_hub:
         return model
     name = os.path.basename(os.path.abspath(model))
-    return f"./{name}" if name == DEMO or name.startswith("-") else name  # else a command would take it for another
+    return f"./{name}" if name == DEMO or name.startswith("-") else name  # else it would be the demo, or an option
 
 
 def asked_name(path: str) -> str:
@@ -32,7 +32,7 @@ def asked_name(path: str) -> str:
 
 
 def location_of(model: str | Path) -> str:
-    """Returns a model as a name: a `Path` to a folder that is called ``demo`` becomes ``./demo``."""
+    """Returns the name that loads a model; the `Path` of a folder ``demo`` becomes ``./demo``, as `DEMO` is another."""
     return f"./{model}" if isinstance(model, Path) and str(model) == DEMO and model.is_dir() else str(model)
 
 
@@ -42,12 +42,12 @@ def lasting_name(model: str) -> str:
 
 
 def layer_number(name: str) -> int | None:
-    """Returns the number of the layer in a module's name, such as 3 of ``model.layers.3.mlp``: the first; or None."""
+    """Returns the first number in a module's name, that of its layer: 3 in ``model.layers.3.mlp``; None without one."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether a model's name can only be one on the hub: it has the form of one, and is no folder here or the demo."""
+    """Whether ``model`` can only be a hub name: it has that form, and is neither a path here nor the demo."""
     return bool(re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", model)) and model != DEMO and not Path(model).exists()
 
 

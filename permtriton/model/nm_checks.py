@@ -23,7 +23,7 @@ def check_weight(name: str, weight_OC: Tensor, pattern: NMPattern) -> None:
 
 
 def zeros_in_groups(weight_CO: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns how many zeros each group holds of a weight ``[in_features, out_features]``, int16 ``[groups, out]``."""
+    """Returns the number of zeros per group of a weight ``[in_features, out_features]``, int16 ``[groups, out]``."""
     return (weight_CO == 0).unflatten(0, (-1, pattern.group)).sum(1, dtype=torch.int16)
 
 

@@ -22,12 +22,12 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 def is_here(source: Source) -> bool:
     """Returns whether a model's weights are on this machine: in a folder or a file, or in the cache of the hub.
 
-    A folder that holds a config and nothing like weights says how large a model would be.
+    A folder with a config but without weights does not count: it only tells how large a model would be.
     """
     if source.folder is not None and source.gguf_file is None and (source.folder / CONFIG_FILE).is_file():
         return any(file.suffix in WEIGHTS for file in source.folder.iterdir())
     if source.gguf_file is not None or source.folder is not None or source.gguf is not None:
-        return True  # of a GGUF file beside a hub name, no part can be fetched alone
+        return True  # a GGUF file on the hub can only be fetched whole
     check_folder(source)
     config = cached(source, CONFIG_FILE)
     with suppress(ModelError):
@@ -36,7 +36,7 @@ def is_here(source: Source) -> bool:
 
 
 def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
-    """Builds a model on the meta device from its config and, on the hub, the headers of its weights, which stay there.
+    """Builds a model on the meta device from its config and, on the hub, its weights' headers; no weight is fetched.
 
     Returns:
         The model, in the dtype that `load_model` would give it, and its tokenizer or processor.

@@ -14,9 +14,9 @@ from permtriton.model.source import Source
 
 
 def check_original(model: PreTrainedModel) -> None:
-    """Refuses a model that is compiled already, that only compares others' outputs, or whose weights cannot change.
+    """Refuses a model that is compiled, divided between devices, only compares outputs, or has unusable weights.
 
-    One that transformers dequantized from a GGUF file loses the mark that it was quantized, as nothing could save it.
+    Of a model that transformers dequantized from GGUF, the quantization config is removed: with it, it cannot be saved.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and quantizer.quantization_config.quant_method == "gguf":
@@ -77,7 +77,7 @@ def check_weights(model: PreTrainedModel) -> None:
 
 
 def _check_memory(model: PreTrainedModel) -> None:
-    """Refuses two parameters in the same memory: what is changed in one would change the other, too."""
+    """Refuses two parameters that share memory: a change of one would change the other, too."""
     there = [
         (tensor.data_ptr(), tensor.nbytes, name) for name, tensor in model.named_parameters() if not tensor.is_meta
     ]

@@ -16,21 +16,21 @@ class Reference:
     """Outputs of a dense model on the first calibration samples (of text, their start).
 
     Attributes:
-        samples: at most `SEQUENCES` samples, of text with at most `TOKENS` tokens.
-        output: first output on them, float32 on the CPU.
+        samples: at most `SEQUENCES` samples; texts are cut to at most `TOKENS` tokens.
+        output: the dense model's first output on ``samples``, float32 on the CPU.
         unproved: why `check` could not prove that all hidden states have the order of the last one; else empty.
     """
 
     def __init__(self, model: PreTrainedModel, samples: Samples) -> None:
         self._routing = Routing(model)
-        for sequences in (SEQUENCES, 1):  # one where a forward refuses several, as of a classifier without padding
+        for sequences in (SEQUENCES, 1):  # 1 if the model takes no batch, as a classifier without padding
             self.samples = samples.start(sequences, TOKENS)
             self._inputs = self.samples.to(model.device, model.dtype).inputs
             try:
                 with self._routing.recorded():
                     self.output, self._states = output_and_states(model, self._inputs)
                 break
-            except Exception as error:  # the model's code may raise any kind
+            except Exception as error:  # the model's code may raise any exception
                 if len(self.samples) == 1 or is_out_of_memory(error):
                     raise
         self.unproved = ""
@@ -41,7 +41,7 @@ class Reference:
             )
 
     def check(self, model: PreTrainedModel, stage: str, order: Tensor | None) -> float:
-        """Compares the present output of the model with the dense one, and its hidden states.
+        """Compares the present output and hidden states of the model with those of the dense model.
 
         Args:
             order: index ``[C]`` of the last hidden state, from the dense model's channels to the present ones; None
@@ -74,7 +74,7 @@ class Reference:
 
 
 def _ordered(dense: list[Tensor], present: list[Tensor], order: Tensor | None, model: PreTrainedModel) -> bool:
-    """Whether hidden states are the dense ones with their channels in this order."""
+    """Whether the ``present`` hidden states are the ``dense`` ones with their channels in ``order``."""
     if order is not None and any(state.shape[-1] != len(order) for state in dense):
         return False
     moved = dense if order is None else [state[..., order.cpu()] for state in dense]

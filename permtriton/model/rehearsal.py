@@ -11,9 +11,9 @@ from permtriton.errors import ModelError, reading
 
 
 def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
-    """Refuses now what could not be saved at the end: saves all but the weights, and asks which of these are shared.
+    """Refuses a model that could not be saved at the end: saves all but its weights, and resolves which are tied.
 
-    Transformers checks some values of configs, and whether a class declares the weights that it shares, only there.
+    transformers checks some values of configs, and whether a class declares its tied weights, only when it saves.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -28,14 +28,14 @@ def rehearse_saving(name: str, model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def check_made_by_config(model: PreTrainedModel) -> None:
-    """Refuses a model in memory whose class makes other parameters of its config: saved, it would load as another one.
+    """Refuses a model whose parameters differ from those that its class makes: saved, it would load as another model.
 
-    A module that was added is saved though no class reads it; weights that were untied are loaded as they are.
+    Added modules are accepted, and saved though no class reads them; so are untied weights, which are loaded as such.
     """
     try:
         with torch.device("meta"):
-            made = type(model)._from_config(deepcopy(model.config))  # it writes to the config
-    except Exception:  # a class with code of its own, which reads values; the saved folder is loaded at the end
+            made = type(model)._from_config(deepcopy(model.config))  # _from_config changes it
+    except Exception:  # a class may read values, which meta tensors lack; the saved folder is loaded at the end
         return
     expected: dict[str, list[int] | None] = {name: list(weight.shape) for name, weight in made.named_parameters()}
     for prefix, module in made.named_modules():

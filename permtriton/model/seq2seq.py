@@ -22,11 +22,11 @@ def samples_of(model: PreTrainedModel, rows: Inputs) -> Samples:
 
 
 def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the arguments of ``forward``: of an encoder-decoder, those of the decoder are added where they miss.
+    """Returns the arguments of ``forward``; of an encoder-decoder, missing ones of the decoder are added.
 
     Args:
-        inputs: token ids as ``input_ids`` (int64 ``[rows, tokens]``), which are cut in the middle, or of a classifier
-            read by both; or the encoder's inputs and the decoder's ``labels`` or ``decoder_input_ids``.
+        inputs: ``input_ids`` alone (int64 ``[rows, tokens]``), which are cut in the middle, or in a classifier read by
+            encoder and decoder; or the encoder's inputs with the decoder's ``labels`` or ``decoder_input_ids``.
     """
     inputs = dict(inputs)
     if takes_decoder_ids(model) and all(name == "labels" or name.startswith("decoder_") for name in inputs):
@@ -52,11 +52,11 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
 
 
 def check_ends(model: PreTrainedModel, samples: Samples) -> None:
-    """Refuses samples without an end token for a classifier that reads the decoder's state there, as BART's does."""
+    """Refuses samples without an end token for a classifier that reads the decoder's state at that token, as BART's."""
     if not takes_decoder_ids(model) or not type(model).__name__.endswith("ForSequenceClassification"):
         return
     end = model.config.eos_token_id
-    missing = (samples.inputs["input_ids"][:, -2:] != end).all(1)  # the language may follow
+    missing = (samples.inputs["input_ids"][:, -2:] != end).all(1)  # a language token may follow it
     if bool(missing.any()):
         raise CalibrationError(
             f"{int(missing.sum())} of {len(samples)} sequences do not end with the end token (eos_token_id={end}), "
@@ -66,12 +66,12 @@ def check_ends(model: PreTrainedModel, samples: Samples) -> None:
 
 
 def predicted(model: PreTrainedModel, samples: Samples) -> Tensor | None:
-    """Returns the tokens that a language model predicts of samples, whether it sees them or not.
+    """Returns the tokens of ``samples`` that a language model predicts, whether it reads them or not.
 
     Returns:
-        int64 ``[samples, predicted tokens]``: of a causal model all but the first of each sample, of an encoder-decoder
-        the labels, each without special tokens around it; None where a model predicts no next token, or its labels are
-        unknown.
+        int64 ``[samples, predicted tokens]``: in a causal model all tokens of a sample but the first, in an
+        encoder-decoder the labels; both without the special tokens around the text. None if the model predicts no next
+        token, or if its labels are unknown.
     """
     if not model.can_generate():
         return None

@@ -13,7 +13,7 @@ def shared_linears(model: nn.Module) -> Iterator[None]:
     """Makes linears that hold the same parameters one module inside the ``with`` block.
 
     transformers ties the parameters of layers that share them, but leaves each layer its own modules. As one module
-    they are calibrated, masked and trained wherever the model uses them. At the end, each layer has its own again.
+    they are calibrated, masked and trained wherever the model uses them. At the end, each layer has its module again.
     """
     first: dict[tuple[object, ...], nn.Module] = {}
     exchanged: list[tuple[nn.Module, str, nn.Module]] = []

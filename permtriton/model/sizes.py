@@ -10,11 +10,11 @@ import torch
 from permtriton.errors import ModelError, reading, shown
 from permtriton.model.headers import StoredTensor
 
-# Entries that are numbers of parts, for which config classes make lists; the last alternative is for GGUF.
+# Config entries that count parts, of which config classes make lists; the last alternative fits GGUF's fields.
 COUNTS = re.compile(r"(\w+_)?(layers?|depths?|experts?|labels)|.+\.(block|expert)_count")
 MOST_PARTS = 100_000
-MOST_ELEMENTS = 2**43  # without weights to compare with
-ELEMENTS_PER_STORED, MORE_ELEMENTS = 16, 2**24  # packed weights have fewer elements than they stand for
+MOST_ELEMENTS = 2**43  # if the weights are not at hand
+ELEMENTS_PER_STORED, MORE_ELEMENTS = 16, 2**24  # a packed weight stores fewer elements
 
 
 def check_counts(value: Any, where: str, key: str = "") -> None:

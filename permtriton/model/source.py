@@ -26,10 +26,10 @@ DTYPES: dict[str, torch.dtype | str] = {
 }
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-LEGACY_TEMPLATE = "chat_template.json"  # of a processor; a tokenizer's is saved with it
-MODULES = "modules.json"  # of sentence-transformers: the folders of what reads a model's hidden states
+LEGACY_TEMPLATE = "chat_template.json"  # a processor's; a tokenizer's is saved with the tokenizer
+MODULES = "modules.json"  # of sentence-transformers: lists the modules that read hidden states
 LICENCES = ("LICENSE", "LICENSE.txt", "NOTICE", "USE_POLICY.md")
-# What is looked for on the hub and copied where a model is saved.
+# Files that are looked for on the hub, and copied to where a model is saved.
 BESIDE = (*PROCESSOR_FILES, LEGACY_TEMPLATE, MODULES, "config_sentence_transformers.json", "sentence_bert_config.json",
           "tokenizer.model", *LICENCES)  # fmt: skip
 
@@ -42,8 +42,8 @@ class Source:
     dtype: str = "auto"  # ``auto`` (the checkpoint's dtype), ``float32``, ``float16`` or ``bfloat16``
     device: str = "auto"  # ``auto`` (a GPU if there is one), ``cpu`` or ``cuda``
     trust_remote_code: bool = False  # whether code that comes with the model may run
-    # name of a GGUF file in the folder or beside the hub name; None where the model is in safetensors, or ``name`` is
-    # the file
+    # name of a GGUF file in the folder or the repository ``name``; None if the model is in safetensors, or if ``name``
+    # is the file itself
     gguf_file: str | None = None
     revision: str | None = None  # branch, tag or commit of a hub name; None for its main branch
     # token of the hub; None for that of ``hf auth login`` or ``HF_TOKEN``. It is never printed or saved.
@@ -83,7 +83,7 @@ class Source:
     @property
     def loading(self) -> dict[str, Any]:
         """Arguments of every ``from_pretrained`` besides the location."""
-        # Of a name alone, transformers would read the weights of a file in the current folder that has the same one.
+        # Absolute: given a name alone, transformers would read weights from a file of that name in the current folder.
         file = {} if self.gguf is None else {"gguf_file": str(self.gguf.path.absolute())}
         return {"trust_remote_code": self.trust_remote_code, **file, **self.hub}
 
@@ -103,7 +103,7 @@ class Source:
 
     @property
     def folder(self) -> Path | None:
-        """The folder; None for a hub name. `os.path.isdir`, unlike `Path.is_dir`, takes names that are too long."""
+        """The folder; None for a hub name. `Path.is_dir`, unlike `os.path.isdir`, fails on names that are too long."""
         return Path(self.location) if os.path.isdir(self.location) else None
 
     def holds(self, file: str) -> bool:
@@ -111,18 +111,18 @@ class Source:
         return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
 
     def find(self, file: str) -> Path | None:
-        """Returns ``file`` of the folder, or of the hub as `fetched` does; None where there is none."""
+        """Returns the path of ``file`` in the folder, or from the hub by `fetched`; None if there is none."""
         if self.folder is None:
             return fetched(self.location, file, self.hub)
         return Path(self.location, file) if self.holds(file) else None
 
     def fetch(self, files: Iterable[str]) -> list[str]:
-        """Fetches files of a hub name into the cache; returns those of which nobody knows whether the hub has them."""
+        """Fetches files of a hub name into the cache; returns those that could not be looked up there."""
         missing = [file for file in files if self.folder is None and self.find(file) is None]
         return [file for file in missing if try_to_load_from_cache(self.location, file, revision=self.revision) is None]
 
     def at_commit(self, config: Any) -> "Source":
-        """Returns the source, of a hub name at the commit that a model was just read from, if that is in the cache.
+        """Returns the source; for a hub name, ``revision`` is the commit that a model was just read from, if known.
 
         Args:
             config: config of the model, in which some versions of transformers note the commit.
@@ -135,7 +135,7 @@ class Source:
 
 
 def fetched(location: str, file: str, hub: Mapping[str, str]) -> Path | None:
-    """Returns a file of a name on the hub; None where there is none, and where it is neither reachable nor cached."""
+    """Returns the path of a file of the hub; None if there is none, or it can neither be fetched nor is cached."""
     advice = "check the name, the network, and the token (from hf auth login, or HF_TOKEN)"
     with reading(f"{location}: {file} cannot be fetched from the hub ({advice})", ModelError):
         path = cached_file(
@@ -150,7 +150,7 @@ def fetched(location: str, file: str, hub: Mapping[str, str]) -> Path | None:
 
 
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:
-    """Returns where the model that a caller gave is to be read from, or the model if it is loaded."""
+    """Returns the `Source` that a caller named by ``model`` and ``loading``, or the model itself if it is loaded."""
     if isinstance(model, str | Path):
         return Source(location_of(model), **loading)
     if not isinstance(model, PreTrainedModel):

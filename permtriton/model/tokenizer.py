@@ -15,7 +15,7 @@ from permtriton.util.progress import NoProgress, Progress
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZERS = ("tokenizer_config.json", TOKENIZER_FILE, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-REMADE = ("tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json")  # where it is saved
+REMADE = ("tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json", "added_tokens.json")  # by save_pretrained
 
 
 def load_processor(source: Source, model: PreTrainedModel, progress: Progress | None = None) -> Any:
@@ -29,11 +29,11 @@ def load_processor(source: Source, model: PreTrainedModel, progress: Progress | 
         transformers.AutoFeatureExtractor,
     ]
     if source.folder is not None and not source.holds("tokenizer_config.json"):
-        loaders.append(loaders.pop(0))  # it would make an empty tokenizer up, which would then be saved
+        loaders.append(loaders.pop(0))  # AutoProcessor last: it would make up an empty tokenizer
     for loader in loaders:
         try:
             return loader.from_pretrained(source.location, **source.loading)
-        except Exception as error:  # they raise many kinds, also where a folder holds a processor of another kind
+        except Exception as error:  # of many kinds, also if the folder has a processor of another kind
             problems.append(error)
     if _is_connection_lost(problems[0]) or any(map(source.find, PROCESSOR_FILES)):
         raise ModelError(f"{source.name}: its processor cannot be loaded: {first_line(problems[0])}") from problems[0]
@@ -47,7 +47,7 @@ def tokenizer_of(processor: Any) -> Any:
 
 @contextmanager
 def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Restores a tokenizer's truncation and padding at the end: a call that asks for neither deletes them."""
+    """Restores a tokenizer's truncation and padding after the ``with`` block: a call without them resets them."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     truncation, padding = getattr(backend, "truncation", None), getattr(backend, "padding", None)
     try:
@@ -69,7 +69,7 @@ def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrain
             if source.gguf is not None:
                 complete_tokenizer(source.gguf, tokenizer, progress or NoProgress())
             return tokenizer
-    except ModelError as error:  # a missing tokenizer and a damaged one raise the same kinds
+    except ModelError as error:  # a missing tokenizer and a damaged one raise the same errors
         has_files = any(map(source.find, TOKENIZERS)) or (source.gguf and "tokenizer.ggml.model" in source.gguf.header)
         if source.folder is None and (_is_connection_lost(error) or (not has_files and source.fetch(TOKENIZERS))):
             problem = f"{source.name}: its tokenizer cannot be fetched: {first_line(error.__cause__ or error)}"
