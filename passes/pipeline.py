@@ -44,7 +44,7 @@ def permutation_passes(moves: Sequence[Move]) -> tuple[Pass, ...]:
 
 
 def pruning_passes(plan: Plan, importances: Mapping[str, ImportanceFactors]) -> tuple[Pass, ...]:
-    """Returns the passes from a graph in its final order to one that multiplies packed N:M weights."""
+    """Returns the passes that turn a graph in its final order into one that multiplies packed N:M weights."""
     return partial(insert_masks, plan=plan, importances=importances), lower
 
 
