@@ -1,4 +1,4 @@
-"""Hooks that are there for a while."""
+"""Hooks that are removed at the end of a context."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
