@@ -35,7 +35,7 @@ LAYOUT = {
     aten.numpy_T, aten.permute, aten.repeat, aten.repeat_interleave, aten.reshape, aten.reshape_as, aten.squeeze,
     aten.stack, aten.t, aten.transpose, aten.unflatten, aten.unsqueeze, aten._unsafe_view, aten.view, aten.view_as,
 }  # fmt: skip
-# Takes some positions along a dimension, or all in another order -> the position of the argument for this dimension.
+# Operators that take some positions along a dimension, or reorder it -> the position of the dimension's argument.
 ALONG = {
     aten.chunk: 2, aten.flip: 1, aten.narrow: 1, aten.roll: 2, aten.select: 1, aten.slice: 1, aten.split: 2,
     aten.split_with_sizes: 2, aten.unbind: 1,
@@ -58,7 +58,7 @@ REDUCTION = {
 }  # fmt: skip
 # Each element is a function of the values up to it along ``dim``, the operator's second argument.
 CUMULATIVE = {aten.cumsum, aten.cumprod, aten.logcumsumexp}
-# The same value at every element, whatever the arguments hold; of uninitialised memory, no value should be read.
+# The same value at every element, whatever the arguments hold; the values of ``empty`` should never be read.
 CONSTANT = {
     aten.empty, aten.empty_like, aten.full, aten.full_like, aten.new_empty, aten.new_full, aten.new_ones,
     aten.new_zeros, aten.ones, aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
@@ -343,7 +343,7 @@ def _choice(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
     return fx.node.map_aggregate(c.node.meta["val"], c.new_ids_like)  # type: ignore[arg-type]
 
 
-# Operators like no other, each with its rule. Those of permtriton are found by name: their kernels need not be loaded.
+# Operators like no other, each with its rule. Those of permtriton are found by name, without loading their kernels.
 SPECIAL: dict[Any, Rule] = {
     operator.getitem: lambda c, _, args, kw: args[0][args[1]],
     aten._assert_tensor_metadata: lambda c, _, args, kw: None,

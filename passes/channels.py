@@ -180,7 +180,7 @@ class Channels:
         return view.expand(ids.shape)
 
     def occurrences(self, ids: Tensor, dim: int) -> Tensor | None:
-        """Returns opaque ids, in the shape of ``ids``, that number the occurrences of each id along ``dim``.
+        """Returns non-channel ids, in the shape of ``ids``, that number the occurrences of each id along ``dim``.
 
         Returns None where no channel occurs more than once along ``dim``, or each repeats along all of it: an operator
         that takes some positions along ``dim`` then takes the same occurrences of every channel that it takes.

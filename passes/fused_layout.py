@@ -121,8 +121,8 @@ class _NormFinder:
         """Finds the norm before a site, if its output is read by linears only.
 
         Returns:
-            The norm, or None where there is none that can gather, and the names of the weights of linears that read it
-            but do not belong to the site.
+            The norm, or None if none can gather, and the names of the weights of linears outside the site that read the
+            norm's output.
         """
         calls = [call for name in site.linears for call, _ in products(self.parameters[f"{name}.weight"])]
         sources = {source_of(argument(call, WEIGHT_PRODUCTS[call.target])) for call in calls}
@@ -135,7 +135,7 @@ class _NormFinder:
             return None, []
         norm_source = norm_input(source, path)
         if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or norm_source is None:
-            return None, []  # it runs more than once, or on more than one activation
+            return None, []  # the norm runs more than once, or on more than one activation
         if self._may_be_bypassed(path):
             return None, []
         variant = match_norm(norm, site.channels)

@@ -81,7 +81,7 @@ def transposes(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, position: int) -> fx.Node:
-    """Returns an argument of a node, which must be a node itself."""
+    """Returns the argument of a node at ``position``; the argument must be a node, too."""
     value = node.args[position]
     assert isinstance(value, fx.Node), f"argument {position} of {node.name} is {value!r}"
     return value
@@ -116,7 +116,7 @@ def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None
     The new node stands right before its first reader, so that a run of the graph holds one changed weight at a time.
 
     Args:
-        value: Example of the result, for ``meta["val"]``; None takes that of ``node``.
+        value: Example of the result, for ``meta["val"]``; None takes the example of ``node``.
     """
     graph = node.graph
     with graph.inserting_before(min(node.users)):
@@ -232,7 +232,7 @@ def norm_input(source: fx.Node, module: str) -> fx.Node | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside the context, torch uses one thread: on a busy machine, waiting for more takes longer than small work."""
+    """Inside the context, torch uses one thread, because small operators are slower with several on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

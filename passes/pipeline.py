@@ -24,8 +24,6 @@ Pass = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of one pass."""
-
     name: str  # name of the pass
     graph_module: fx.GraphModule  # the rewritten graph; the next pass rewrites it again
     before: dict[str, int]  # operator -> number of nodes that call it, before the pass

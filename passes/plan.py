@@ -39,7 +39,7 @@ class Axis:
     # role of each position, int64 ``[size of the dimension]``; distinguishes positions of the same unit, such as a
     # gate row and its up row
     roles: Tensor
-    # whether the dimension is the input of a linear (its columns), so that it reads the channels; the others write
+    # whether the dimension is the input of a linear (its columns) and reads the channels; all other dimensions write
     # them
     is_input: bool
 
@@ -47,8 +47,8 @@ class Axis:
         """Returns the index over the positions of this dimension for a permutation of the units.
 
         A unit may have several positions: a gate row and its up row, or the input channels of several query heads that
-        share a value row. Each takes the place of a position with the same role in the other unit; several positions
-        with the same role keep their order.
+        share a value row. Each takes the place of a position with the same role in the unit that its unit replaces;
+        several positions with the same role keep their order.
 
         Returns:
             int64 ``[size of the dimension]``; positions outside the space stay.

@@ -62,7 +62,7 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
 
 
 def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:
-    """Returns the node, before any reshaping, that ``product`` is added to in its shape, and the factor before that.
+    """Returns the node, before any reshaping, to which ``product`` is added in its shape, and the product's factor.
 
     The node is None if there is none.
     """

@@ -77,7 +77,7 @@ def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _indexed(dim: int, index: fx.Node) -> range:
-    """Returns the dimensions that an index replaces from ``dim`` on: one for positions, all of its own for a mask."""
+    """Returns the dimensions that an index replaces from ``dim``: one for positions, as many as it has for a mask."""
     value = index.meta["val"]
     return range(dim, dim + (value.ndim if value.dtype == torch.bool else 1))
 

@@ -230,8 +230,8 @@ def _on_cpu(probed: _Probed) -> _Probed:
 def _quiet() -> Iterator[None]:
     """Inside the context, drops logs, warnings and what is printed on standard error.
 
-    torch.export prints the partial graph of a model that it cannot trace; our error says the problem in one line. And
-    it warns of changed attributes, which `_attributes_kept` restores.
+    torch.export prints the partial graph of a model that it cannot trace, which our error sums up in one line, and
+    warns of changed attributes, which `_attributes_kept` restores.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -262,7 +262,7 @@ def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> Expor
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restores every module attribute that running the model changes, such as the frequencies of a rotary embedding.
 
-    During an export the model runs on tensors without values. If it stored them, later runs would fail.
+    During an export the model runs on tensors without values. If the model kept them, later runs would fail.
     """
     saved = [(vars(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
     try:

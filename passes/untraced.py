@@ -34,7 +34,7 @@ class Untraced:
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in used and p.numel() > 1}
 
     def reach(self, names: Iterable[str], readers: Sequence[Site]) -> str:
-        """Returns why the space with axes on ``names`` may not move; "" if no untraced parameter can carry it."""
+        """Returns why a space with axes on ``names`` is fixed; "" if no untraced parameter can carry its channels."""
         scope = _common_module(names)
         if not layer_of(self._model, scope):
             scope = ""
