@@ -1,7 +1,7 @@
 """Running the layers of a model one by one, on arguments that were recorded when the model ran.
 
 A chain is a sequence of layers, each of which takes the output of the layer before, and whose other arguments
-(positions, masks) do not depend on their weights. They run without the model, after it has run once per input.
+(positions, masks) do not depend on their weights. Such layers run without the model, once these are recorded.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -80,7 +80,7 @@ class LayerCalls:
         """Returns the layer's output ``[len(rows), tokens, hidden]`` for the sequences numbered ``rows``.
 
         Args:
-            hidden: their hidden states, ``[len(rows), tokens, hidden]``, on any device.
+            hidden: hidden states of these sequences, ``[len(rows), tokens, hidden]``, on any device.
             call_context: makes the context of each call from the numbers of the sequences that run in it.
         """
         assert self._structure is not None

@@ -15,8 +15,6 @@ from permtriton.util.store import MEMORY, HostMemory, Store
 
 
 class DevicePlacement(IntEnum):
-    """How a model is placed on devices."""
-
     WHOLE = 0  # the whole model on each device
     ONLOADED = 1  # in host memory, from which layers come to each device one by one (`permtriton.running.onload`)
     SPREAD = 2  # the layers of a twin are spread over all devices (`permtriton.running.sharding`)
@@ -54,14 +52,12 @@ def allowed_placements(shard: bool | None, onload: bool | None) -> tuple[DeviceP
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where a model runs."""
-
     kind: DevicePlacement
     device: torch.device  # the device of this process
 
     @property
     def spread_on(self) -> torch.device | None:
-        """The device, where layers are spread."""
+        """The device if layers are spread over devices; else None."""
         return self.device if self.kind is DevicePlacement.SPREAD else None
 
     @property

@@ -168,7 +168,7 @@ class FinishedLayers:
     def restore(
         self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern]
     ) -> list[dict[str, Any]] | None:
-        """Writes the layer that `keep` stored into ``weights`` and returns its ``parts``; None if it is not stored."""
+        """Copies a stored layer into ``weights`` and returns the ``parts`` given to `keep`; None if not stored."""
         if (saved_state := self._layer(number).read()) is None:
             return None
         tensors, texts = saved_state
