@@ -170,8 +170,8 @@ class KeptPattern:
         While it merges, a second copy of the N:M weights is in memory. ``options`` are passed to PEFT.
 
         Raises:
-            ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, or has an adapter on
-                a linear that gathers its input.
+            ModelError: the model is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged: of
+                the dense model, of ``modules_to_save``, or on a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:
