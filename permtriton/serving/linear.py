@@ -38,7 +38,7 @@ class Stored(NamedTuple):
 
 @register_weight_loader_v2_supported_method
 class PermTritonLinearMethod(LinearMethodBase):
-    """Loads values and positions; afterwards, it is packed if `runs_packed` (2:4 in 16 bits on a GPU), else dense.
+    """Loads values and positions; the weight is then packed if `runs_packed` (2:4 in 16 bits on a GPU), else dense.
 
     A linear in FP8 always stays packed.
 
