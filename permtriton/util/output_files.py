@@ -48,7 +48,7 @@ def check_file(
     ours: Callable[[Path], bool] = lambda path: False,
     reads: Iterable[Path | str] = (),
 ) -> None:
-    """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
+    """Refuses, before any work, an output file that could not be written at the end, or must not be replaced.
 
     Args:
         ours: returns whether an earlier file is a result that may be replaced in any case.

@@ -53,7 +53,7 @@ def without_other_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Event:
-    """The argument of the calls of a function that is given as ``progress=``.
+    """The argument with which a function given as ``progress=`` is called.
 
     Attributes:
         stage: name of the stage, such as ``calibrate``; empty for a line of text between stages.

@@ -182,7 +182,7 @@ def send_from_first(tensors: Iterable[Tensor]) -> None:
 
 
 def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors that the first rank gives, on the CPU."""
+    """Returns on every rank the tensors that the first rank gives, on the CPU."""
     described = on_first(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     if number():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described.items()}

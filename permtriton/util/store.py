@@ -30,7 +30,7 @@ class Store:
 
 
 class DeviceMemory(Store):
-    """The memory of a device, so that tensors that it reads repeatedly are not copied from the CPU each time."""
+    """The memory of a device: tensors that the device reads repeatedly are not copied from the CPU each time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

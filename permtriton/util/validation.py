@@ -29,7 +29,7 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
 
 @cache
 def _checker(form: Any) -> Any:
-    """Returns the check of a list of a form, because pydantic accepts no settings for a ``TypedDict`` itself."""
+    """Returns an adapter for a list of ``form``, because pydantic accepts no settings for a ``TypedDict`` itself."""
     from typing import NotRequired
 
     from pydantic import ConfigDict, TypeAdapter
