@@ -289,8 +289,8 @@ def sequential_groups(sites: list[Site]) -> list[list[Site]]:
 
     Sites of the same depth share a group, such as experts, or attention and MLP that run side by side.
 
-    The groups are pruned one after another. If a whole layer were pruned at once, its linears would be fitted to inputs
-    that the pruned model never gives them: on SmolLM2-135M, that trebles the perplexity.
+    The groups are pruned and fitted one after another. Otherwise the linears of a layer would be fitted to inputs that
+    the pruned model never gives them: on SmolLM2-135M, that trebles the perplexity.
     """
     depths = sorted({site.depth for site in sites})
     return [[site for site in sites if site.depth == depth] for depth in depths]
