@@ -20,8 +20,8 @@ from permtriton.passes.edits import Edit, Fold, Gather, PermuteNorm
 def apply_edits(model: nn.Module, edits: Iterable[Edit]) -> None:
     """Permutes the channels of ``model`` in place; its outputs stay the same.
 
-    A module that is replaced keeps its Parameter objects. In a norm or linear that already permutes, the new index is
-    composed with the present one.
+    A module that replaces another holds the same Parameter objects. In a norm or linear that already permutes, the new
+    index is composed with the present one.
     """
     parameters = dict(model.named_parameters())
     for edit in edits:

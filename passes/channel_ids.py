@@ -1,4 +1,4 @@
-"""Tensors of channel ids: where they repeat, and hashes of what channels meet."""
+"""Tensors of channel ids: where ids repeat, and hashes of the values that channels are combined with."""
 
 from collections.abc import Iterable
 
@@ -29,11 +29,11 @@ def differs(ids: Tensor) -> list[bool]:
 
 
 def of_several_axes(ids: Tensor, dim: int, starts: Iterable[int]) -> bool:
-    """Whether positions along a dimension differ because each holds the channels of another parameter.
+    """Whether positions along a dimension differ only because they hold the channels of different parameters.
 
     Args:
         ids: Ids that are all channels.
-        dim: The dimension, such as that of tokens: a class token, and the patches of an image.
+        dim: The dimension, such as tokens: a class token and image patches hold channels of two parameters.
         starts: First id of every axis, in order.
     """
     rows = unexpanded(ids, keep=dim % ids.ndim).movedim(dim, 0).flatten(1)
@@ -62,7 +62,7 @@ def numbered(values: np.ndarray) -> np.ndarray:
 
 
 def values_of(ids: Tensor) -> Tensor:
-    """Returns a number for the value of each element: a channel may have several values, each at a place of its own."""
+    """Returns an int64 that identifies each element's value: a channel's differ by position, unless expanded."""
     compact = unexpanded(ids)
     number = numbered(compact.reshape(-1).numpy()).reshape(compact.shape)
     values = torch.from_numpy(compact.numpy() ^ mix(number).view(np.int64))

@@ -24,7 +24,7 @@ from permtriton.passes.row_rules import index_add, index_put, joined_weights, kn
 
 aten = torch.ops.aten
 
-# The result is the first argument, value by value.
+# The result is the first argument, unchanged or cast.
 SAME = {
     aten.alias, aten.clone, aten.contiguous, aten.detach, aten.detach_, aten.dropout, aten.lift_fresh_copy, aten.to,
     aten.type_as, aten._to_copy,
@@ -35,7 +35,7 @@ LAYOUT = {
     aten.numpy_T, aten.permute, aten.repeat, aten.repeat_interleave, aten.reshape, aten.reshape_as, aten.squeeze,
     aten.stack, aten.t, aten.transpose, aten.unflatten, aten.unsqueeze, aten._unsafe_view, aten.view, aten.view_as,
 }  # fmt: skip
-# Some of the values along one dimension, or all in another order -> the position of that dimension's argument.
+# Operators that take some positions along a dimension, or reorder it -> the position of the dimension's argument.
 ALONG = {
     aten.chunk: 2, aten.flip: 1, aten.narrow: 1, aten.roll: 2, aten.select: 1, aten.slice: 1, aten.split: 2,
     aten.split_with_sizes: 2, aten.unbind: 1,
@@ -51,14 +51,14 @@ ELEMENTWISE = {
     aten.lt, aten.masked_fill, aten.maximum, aten.minimum, aten.mul, aten.multiply, aten.ne, aten.pow, aten.rsub,
     aten.sub, aten.where,
 }  # fmt: skip
-# A reduction over ``dim`` whose result does not depend on the order there -> the position of that argument.
+# A reduction over ``dim`` whose result does not depend on the order along it -> the position of the argument ``dim``.
 REDUCTION = {
     aten.all: 1, aten.amax: 1, aten.amin: 1, aten.any: 1, aten.linalg_vector_norm: 2, aten.logsumexp: 1, aten.mean: 1,
     aten.std: 1, aten.sum: 1, aten.var: 1,
 }  # fmt: skip
-# A function of all values before it along ``dim``, its second argument.
+# Each element is a function of the values up to it along ``dim``, the operator's second argument.
 CUMULATIVE = {aten.cumsum, aten.cumprod, aten.logcumsumexp}
-# The same value at every element, whatever the arguments hold; uninitialised memory should not be read at all.
+# The same value at every element, whatever the arguments hold; the values of ``empty`` should never be read.
 CONSTANT = {
     aten.empty, aten.empty_like, aten.full, aten.full_like, aten.new_empty, aten.new_full, aten.new_ones,
     aten.new_zeros, aten.ones, aten.ones_like, aten.scalar_tensor, aten.zeros, aten.zeros_like,
@@ -108,7 +108,7 @@ def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Concatenation. Beside channels that are the same along the dimension, a constant is one more value of each."""
+    """Concatenates. Next to channels that repeat along the dimension, a constant is one more value of each channel."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if len(args[0]) > 1 and all(
         isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in args[0]
@@ -141,7 +141,7 @@ def _repeated(c: Channels, ids: Tensor, count: int) -> list[Tensor]:
 
 
 def _along(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Adds to the contexts of channels that the operator acts on them, and which of their tokens it takes."""
+    """Adds the operator, and the tokens at which it takes each channel, to the contexts of the channels taken."""
     x, packet = args[0], target.overloadpacket
     moved = x.moved(target, *args[1:], **kwargs) if packet is aten.slice and isinstance(x, ParameterValue) else None
     if moved is not None:
@@ -174,11 +174,11 @@ def _along(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _scatter(take: Any) -> Rule:
-    """Returns the rule of an operator that puts its second argument where ``take`` would take from its first one."""
+    """Returns the rule of an operator that writes its second argument where ``take`` reads the first argument."""
 
     def rule(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         x, source = c.ids_of(args[0]), c.ids_of(args[1])
-        _along(c, take, (x, *args[2:]), kwargs)  # what is lost of each channel
+        _along(c, take, (x, *args[2:]), kwargs)  # for the contexts: which of each channel's values are overwritten
         c.touch(source)
         return c.compact_repeats(target(x, source, *args[2:], **kwargs))
 
@@ -190,7 +190,7 @@ def _copy(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _pad(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Padding: along tokens a constant is one more value of each channel; elsewhere it belongs to none."""
+    """Pads: where channels repeat along the dimension, padding is more values of each; elsewhere it is no channel."""
     ids, pad = c.ids_of(args[0]), args[1]
     mode = kwargs.get("mode", args[2] if len(args) > 2 and isinstance(args[2], str) else "constant")
     c.touch(ids)
@@ -219,10 +219,10 @@ _COPIES = {aten.clone, aten.lift_fresh_copy, aten.to, aten._to_copy}
 
 
 def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Rows of a table, as an embedding; or positions along one dimension that are a constant in the model's code."""
-    indices: Any = c.node.args[1]  # one per dimension; None takes all of it
+    """Takes rows of a table as an embedding does, rows that depend on data, or positions by a constant index."""
+    indices: Any = c.node.args[1]  # one per dimension; None takes the whole dimension
     table = isinstance(args[0], ParameterValue) and len(args[0].shape) == 2 and len(indices) == 1
-    if table and indices[0].meta["val"].dtype == torch.int64:  # Whisper's positions
+    if table and indices[0].meta["val"].dtype == torch.int64:  # such as Whisper's position embedding
         return PRODUCTS[aten.embedding](c, target, (args[0], args[1][0]), {})
     x = c.ids_of(args[0])
     dims = [dim for dim, index in enumerate(indices) if index is not None]
@@ -237,7 +237,7 @@ def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def _constant_value(node: fx.Node) -> Tensor | None:
-    """Returns the value of a constant in the model's code that nothing else reads, else None; also None on meta."""
+    """Returns a constant of the model's code; None for another node, a constant with several readers, or on meta."""
     while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _COPIES:
         node = node.args[0]  # type: ignore[assignment]
     if node.op != "get_attr" or len(node.users) != 1 or "lifted_tensor" not in str(node.target):
@@ -274,7 +274,7 @@ def _elementwise(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str
 
 
 def _prelu(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A leaky ReLU with a learned slope, for each channel of dimension 1 or for all."""
+    """A leaky ReLU with a learned slope for each channel of dimension 1, or one slope for all."""
     x, weight = args
     per_channel = isinstance(weight, ParameterValue) and math.prod(weight.shape) > 1
     return combine(c, [x, weight.with_dims([0, *[None] * (c.ids_of(x).ndim - 2)]) if per_channel else weight])
@@ -343,7 +343,7 @@ def _choice(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
     return fx.node.map_aggregate(c.node.meta["val"], c.new_ids_like)  # type: ignore[arg-type]
 
 
-# Operators like no other, each with its rule. Those of permtriton are found by name: their kernels need not be loaded.
+# Operators like no other, each with its rule. Those of permtriton are found by name, without loading their kernels.
 SPECIAL: dict[Any, Rule] = {
     operator.getitem: lambda c, _, args, kw: args[0][args[1]],
     aten._assert_tensor_metadata: lambda c, _, args, kw: None,

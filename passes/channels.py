@@ -1,8 +1,8 @@
 """The channels of a graph: their ids, their contexts so far, and which of them move together.
 
 Two things keep this fast. Where ids repeat along a dimension (mostly tokens), a tensor of ids is an expanded view, and
-work is done once on what it expands. And most tensors are views of one tensor with all channel ids, `Channels._ids`:
-whether their ids are channels, and all different, is known without a search.
+work is done once for all repetitions. And most tensors are views of `Channels._ids`, which holds all channel ids: their
+storage and strides tell, without a search, that their ids are channels and all different.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class Joint:
     # whether one of each pair belongs to a parameter that acts on the other (a bias, a norm vector, a column), so that
     # both have the same role
     attached: bool
-    # uint64 of the same shape, or one for all: hash of the positions in the tensors at which each pair is joined
+    # uint64 of the same shape, or one for all pairs: hash of which occurrences of the two channels are joined
     places: np.ndarray
 
 
@@ -98,12 +98,12 @@ class Channels:
         """Returns an argument of an operator as one tensor of ids, if it is a parameter, an index or `Crossed`.
 
         A parameter that is used as data carries the channels of one dimension; its other dimensions must then keep
-        their order. Of `Crossed` parts, the one that differs along the last dimension is returned; the
-        channels of the others must keep their order.
+        their order. Of `Crossed` parts, the one that differs along the last dimension is returned; the channels of the
+        other parts must keep their order.
 
         Args:
-            value: Any argument; one of another kind is returned unchanged.
-            dim: The parameter's dimension; None for its last one.
+            value: Any argument; other kinds are returned unchanged.
+            dim: Dimension of the parameter whose channels are returned; None for its last one of size above 1.
         """
         if isinstance(value, IndexValue):
             return self.new_ids_like(value.index)
@@ -125,7 +125,7 @@ class Channels:
         return self.axis(value, dim).view([-1 if d == dim else 1 for d in range(len(value.shape))]).expand(value.shape)
 
     def axis(self, value: ParameterValue, dim: int) -> Tensor:
-        """Returns the channels of one stored dimension of a parameter, in the parameter's current shape."""
+        """Returns the channels of a parameter's current dimension ``dim``, in their current order, ``[size]``."""
         stored_dim, order = value.dims[dim], value.orders[dim]
         assert stored_dim is not None, f"{value.name} has no dimension at position {dim}"
         key = (value.name, stored_dim)
@@ -148,7 +148,7 @@ class Channels:
         return self.new_ids(tuple(value.shape))
 
     def renew_ids(self, ids: Tensor) -> Tensor:
-        """Returns the ids of a result that depends on position: channels keep theirs, all else gets new ones."""
+        """Returns the ids of an operator's result: channels keep their ids, all other elements get new ones."""
         return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.new_ids_like(ids))
 
     def any_channel(self, ids: Tensor) -> bool:
@@ -180,10 +180,10 @@ class Channels:
         return view.expand(ids.shape)
 
     def occurrences(self, ids: Tensor, dim: int) -> Tensor | None:
-        """Returns opaque ids, in the shape of ``ids``, that number the occurrences of each id along ``dim``.
+        """Returns non-channel ids, in the shape of ``ids``, that number the occurrences of each id along ``dim``.
 
-        Returns None where no channel occurs more than once, or each fills the dimension: an operator that takes some
-        positions along ``dim`` then takes the same ones of every channel.
+        Returns None where no channel occurs more than once along ``dim``, or each repeats along all of it: an operator
+        that takes some positions along ``dim`` then takes the same occurrences of every channel that it takes.
         """
         view = unexpanded(ids)
         if view.shape[dim] == 1 or self._distinct(view) or not self.any_channel(view):
@@ -200,11 +200,11 @@ class Channels:
         return self.new_ids((size + 1,))[occurrence].expand(ids.shape)
 
     def _in_range(self, ids: Tensor) -> bool:
-        """Whether the tensor is a view of all ids, so that each of its elements is a channel."""
+        """Whether the tensor is a view of `_ids`, so that each of its elements is a channel."""
         return ids.numel() > 0 and ids.untyped_storage().data_ptr() == self._ids.untyped_storage().data_ptr()
 
     def _distinct(self, view: Tensor) -> bool:
-        """Whether the tensor is a view of all ids whose strides show that no id occurs twice."""
+        """Whether the tensor is a view of `_ids` whose strides show that no id occurs twice."""
         if not self._in_range(view):
             return False
         max_offset = 0
@@ -220,8 +220,9 @@ class Channels:
         """Joins two tensors of ids element by element and returns the ids of the result.
 
         Two channels at one position are joined; an id that is no channel is added to the context of a channel at its
-        position. The result has, of two joined ids, the one that stands for more tokens: a class token and the patches
-        after it come from two parameters, but are the same channels once one position embedding is added to both.
+        position. The result has the ids of ``a``, or those of ``b`` where these repeat along tokens at which ``a`` has
+        channels of several parameters: a class token and the patches after it come from two parameters, but are the
+        same channels once one position embedding is added to both.
         """
         a, b = torch.broadcast_tensors(a, b)
         a_all_channels, b_all_channels = self.all_channels(a), self.all_channels(b)
@@ -252,13 +253,13 @@ class Channels:
                 self._add_context(ids[ids > 0], other[ids > 0], reason)
 
     def _stands_for_more(self, ids: Tensor, others: Tensor) -> bool:
-        """Whether ``ids`` repeat along dimensions but the last where ``others`` hold channels of several parameters."""
+        """Whether ``ids`` repeat along dimensions but the last along which ``others`` are of several parameters."""
         dims = [dim for dim, (a, b) in enumerate(zip(differs(ids), differs(others), strict=True)) if a != b]
         along_tokens = all(dim < ids.ndim - 1 and differs(others)[dim] for dim in dims)
         return bool(dims) and along_tokens and all(of_several_axes(others, dim, self.starts.values()) for dim in dims)
 
     def reduce(self, ids: Tensor, dims: Sequence[int], *, keep: bool) -> Tensor:
-        """Returns the ids of a reduction over ``dims``, in which the order does not matter.
+        """Returns the ids of a reduction over ``dims`` that does not depend on the order along them.
 
         Different channels that are reduced together give a new id that is no channel, which is added to the context of
         each. A channel that is reduced alone, or only with itself, stays.
@@ -327,7 +328,7 @@ class Channels:
         """Adds a hash of the values at each channel's positions, in their order, to the channel's context."""
         if not self._contexts or not ids.numel():
             return
-        # Along the dimensions in which ids are expanded, every channel meets the same values: they are hashed once.
+        # Along expanded dimensions, every channel is combined with the same values, which are hashed once.
         expanded_dims = [d for d in range(ids.ndim) if ids.stride(d) == 0]
         other_dims = [d for d in range(ids.ndim) if d not in expanded_dims]
         if expanded_dims:
@@ -342,7 +343,7 @@ class Channels:
             context = hashes.reshape(()) if is_shared else np.broadcast_to(hashes, ids.shape).reshape(-1)
             self.context_changes.append(ContextChange(flat, context, reason))
             return
-        # The same channel is at several positions: their hashes are hashed again, in their order.
+        # A channel occurs at several positions: each hash is hashed again with the number of the occurrence.
         hashes = mix(np.broadcast_to(hashes, ids.shape).reshape(-1) ^ mix(numbered(flat)))
         order = np.argsort(flat, kind="stable")
         unique, starts = np.unique(flat[order], return_index=True)
@@ -360,7 +361,7 @@ class Channels:
         self.context_changes.append(ContextChange(unique, contexts, reason))
 
     def barrier(self, operator: str, arguments: Any) -> Any:
-        """Returns new ids for the result of an operator without a rule; the channels that enter it keep their order."""
+        """Returns new ids for the result of an operator without a rule; the channels that it reads keep their order."""
         ids: list[Tensor] = []
         for value in leaves(arguments):
             if isinstance(value, ParameterValue):

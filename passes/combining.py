@@ -1,8 +1,8 @@
-"""How channels meet in an operator on several tensors: they move together, or each is a value that the other meets.
+"""How an operator on several tensors combines their channels: they move together, or each is a value for the other.
 
-Where a gate row meets an up row at one position, both must move together. In an outer product every row of one factor
-meets every row of the other; the rows of either factor may then move independently if all of them meet the same. The
-result belongs to channels of both factors (`Crossed`).
+Where a gate row is multiplied with one up row, both must move together. In an outer product, every row of one factor is
+multiplied with every row of the other; the rows of either factor may then move independently if all of them are
+multiplied with the same values. The result belongs to channels of both factors (`Crossed`).
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any
 
 
 def combine(c: Channels, operands: Sequence[Any]) -> Any:
-    """Returns the ids of a function of several operands, element by element, after broadcasting them."""
+    """Returns the ids of an elementwise function of several operands, which are broadcast."""
     inputs = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
     ids = [
         [c.ids_of(operand, _carrying(c, operand, inputs))]
@@ -61,7 +61,7 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
 
 
 def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> Any:
-    """Returns the ids of a reduction over ``dims``, in which the order does not matter."""
+    """Returns the ids of a reduction over ``dims`` that does not depend on the order along them."""
     if not isinstance(value, Crossed):
         return c.reduce(value, dims, keep=keep)
     parts = [c.reduce(part, dims, keep=keep) for part in value.parts]
@@ -69,7 +69,7 @@ def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> A
 
 
 def _opaque(c: Channels, shape: Sequence[int], operands: Sequence[Tensor]) -> Tensor:
-    """Returns ids of what is no channel; equal along the dimensions in which no operand differs."""
+    """Returns new ids, none of them channels, that are equal along the dimensions in which no operand differs."""
     different = [any(part.ndim + dim >= 0 and differs(part)[dim] for part in operands) for dim in range(-len(shape), 0)]
     return c.new_ids(tuple(size if differ else 1 for size, differ in zip(shape, different, strict=True))).expand(shape)
 
@@ -80,13 +80,13 @@ def _varies(parts: Sequence[Tensor], shape: Sequence[int]) -> list[bool]:
 
 
 def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], others_vary: Sequence[bool]) -> None:
-    """Keeps channels at their positions along dimensions in which they meet values that do not move with them.
+    """Keeps channels at their positions along dimensions in which the values of ``others`` do not move with them.
 
-    Such values repeat the ids of channels of another dimension: those of ``x[:, None] * table`` are the ids of ``x``,
-    and vary by the columns of the table. A channel that meets them at one column may take the place of another there.
+    Such values have the ids of channels of another dimension: ``x[:, None] * table`` has the ids of ``x``, but varies
+    along the columns of the table. Channels that are combined with it may change places within a column only.
     """
     if not any(c.any_channel(other) for other in others):
-        return  # each then meets the other's values one by one
+        return  # `_met` then adds each of the other's values to a context
     moving = [any(differing) for differing in zip(*(_channels_differ(c, other) for other in others), strict=True)]
     for part in parts:
         if not c.any_channel(part):
@@ -99,7 +99,7 @@ def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], 
 
 
 def _channels_differ(c: Channels, ids: Tensor) -> list[bool]:
-    """Returns for each dimension whether channels differ along it, beside what is no channel."""
+    """Returns for each dimension whether channels differ along it; ids that are no channels count as one channel."""
     if c.all_channels(ids):
         return differs(ids)
     channels = unexpanded(ids).clamp_min(0)
@@ -130,12 +130,15 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
 
 
 def _outer(first: Sequence[bool], second: Sequence[bool]) -> bool:
-    """Whether two tensors differ along dimensions of their own only, as the factors of an outer product."""
+    """Whether both tensors differ, but along no dimension in common, like the factors of an outer product."""
     return any(first) and any(second) and not any(x and y for x, y in zip(first, second, strict=True))
 
 
 def _each_a_run(ids: Tensor, others: Sequence[bool]) -> bool:
-    """Whether neighbouring channels of ``ids`` meet the same channel, as the channels of a head meet a value for it."""
+    """Whether neighbouring channels of ``ids`` are combined with one channel of a tensor that differs along ``others``.
+
+    The channels of a head are an example, with a tensor of one value per head.
+    """
     return any(others) and any(_is_run(ids, dim) for dim, differ in enumerate(others) if not differ)
 
 

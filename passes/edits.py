@@ -1,8 +1,8 @@
 """Permutations as data: the edits that a new channel order makes in a model.
 
-`moves_of` turns a plan and the chosen indices into edits, once. Three interpreters read them: the passes
-`insert_permutations` and `fuse_permutations` write them into the graph, where they are proved; `apply_edits` writes
-them into the model, which is what runs; `reorder_statistics` reorders the calibration statistics.
+`moves_of` turns a plan and the chosen indices into edits, which are applied in three places: the passes
+`insert_permutations` and `fuse_permutations` write them into the graph, where each pass is verified; `apply_edits`
+writes them into the model that runs; `reorder_statistics` reorders the calibration statistics.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,10 +35,10 @@ class PermuteNorm:
 
 @dataclass(frozen=True, eq=False)
 class Gather:
-    """Gathers the input of a site's linears."""
+    """Reorders the input of a site's linears at run time."""
 
     site: str  # name of the site
-    linears: tuple[str, ...]  # names of its linears
+    linears: tuple[str, ...]  # names of the site's linears
     index: Tensor  # int64 ``[channels]``, applied to the linears' present input
 
 
@@ -65,7 +65,7 @@ class Move:
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """The edits that stay in the model."""
+        """The edits to write into the model: a gather only if nothing upstream replaces it."""
         at_run_time: tuple[Edit, ...] = ()
         if self.placement is Destination.GATHER:
             at_run_time = self.gathers
@@ -89,14 +89,14 @@ def moves_of(plan: Plan, indices: Mapping[str, Tensor]) -> tuple[Move, ...]:
 
 
 def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:
-    """Returns the edits that stay in the model, of all moves in a row."""
+    """Returns the edits of all moves to write into the model, in order."""
     return tuple(edit for move in moves for edit in move.edits)
 
 
 def runs_of(site: Site) -> tuple[int, ...]:
     """Returns the sizes of a site's runs: consecutive input channels that are permuted only among themselves."""
     another_head = site.space.segment_of[site.units].diff() != 0
-    starts = another_head | (site.units.diff() < 0)  # or another copy of the same head
+    starts = another_head | (site.units.diff() < 0)  # units descend where another copy of the same head starts
     edges = [0, *(starts.nonzero().flatten() + 1).tolist(), site.channels]
     return tuple(end - start for start, end in pairwise(edges))
 

@@ -30,12 +30,12 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
 
     A site that is the only reader of a space that may move (``down``; ``o``, within its heads) keeps this space, whose
     permutation is folded. Every other site gets a space of its own, gathered in the norm before it if only linears read
-    that norm's output, else before each of the site's linears. Where neither can gather, it keeps its order; if none of
-    a space's sites can, they keep the space.
+    that norm's output, else before each of the site's linears. A site where neither can gather keeps its order; if this
+    is so for all sites of a space, they keep the space.
 
     Args:
         plan: Plan of layout ``portable``; its sites are changed.
-        o_proj: With ``free``, a site whose channels are tied or may move only within heads gets its own space, too.
+        o_proj: With ``free``, a site whose channels have copies or may move only within heads gets its own space, too.
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
     barriers = list(plan.barriers)
@@ -121,8 +121,8 @@ class _NormFinder:
         """Finds the norm before a site, if its output is read by linears only.
 
         Returns:
-            The norm, or None where there is none that can gather, and the names of the weights of linears that read it
-            but do not belong to the site.
+            The norm, or None if none can gather, and the names of the weights of linears outside the site that read the
+            norm's output.
         """
         calls = [call for name in site.linears for call, _ in products(self.parameters[f"{name}.weight"])]
         sources = {source_of(argument(call, WEIGHT_PRODUCTS[call.target])) for call in calls}
@@ -135,7 +135,7 @@ class _NormFinder:
             return None, []
         norm_source = norm_input(source, path)
         if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or norm_source is None:
-            return None, []  # it runs more than once, or on more than one activation
+            return None, []  # the norm runs more than once, or on more than one activation
         if self._may_be_bypassed(path):
             return None, []
         variant = match_norm(norm, site.channels)
@@ -143,7 +143,7 @@ class _NormFinder:
             return None, []
         dtype_source = norm.get_parameter("weight") if variant.kind == "rms" else norm_source.meta["val"]
         if source.meta["val"].dtype != dtype_source.dtype:
-            return None, []  # where dtypes are mixed, it rounds otherwise than the norm that would replace it
+            return None, []  # with mixed dtypes, it rounds differently from the norm that would replace it
         weights = {f"{name}.weight" for name in site.linears}
         if self._untraced.reach([f"{path}.weight", *readers, *weights], [site]):
             return None, []  # what the trace did not run may read the norm's output, too

@@ -1,4 +1,4 @@
-"""What the passes share: finding weights and what reads them, wrapping a weight, constants."""
+"""Helpers of the passes: finding weights and their products, inserting nodes, adding constants."""
 
 import copy
 import re
@@ -53,7 +53,7 @@ def parameter_nodes(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def tail(node: fx.Node) -> fx.Node:
-    """Returns the last of the inserted nodes behind a parameter: what the model's own nodes read; else ``node``."""
+    """Returns the last node that passes inserted behind the parameter ``node``, or ``node`` itself if there is none."""
     while len(node.users) == 1:
         (user,) = node.users
         if OURS not in user.meta or user.target in WEIGHT_PRODUCTS or user.args[0] is not node:
@@ -81,7 +81,7 @@ def transposes(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, position: int) -> fx.Node:
-    """Returns an argument of a node, which must be a node itself."""
+    """Returns the argument of a node at ``position``; the argument must be a node, too."""
     value = node.args[position]
     assert isinstance(value, fx.Node), f"argument {position} of {node.name} is {value!r}"
     return value
@@ -113,10 +113,10 @@ def source_of(node: fx.Node) -> fx.Node:
 def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None) -> fx.Node:
     """Inserts ``target(node, *arguments)`` between a node and all that read it, and returns the new node.
 
-    It stands right before the first of them: where a graph runs, one changed weight is alive at a time, not all.
+    The new node stands right before its first reader, so that a run of the graph holds one changed weight at a time.
 
     Args:
-        value: Example of the result, for ``meta["val"]``; None takes that of ``node``.
+        value: Example of the result, for ``meta["val"]``; None takes the example of ``node``.
     """
     graph = node.graph
     with graph.inserting_before(min(node.users)):
@@ -127,7 +127,7 @@ def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None
 
 
 def call_before(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any) -> fx.Node:
-    """Inserts ``target(*arguments)`` before a node, in the same module, and returns the new node.
+    """Inserts ``target(*arguments)`` before a node, as part of the same module, and returns the new node.
 
     Args:
         value: Example of the result, for ``meta["val"]``.
@@ -150,7 +150,7 @@ class Constants:
         self._known: dict[bytes, fx.Node] = {}
         names = (name for name, _ in graph_module.named_buffers() if name.startswith(INSERTED))
         numbers = [int(name.rpartition("_")[2]) for name in names]
-        self._number = max(numbers, default=-1)  # names are numbered on from those of earlier passes
+        self._number = max(numbers, default=-1)  # continue the numbering of earlier passes
         for node in graph_module.graph.nodes:
             if is_index(node):
                 self._known[self._key(index_value(node))] = node
@@ -212,12 +212,12 @@ def module_path(node: fx.Node) -> str:
 
 
 def module_name(node: fx.Node) -> str:
-    """Returns `module_path` without the number that a further call of the same module has."""
+    """Returns `module_path` without the suffix, such as ``@1``, of a repeated call of the same module."""
     return re.sub(r"@\d+", "", module_path(node))
 
 
 def norm_input(source: fx.Node, module: str) -> fx.Node | None:
-    """Returns the only activation that a module reads, or None where there are several."""
+    """Returns the only activation that ``module``, whose output is ``source``, reads; None unless there is just one."""
     inside, waiting, inputs = {source}, [source], set()
     while waiting:
         for producer in waiting.pop().all_input_nodes:
@@ -232,7 +232,7 @@ def norm_input(source: fx.Node, module: str) -> fx.Node | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside the context, torch uses one thread: waiting for others on a busy machine takes longer than small work."""
+    """Inside the context, torch uses one thread, because small operators are slower with several on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What channel rules see instead of parameters and indices, and the products with weights that they record."""
+"""Arguments of channel rules in place of parameters and indices, and the products with weights that rules record."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +10,15 @@ from torch import Tensor, fx
 
 @dataclass(frozen=True)
 class ParameterValue:
-    """A parameter as an operator reads it: possibly with other dimensions, computed from, or permuted by a pass."""
+    """A parameter, possibly with moved or permuted dimensions, or with an elementwise function applied to it."""
 
     name: str  # name in ``model.named_parameters()``
     shape: tuple[int, ...]  # current shape
-    # for each current dimension, the dimension of the stored parameter; None for one of size 1 that was added
+    # for each current dimension, the dimension of the stored parameter; None for an added one of size 1
     dims: tuple[int | None, ...]
     # for each current dimension, an int64 index of its positions in the stored parameter; None where they are in order
     orders: tuple[Tensor | None, ...]
-    # whether it is a function of the parameter, element by element, rather than the parameter itself
+    # whether an elementwise function was applied to the parameter
     computed: bool = False
 
     @property
@@ -46,10 +46,10 @@ class ParameterValue:
         return self.with_dims(range(len(self.shape) - 1, -1, -1))
 
     def moved(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> "ParameterValue | None":
-        """Returns the result of ``operator(parameter, *args)``; None unless it only reorders or adds dimensions."""
+        """Returns ``operator(parameter, *args)``; None unless the operator only moves, adds or drops dimensions."""
         strides = [1]
         for size in reversed(self.shape[1:]):
-            strides.insert(0, strides[0] * (size + 1))  # different even where a dimension has size 1
+            strides.insert(0, strides[0] * (size + 1))  # all different, also where a dimension has size 1
         sample = torch.empty_strided(self.shape, strides[: len(self.shape)], device="meta")
         try:
             result = operator(sample, *args, **kwargs)

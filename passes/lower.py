@@ -28,7 +28,7 @@ KEPT_ARGUMENT, GROUP_ARGUMENT = 8, 9  # positions among the arguments of permtri
 def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Replaces each product with a masked weight by ``sparse_linear`` with a packed weight.
 
-    A gather before the product goes into the operator.
+    A gather of the activation becomes an argument of ``sparse_linear``.
     """
     for mask in [node for node in graph_module.graph.nodes if node.target is NM_MASK]:
         for call, _ in list(products(mask)):

@@ -24,8 +24,6 @@ Pass = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True)
 class PassResult:
-    """The result of one pass."""
-
     name: str  # name of the pass
     graph_module: fx.GraphModule  # the rewritten graph; the next pass rewrites it again
     before: dict[str, int]  # operator -> number of nodes that call it, before the pass
@@ -44,7 +42,7 @@ def permutation_passes(moves: Sequence[Move]) -> tuple[Pass, ...]:
 
 
 def pruning_passes(plan: Plan, importances: Mapping[str, ImportanceFactors]) -> tuple[Pass, ...]:
-    """Returns the passes from a graph in its final order to one that multiplies packed N:M weights."""
+    """Returns the passes that turn a graph in its final order into one that multiplies packed N:M weights."""
     return partial(insert_masks, plan=plan, importances=importances), lower
 
 

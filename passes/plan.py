@@ -39,7 +39,7 @@ class Axis:
     # role of each position, int64 ``[size of the dimension]``; distinguishes positions of the same unit, such as a
     # gate row and its up row
     roles: Tensor
-    # whether the dimension is the input of a linear (its columns), so that it reads the channels; the others write
+    # whether the dimension is the input of a linear (its columns) and reads the channels; all other dimensions write
     # them
     is_input: bool
 
@@ -47,8 +47,8 @@ class Axis:
         """Returns the index over the positions of this dimension for a permutation of the units.
 
         A unit may have several positions: a gate row and its up row, or the input channels of several query heads that
-        share a value row. Each takes the place of a position with the same role in the other unit; several positions
-        with the same role keep their order.
+        share a value row. Each takes the place of a position with the same role in the unit that its unit replaces;
+        several positions with the same role keep their order.
 
         Returns:
             int64 ``[size of the dimension]``; positions outside the space stay.
@@ -85,7 +85,7 @@ class Axis:
 class ChannelSpace:
     """Channels that one permutation orders: the residual stream, the heads' values, or an MLP's intermediate channels.
 
-    The permutation moves units. A unit may stand for several channels, which then move together.
+    The permutation moves units. A unit is one channel, or several channels that move together.
     """
 
     name: str  # ``stream``, or the name of the first site that reads the space
@@ -95,7 +95,7 @@ class ChannelSpace:
     placement: Destination = Destination.FOLDED  # where the permutation is applied
     reason: str = ""  # why the channels keep their order, if ``placement`` is ``NONE``; else empty
     norm: "Norm | None" = None  # norm that writes the permuted order, if ``placement`` is ``IN_NORM``
-    # least number of consecutive units that are whole N:M groups in every linear that reads them; set by the plan
+    # least number of consecutive units that are whole N:M groups in every linear that reads them; set by `Plan`
     group_units: int = 1
 
     @classmethod
@@ -168,16 +168,16 @@ class Site:
     space: ChannelSpace  # channel space of the input channels; its permutation orders them
     # names of the layers that hold the linears, such as ``decoder.layers.0``; empty outside of layers
     layer_paths: frozenset[str] = frozenset()
-    # largest number of pruned linears on a path from the model's input to the output of these, including these
+    # largest number of pruned linears on a path from the model's input to the site's linears, including these
     depth: int = 0
     num_calls: int = 1  # how often the linears run in one forward pass; above 1 if layers share their weights
-    is_routed: bool = False  # whether a router chooses the tokens that they read, as for experts in a list
+    is_routed: bool = False  # whether a router chooses the linears' tokens, as for experts in a list
     # name of the module whose input is the residual stream that the linear's output is added to; empty if the graph
     # shows none
     residual_reader: str = ""
     residual_norm: str = ""  # name of the norm that the output passes before it is added; empty for none
     residual_variant: NormVariant | None = None  # what that norm computes
-    residual_factor: float = 1.0  # factor that the output is then multiplied by
+    residual_factor: float = 1.0  # factor of the output in the addition, after that norm
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
@@ -224,7 +224,7 @@ class Plan:
                 yield site, name
 
     def sparsity(self, default: NMPattern) -> str:
-        """Returns the patterns of all pruned linears in words: ``default``, and every other one."""
+        """Returns the patterns of all pruned linears in words: ``default``, then the others with their counts."""
         other_patterns = [str(pattern) for pattern in self.patterns.values() if pattern != default]
         return in_words(str(default), other_patterns, len(self.patterns))
 
@@ -232,7 +232,7 @@ class Plan:
         return [site for site in self.sites if site.space is space]
 
     def pattern_of(self, space: ChannelSpace) -> NMPattern:
-        """Returns the pattern of most of the linears that read a space: the one that its order is chosen for."""
+        """Returns the pattern that most pruned linears reading a space have; the space's order is chosen for it."""
         patterns = Counter(self.patterns[name] for site in self.sites_of(space) for name in site.linears)
         return patterns.most_common(1)[0][0]
 
@@ -249,8 +249,8 @@ class Plan:
     def layers(self) -> list[list[Site]]:
         """Returns the sites in execution order, grouped by layer.
 
-        A site outside every layer is a group of its own. So is one that several layers read, such as the output of an
-        encoder; it stands before the first of these layers.
+        A site outside every layer is a group of its own. So is a site that several layers read, such as the output of
+        an encoder; its group stands before the first of these layers.
         """
         groups: list[list[Site]] = []
         last_path: frozenset[str] = frozenset()  # path of the layer of the last group
@@ -285,12 +285,12 @@ def check_pruned(model: nn.Module, plan: Plan) -> None:
 
 
 def sequential_groups(sites: list[Site]) -> list[list[Site]]:
-    """Returns a layer's sites in turns by depth: a turn reads what the linears of the turns before it put out.
+    """Returns a layer's sites grouped by depth; each group reads outputs of the linears in the groups before it.
 
-    Sites of the same depth share a turn, such as experts, or attention and MLP that run side by side.
+    Sites of the same depth share a group, such as experts, or attention and MLP that run side by side.
 
-    Without turns, the linears of a layer are fitted to inputs that the pruned model never gives them: on SmolLM2-135M,
-    that trebles the perplexity.
+    The groups are pruned and fitted one after another. Otherwise the linears of a layer would be fitted to inputs that
+    the pruned model never gives them: on SmolLM2-135M, that trebles the perplexity.
     """
     depths = sorted({site.depth for site in sites})
     return [[site for site in sites if site.depth == depth] for depth in depths]

@@ -33,7 +33,7 @@ def _linear(c: Channels, x: Any, weight: Any, bias: Any = None) -> Any:
 
 
 def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
-    """Joins dimension 1 of a weight with the last dimension of what it is multiplied with, and records the product."""
+    """Joins dimension 1 of a weight with the last dimension of the activation ``x``, and records the product."""
     columns, in_dim = c.axis(weight, 1), weight.dims[1]
     channels, problem = c.channels_of(x)
     if problem:
@@ -46,7 +46,7 @@ def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
 
 
 def _one_order(c: Channels, x: Tensor) -> Tensor:
-    """Joins the inputs ``[stack, tokens, channels]`` of a stack of weights, and returns the ids of the first."""
+    """Joins the inputs ``[stack, tokens, channels]`` of stacked weights, and returns the first input's ids for all."""
     if x.ndim == 3 and c.all_channels(x) and differs(x)[0] and not differs(x)[1]:
         first = x[:1].expand(x.shape)
         c.unite(first, x)
@@ -118,7 +118,7 @@ def _einsum(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A convolution: a product at every position of its kernel, for all channels, for each group or for each one."""
+    """A convolution: a product at every position of its kernel, over all channels or within groups of channels."""
     named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
     weight, groups, bias = named["weight"], named.get("groups", 1), named.get("bias")
     is_stored = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
@@ -137,7 +137,7 @@ def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stride: Sequence[int]) -> Any:
-    """A convolution with a kernel per channel; a dimension in which the kernel has width 1 may hold other channels."""
+    """A depthwise convolution; in wider groups, channels stay. Ids may differ along a kernel dimension of width 1."""
     rows, shape, kernel = c.axis(weight, 0), c.node.meta["val"].shape, len(weight.shape) - 2
     problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
     for dim in range(-kernel, 0):
@@ -176,7 +176,7 @@ def _embedding(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _of_a_weight(result: Callable[[ParameterValue], Any]) -> Rule:
-    """Returns the rule of an operator on a weight, whose result is a function of the weight's value."""
+    """Returns a rule that applies ``result`` to the weight that the operator reads; other inputs meet a barrier."""
 
     def rule(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         weight = args[0]
@@ -194,7 +194,7 @@ def _source(call: fx.Node, weight: str) -> fx.Node:
 
 
 def _reads(node: fx.Node, parameter: str) -> bool:
-    """Whether a node is a parameter, moved or cast."""
+    """Whether a node is ``parameter``, possibly behind operators such as a transposition or a cast."""
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.op == "get_attr" and node.target == parameter
@@ -238,7 +238,7 @@ def _attention(c: Channels, q: Any, k: Any, v: Any, mask: Any = None, *_: Any, *
     if mask is not None and c.any_channel(mask):
         c.separate(mask, "they are an attention mask")
     q, k, v = c.ids_of(q), c.ids_of(k), c.ids_of(v)
-    if kwargs.get("enable_gqa"):  # otherwise heads broadcast
+    if kwargs.get("enable_gqa"):  # without it, heads are broadcast
         repeats = q.shape[-3] // k.shape[-3]
         k, v = (c.compact_repeats(t.repeat_interleave(repeats, -3)) for t in (k, v))
     scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)

@@ -8,10 +8,10 @@ Every tensor of the graph is replaced by an int64 tensor of the same shape that 
 
 Data movement acts on the ids as it would on data. Elementwise operators join channels: joined channels must be permuted
 together. Every operator that acts on a channel adds to the channel's *context*, and so does every non-channel value
-that meets the channel. Two channels may change places if and only if they have the same context. A norm over the whole
-stream gives every channel the same context, rotary cosines give each channel its own, and attention gives each head
-one. An operator without a rule is a barrier: every channel that enters it gets a context of its own, and the reason is
-recorded.
+that is combined with the channel. Two channels may change places if and only if they have the same context. A norm over
+the whole stream gives every channel the same context, rotary cosines give each channel a different one, and attention
+gives one to each head. An operator without a rule is a barrier: every channel that enters it gets a context of its own,
+and the reason is recorded.
 
 The rules are in `permtriton.passes.channel_rules`, ids and contexts in `permtriton.passes.channels`.
 """
@@ -48,18 +48,18 @@ class Provenance:
     linears: list[LinearCall]  # every product with a weight, in execution order
     # (parameter, dimension) -> int64 label of each position, for the dimensions that the graph uses
     axes: dict[AxisKey, np.ndarray]
-    # (parameter, dimension) -> uint64 role of each position: the part of its context from before it was joined with
-    # other activations. It tells a gate row from the up row that it is multiplied with.
+    # (parameter, dimension) -> uint64 role of each position: its context without that of other activations which it is
+    # joined with. It tells a gate row from the up row that it is multiplied with.
     roles: dict[AxisKey, np.ndarray]
     embedding_columns: set[AxisKey]  # the axes that are columns of an embedding
-    hidden_labels: np.ndarray  # of the last hidden state; empty where it does not consist of channels
+    hidden_labels: np.ndarray  # of the last hidden state's channels; empty if not all of it is channels
     contexts: np.ndarray  # context of each label, uint64 ``[labels]``
     barriers: list[str]  # reasons of the barriers that channels entered, each once
     _context_changes: list[ContextChange] = field(repr=False)
     _labels: np.ndarray = field(repr=False)
 
     def reason(self, labels: np.ndarray) -> str:
-        """Returns why the channels of ``labels`` may not all change places: the first change that tells them apart."""
+        """Returns why the channels of ``labels`` may not all change places: the first context change that differs."""
         order = np.argsort(labels)
         for change in self._context_changes:
             sums = np.zeros(labels.size, np.uint64)
@@ -192,7 +192,7 @@ class _Interpreter(fx.Interpreter):
         return rule(self._channels, target, args, kwargs)
 
     def _lacks_a_part(self, node: fx.Node) -> bool:
-        """Whether a node reads a tensor that is empty in the trace, so its contents for more tokens are unknown."""
+        """Whether a node reads a tensor that is empty in the trace, but may have unknown elements for more tokens."""
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return False
@@ -205,7 +205,7 @@ class _Interpreter(fx.Interpreter):
         return False
 
     def _is_zero(self, node: fx.Node) -> bool:
-        """Whether every element of a result is zero, such as a product with the state before the first token."""
+        """Whether every element of a result is zero, such as a product with an initial state of zeros."""
         packet = getattr(node.target, "overloadpacket", None)
         if packet in SUMS_OF_PRODUCTS:
             return not self._zeros.isdisjoint(node.all_input_nodes)
@@ -219,11 +219,11 @@ class _Interpreter(fx.Interpreter):
 
 def _is_empty(value: Tensor) -> bool:
     """Whether a tensor has no tokens. A last dimension of size 0 comes from the config, not from the tokens."""
-    return any(isinstance(size, int) and not size for size in value.shape[:-1])  # other sizes depend on data
+    return any(isinstance(size, int) and not size for size in value.shape[:-1])  # a size that is no int depends on data
 
 
 def _finish(channels: Channels, hidden_ids: np.ndarray) -> Provenance:
-    """Labels the joined channels and adds up their contexts; ``hidden_ids`` are of the last hidden state."""
+    """Labels the joined channels and adds up their contexts; ``hidden_ids`` are the last hidden state's."""
     spans = {key: slice(channels.starts[key], channels.starts[key] + channels.sizes[key]) for key in channels.used_axes}
     count, labels = _components(channels.total, channels.joints)
     role_count, role_labels = _components(channels.total, [joint for joint in channels.joints if joint.attached])
@@ -248,7 +248,7 @@ def _finish(channels: Channels, hidden_ids: np.ndarray) -> Provenance:
 
 
 def _arrangement(channels: Channels, labels: np.ndarray, count: int) -> list[ContextChange]:
-    """Returns context changes that tell units apart whose channels are joined in different orders.
+    """Returns context changes that distinguish units whose channels are joined in different orders.
 
     Units with several channels of an axis change places channel by channel: first with first, second with second.
     Channels at equal places of two units must therefore be joined with others in the same way.

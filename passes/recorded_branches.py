@@ -1,7 +1,7 @@
-"""Tells torch.export what only values of tensors decide in a model's code: branches, and which rows it selects.
+"""Tells torch.export what a model's code decides by the values of tensors: branches, and which rows it selects.
 
-The model first runs on a few samples, and what its code asks of tensors in Python is written down (`Answers`). Where
-all samples give the same answers, such as that nothing is padded, the export gets them at the same lines.
+The model first runs on a few samples, and every Python value that its code takes from a tensor is recorded (`Answers`).
+If all samples give the same values, such as that nothing is padded, they are returned at the same lines in the export.
 """
 
 import os
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# What makes a value in Python of a tensor.
+# Methods that turn a tensor into a Python value.
 ASKED = {
     Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__format__,
 }  # fmt: skip
@@ -26,23 +26,23 @@ TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 CALLER = str(Path(__file__).with_name("trace.py"))
 
 SAMPLES = 3
-TOKEN_IDS = (8, 40)  # small, for any vocabulary, but above those of padding, beginning and end
+TOKEN_IDS = (8, 40)  # small enough for any vocabulary, but above the ids of padding, beginning and end
 
 Place = tuple[str, ...]  # lines of code, the innermost first
 
 
 class Answers(TorchFunctionMode):
-    """Inside the ``with`` block, writes down what a model's code asks of tensors, or gives answers written down before.
+    """Inside the ``with`` block, records the Python values that a model's code takes from tensors, or returns them.
 
-    Which positions of a mask are true, such as the tokens of each expert, is answered in another way: all of them, so
-    that no expert is left out and no shape depends on values. The graph then computes other values than the model, but
-    what becomes of the channels does not depend on how many rows are taken.
+    A query for the positions at which a mask is true, such as the tokens of an expert, returns all positions instead,
+    so that no expert is left out and no shape depends on values. The graph then computes other values than the model,
+    but how operators combine channels does not depend on how many rows are taken.
 
     Args:
-        earlier: answers to give; None to write them down.
+        earlier: recorded answers to return; None to record answers.
 
     Attributes:
-        takes_all: whether it was asked which positions of a mask are true.
+        takes_all: whether the code queried the positions at which a mask is true.
     """
 
     def __init__(self, earlier: "Answers | None" = None) -> None:
@@ -60,7 +60,7 @@ class Answers(TorchFunctionMode):
         if function in (torch.nonzero, Tensor.nonzero) or (function is torch.where and len(args) == 1):
             self.takes_all, mask = True, args[0]
             rows = torch.tensor(list(product(*map(range, mask.shape))), device=mask.device).view(-1, mask.ndim)
-            rows = rows + 0 * torch.nonzero_static(mask, size=len(rows))  # so that the graph shows what decides
+            rows = rows + 0 * torch.nonzero_static(mask, size=len(rows))  # so that the graph shows which mask decides
             return rows.unbind(1) if function is torch.where or kwargs.get("as_tuple", False) else rows
         if function is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype in ROW_NUMBERS:
             args = args[0], args[1] if args[1].ndim else self._answer(Tensor.item, args[1])
@@ -76,7 +76,7 @@ class Answers(TorchFunctionMode):
         return remaining.popleft() if remaining else function(*args, **kwargs)
 
     def same(self, other: "Answers") -> bool:
-        """Whether both have written down the same answers."""
+        """Whether both have recorded the same answers."""
         return self._answers == other._answers
 
 
@@ -93,7 +93,7 @@ def samples_like(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def _place() -> Place:
-    """Returns the lines of code that are running, from the call of the model inwards, but for torch's."""
+    """Returns the running lines of code up to the model's call in trace.py, the innermost first, without torch's."""
     frames = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
     inside = takewhile(lambda place: place[0] != CALLER, frames)
     return tuple(f"{file}:{line}" for file, line in inside if not file.startswith(TORCH) and file != __file__)
@@ -101,7 +101,7 @@ def _place() -> Place:
 
 @contextmanager
 def converted() -> Iterator[None]:
-    """Inside the ``with`` block, ``module.to`` skips a dtype that it has: exported modules cannot be converted."""
+    """Inside the context, ``module.to`` does nothing if the dtype is the same: torch.export cannot convert modules."""
     original = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:

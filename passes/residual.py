@@ -1,4 +1,4 @@
-"""The residual stream that a linear writes into: what its output is added to, and which module reads that alone."""
+"""The residual stream that a linear adds its output to, and the module that reads this activation alone."""
 
 import re
 from collections import defaultdict
@@ -11,35 +11,34 @@ from permtriton.passes.graph import aten, module_name, source_of
 
 
 class Residual(NamedTuple):
-    """What a linear's output is added to, and what happens to the output before."""
+    """What a linear's output is added to, and what is applied to the output before the addition."""
 
     reader: str = ""  # name of the module whose only input is the residual stream; empty where none is known
     norm: str = ""  # name of the module, most likely a norm, that the output passes before it is added; empty for none
-    factor: float = 1.0  # number that it is then multiplied by
+    factor: float = 1.0  # number that the output is multiplied by between that module and the addition
 
 
 def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
     """Returns a function that finds the residual stream which a product is added to.
 
-    It takes the product's node and the name of its layer. The reader is a norm before the branch that the linear ends,
-    or the first linear of that branch. There is none where the product is gated or summed with another branch before it
-    is added, and where no module of the layer that ran before the linear has read the same rows, in the same order, and
-    nothing else.
+    The function takes the product's node and the name of its layer. The reader is a norm before the branch that the
+    linear ends, or the first linear of that branch. There is none if the product is first gated or added to another
+    branch, or if no earlier module of the layer reads the same rows, in the same order, and nothing else.
     """
     nodes_by_module: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function":
-            nodes_by_module[module_name(node)].append(node)  # of all calls: whatever one of them reads counts
+            nodes_by_module[module_name(node)].append(node)  # of all calls, whose inputs all count
     holders = {path[: dot.start()] for path in nodes_by_module for dot in re.finditer(r"\.", path)}
-    readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)  # activation -> first node and name of each
+    readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)  # activation -> (first node, name)
     for path, nodes in nodes_by_module.items():
         before = {before_it for node in nodes for before_it in node.all_input_nodes if module_name(before_it) != path}
         inputs = {source_of(value) for value in before if value.op != "get_attr"}
-        if len(inputs) == 1 and path not in holders:  # what a module with submodules computes need not read its input
+        if len(inputs) == 1 and path not in holders:  # nodes of a module with submodules may read something else
             readers[inputs.pop()].append((nodes[0], path))
 
     def through(node: fx.Node) -> tuple[fx.Node | None, str]:
-        """Returns the output of the module that alone reads an activation, and its name."""
+        """Returns the output and the name of the only module that reads an activation; None if either is not unique."""
         while len(node.users) == 1 and source_of(next(iter(node.users))) is source_of(node):
             (node,) = node.users
         paths = {path for _, path in readers[source_of(node)]}
@@ -63,7 +62,7 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
 
 
 def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:
-    """Returns the node that an output is added to, row by row and before any reshaping, and the factor before that.
+    """Returns the node, before any reshaping, to which ``product`` is added in its shape, and the product's factor.
 
     The node is None if there is none.
     """
@@ -79,7 +78,7 @@ def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:
             if not isinstance(other, fx.Node) or other.meta["val"].shape != node.meta["val"].shape:
                 return None, 1.0
             summed_on = len(user.users) == 1 and next(iter(user.users)).target is aten.add.Tensor
-            # which is another branch, if the sum is added to a third
+            # if the sum is added to another tensor, ``other`` is a second branch and not the stream
             return None if summed_on else source_of(other), factor
         if source_of(user) is not source_of(node):
             return None, 1.0

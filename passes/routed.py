@@ -1,4 +1,4 @@
-"""Where a model selects by what it has computed: the rows of an expert, and the products that rank the experts."""
+"""Where a model selects by computed values: the rows that an expert reads, and the products that rank experts."""
 
 import operator
 from collections.abc import Collection
@@ -7,9 +7,9 @@ from torch import fx
 
 from permtriton.passes.graph import aten
 
-# What `permtriton.passes.recorded_branches` puts where a model asks which rows a mask leaves.
+# The operator by which `permtriton.passes.recorded_branches` replaces a model's query for the true elements of a mask.
 SELECTS = aten.nonzero_static
-# Operators that write rows into their first argument, whose rows the result has.
+# Operators that write rows into their first argument; the result has the rows of this argument.
 WRITES_INTO = {
     aten.index_add, aten.index_copy, aten.index_put, aten.masked_scatter, aten.scatter, aten.scatter_add,
     aten.scatter_reduce, aten.slice_scatter,
@@ -19,9 +19,9 @@ RANKS, WITH_RANKS = {aten.argmax, aten.argsort}, {aten.max, aten.sort, aten.topk
 
 
 def routed_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """Returns the nodes whose rows depend on weights, by a mask: two models with other weights may select other rows.
+    """Returns the nodes whose rows are selected by a mask that depends on weights: other weights may select other rows.
 
-    Which rows a mask of the inputs leaves, such as that of padding, is the same in both, and does not count.
+    A mask that depends on inputs alone, such as a padding mask, does not count: it selects the same rows.
     """
     assert graph.owning_module is not None
     parameters = dict(graph.owning_module.named_parameters())
@@ -38,9 +38,9 @@ def routed_nodes(graph: fx.Graph) -> set[fx.Node]:
 
 
 def ranked_products(graph: fx.Graph, products: Collection[fx.Node]) -> set[fx.Node]:
-    """Returns the ``products`` whose results the model ranks, and goes on with the ranks: the scores of a router.
+    """Returns the ``products`` whose results the model ranks in order to use the ranks: the scores of a router.
 
-    Between the two are operators on one activation alone, such as a softmax, or the sum with a bias.
+    Between a product and its ranking, there may be operators on one activation, such as a softmax or adding a bias.
     """
     activations: set[fx.Node] = set()
     for node in graph.nodes:
@@ -57,7 +57,7 @@ def ranked_products(graph: fx.Graph, products: Collection[fx.Node]) -> set[fx.No
 
 
 def _ranks(node: fx.Node) -> bool:
-    """Whether a node returns the places of the largest values, and they are read."""
+    """Whether a node returns the positions of the largest values, which must be read if it returns the values, too."""
     packet = getattr(node.target, "overloadpacket", None)
     places = any(user.target is operator.getitem and user.args[1] == 1 for user in node.users)
     return packet in RANKS or (packet in WITH_RANKS and places)

@@ -1,4 +1,4 @@
-"""What operators do to channels that take, add or sum whole rows, such as those of a token or of an expert."""
+"""What operators that take, write or sum whole rows, such as a token's or an expert's, do to channels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,9 +30,9 @@ BY_ROWS = {
 
 
 def known_size(node: fx.Node, packet: Any) -> bool:
-    """Whether all that an operator reads and returns has shapes of plain numbers, but for a first dimension of rows.
+    """Whether the sizes of all that an operator reads and returns are known, except, in `BY_ROWS`, the number of rows.
 
-    How many rows a mask leaves depends on data. Ids have one row in place of them, which a few operators can take.
+    The number of rows that a mask selects depends on data. Ids have one row instead, which few operators can take.
     """
     values = leaves([node.meta.get("val"), *(before.meta.get("val") for before in node.all_input_nodes)])
     sizes = [value.shape[int(packet in BY_ROWS) :] if isinstance(value, Tensor) else [value] for value in values]
@@ -43,12 +43,12 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
     """Returns the ids of ``x`` at positions of one dimension, or under a mask of several, that depend on data.
 
     Args:
-        dim: First dimension along which rows are taken; those of the positions, or one for a mask, take its place.
+        dim: First dimension along which rows are taken; it becomes the dimensions of the positions, or one for a mask.
         index: The node of the positions or of the mask.
         shape: Shape of the result; a size that is not known counts as 1.
 
     Returns:
-        None unless all rows hold the same channels, and no channel decides which are taken.
+        None unless all elements are channels, the same in all rows.
     """
     dims = _indexed(dim, index)
     if any(differs(x)[position] for position in dims) or not c.all_channels(x):
@@ -63,7 +63,7 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
 
 
 def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Writes one row wherever a mask is true, or rows under a mask or at positions, where any may go to any place."""
+    """Writes one row wherever a mask is true, or rows under a mask or at positions: any row may go to any of these."""
     x, source, node = c.ids_of(args[0]), c.ids_of(args[2]), c.node.args[1]
     if len(node) == 1 and isinstance(node[0], fx.Node):  # type: ignore[arg-type, index]
         index, dims = c.ids_of(args[1][0]), _indexed(0, node[0])  # type: ignore[index]
@@ -77,7 +77,7 @@ def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, A
 
 
 def _indexed(dim: int, index: fx.Node) -> range:
-    """Returns the dimensions that positions, or a mask, of a tensor stand for."""
+    """Returns the dimensions that an index replaces from ``dim``: one for positions, as many as it has for a mask."""
     value = index.meta["val"]
     return range(dim, dim + (value.ndim if value.dtype == torch.bool else 1))
 
@@ -103,7 +103,7 @@ def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> 
 
 
 def index_add(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Rows added to those at other positions: each position may get any of them."""
+    """Adds rows of a source to rows of a tensor at positions that depend on data: any may be added to any."""
     x, dim, index, source = c.ids_of(args[0]), args[1], c.ids_of(args[2]), c.ids_of(args[3])
     if differs(x)[dim] or differs(source)[dim] or c.any_channel(index):
         return c.barrier(f"{target} of rows that hold different channels", (args, kwargs))
@@ -111,13 +111,13 @@ def index_add(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, A
 
 
 def summed_parts(c: Channels, ids: Any, dims: Sequence[int]) -> Any:
-    """Joins the parts along reduced dimensions that are results of different parameters, as if each were an operand.
+    """Joins slices along a reduced dimension that hold channels of different parameters, as operands of a sum.
 
-    The results of several linears, stacked and added up, move together. The parts that belong to one parameter, such as
-    the channels of a head, are left to `Channels.reduce`.
+    The results of several linears that are stacked and summed must move together. Slices of one parameter, such as the
+    channels of a head, are left to `Channels.reduce`.
 
     Returns:
-        The ids; along those dimensions all are those of the first part.
+        The ids; along a joined dimension, the ids of the sum repeat.
     """
     if not isinstance(ids, Tensor) or not ids.ndim or not c.all_channels(ids):
         return ids

@@ -16,7 +16,7 @@ IGNORED = "named by ignore: "
 
 
 def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: Iterable[str]) -> dict[str, str]:
-    """Returns each linear that a user wants to stay dense -> why it does.
+    """Returns each linear that the user's options leave dense -> the reason.
 
     Args:
         targets: patterns of the only linears to prune; nothing for all. A pattern is the name of a linear or of a
@@ -33,8 +33,8 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
     """Returns each linear that has a sparsity pattern of its own -> the text that gives it.
 
     Args:
-        chosen: texts such as ``*.down_proj=4:8``, which name linears as `left_out` takes them. Where two name one, the
-            first one counts.
+        chosen: texts such as ``*.down_proj=4:8``, which name linears as `left_out` takes them. Where two texts
+            name the same linear, the first one counts.
     """
     texts: dict[str, str] = {}
     for text in chosen:
@@ -43,7 +43,7 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
 
 
 def check_own_patterns(patterns: Mapping[str, str], chosen: Iterable[str], skipped: Mapping[str, str]) -> None:
-    """Refuses a text that no pruned linear gets its pattern from, unless it names one that is ignored."""
+    """Refuses a text that gives no pruned linear its pattern, unless it names a linear that ``ignore`` leaves dense."""
     for text in chosen:
         reasons = [skipped.get(name, "") for name in patterns if patterns[name] == text]
         if not reasons:
@@ -70,7 +70,7 @@ def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str
 
 
 def _near(text: str, linears: Mapping[str, nn.Module]) -> list[str]:
-    """Returns names like a text, or all: no embedding, which is among the linears where the head is tied to it."""
+    """Returns the names that resemble ``text``, or all; not those of embeddings, which tied heads put among linears."""
     names = [name for name, module in linears.items() if not isinstance(module, nn.Embedding)]
     if containing := [name for name in names if text in name]:
         return containing

@@ -39,7 +39,7 @@ def find_sites(
 
     Args:
         hidden_node: Graph node of the last hidden state; only linears that feed it are pruned.
-        sparsity: N:M pattern; the number of input channels must be a multiple of the group.
+        sparsity: N:M pattern; input channels must be a multiple of its group, unless ``skip_indivisible`` is set.
         pattern: Other patterns for some linears, as `permtriton.passes.select_linears.own_patterns` takes them.
         targets: The only linears to prune, as `permtriton.passes.select_linears.left_out` takes them; nothing for all.
         ignore: Linears to leave dense, whether ``targets`` names them or not.
@@ -49,7 +49,7 @@ def find_sites(
     texts = own_patterns(linears, pattern)
     patterns = dict.fromkeys(linears, sparsity) | {name: NMPattern.of_some(text)[1] for name, text in texts.items()}
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
-    sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # of a linear that runs more than once: each of them
+    sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # by weight, of all its calls
     for call in provenance.linears:
         sources[call.parameter][call.source] = None
     by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
@@ -65,7 +65,7 @@ def find_sites(
     builder = _SpaceBuilder(provenance, patterns, hidden_node.graph, depths)
     sites = [builder.site(model, calls) for calls in by_sources.values()]
     spaces = builder.finish(sites)
-    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # such as tables of sines
+    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # such as sinusoidal position tables
     untraced = Untraced(model, {parameter for parameter, _ in provenance.axes})
     for space in spaces:
         readers = [site for site in sites if site.space is space]
@@ -154,12 +154,12 @@ def _returns_one_tensor(module: nn.Module) -> bool:
 
 
 def _holds(module: nn.Module | None, parameter: nn.Parameter) -> bool:
-    """Whether a module that calls a linear has the parameter as its own; modules of several layers may share it."""
+    """Whether ``module`` itself, not a submodule, has ``parameter``; modules of several layers may share it."""
     return module is not None and any(candidate is parameter for candidate in module.parameters(recurse=False))
 
 
 def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """Returns the module that a graph calls ``path``; None if there is none.
+    """Returns the module whose name in a graph is ``path``; None if there is none.
 
     Where a layer is in a model twice, the path tells which part of the list of layers was run:
     ``layers.slice(None, 4, None).3``.
@@ -218,7 +218,7 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def _depths(graph: fx.Graph, products: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Returns node -> the most ``products`` on one way through the graph to it, itself included."""
+    """Returns node -> the largest number of ``products`` on a path through the graph to it, itself included."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         depths[node] = max((depths[source] for source in node.all_input_nodes), default=0) + (node in products)
@@ -274,7 +274,7 @@ class _SpaceBuilder:
         return site
 
     def _residual(self, model: nn.Module, product: fx.Node, layer: str) -> tuple[Residual, NormVariant | None]:
-        """Returns what a product is added to, and the norm in between; nothing if anything else is in between."""
+        """Returns what a product is added to, and the norm in between; an empty `Residual` if it is no norm."""
         residual = self._residual_reader(product, layer)
         if not residual.norm:
             return residual, None
@@ -285,7 +285,7 @@ class _SpaceBuilder:
         """Returns the space of a site's input channels and the unit at each of them, int64 ``[channels]``.
 
         Args:
-            problem: Why the channels may not move; empty where nothing is known against it.
+            problem: Why the channels may not move; empty if no reason is known.
         """
         unique, first = np.unique(labels, return_index=True)
         unique = labels[np.sort(first)]  # the units: labels in the order of their first channels
@@ -309,7 +309,7 @@ class _SpaceBuilder:
         return space, order[np.searchsorted(unique, labels, sorter=order)]
 
     def finish(self, sites: list[Site]) -> list[ChannelSpace]:
-        """Attaches every parameter dimension to its spaces, names those that several sites share, and returns all."""
+        """Attaches parameter dimensions to their spaces, names the spaces of several sites, and returns all spaces."""
         axes_by_space: list[list[Axis]] = [[] for _ in self._spaces]
         input_axes = {(call.parameter, call.in_dim) for call in self._provenance.linears}
         input_axes -= self._provenance.embedding_columns
@@ -331,7 +331,7 @@ class _SpaceBuilder:
         return self._spaces
 
     def located(self, labels: np.ndarray) -> Site | None:
-        """Returns the activation with channels of ``labels``, if one space orders all of them; else None."""
+        """Returns the activation with channels of ``labels`` as a site; None unless one space orders all of them."""
         owners = np.unique(self._space_of[labels])
         if owners.size != 1 or owners[0] < 0:
             return None
@@ -339,7 +339,7 @@ class _SpaceBuilder:
 
 
 def _arrangement_problem(site: Site, group: int) -> str:
-    """Returns why blocks of units would not be blocks of a site's input channels; empty where they are.
+    """Returns why blocks of units would not be blocks of a site's input channels; empty if they would.
 
     The units of each segment must be at consecutive input channels that start at a multiple of the group, and fill
     whole groups.

@@ -48,10 +48,10 @@ class Traced:
     # have the names and shapes of the sample that was traced, such as ``input_ids`` (int64 ``[1, TRACE_TOKENS]``).
     # Every parameter is one ``get_attr`` node whose target is its first name in ``model.named_parameters()`` and whose
     # value is the model's own ``nn.Parameter``; buffers and constants are ``get_attr`` nodes, too. Its ``meta`` has
-    # `OTHER_VALUES` where the model selects rows by values: the graph takes all of them
+    # `OTHER_VALUES` where the model selects rows by computed values: the graph takes all rows
     # (`permtriton.passes.recorded_branches`).
     graph_module: fx.GraphModule
-    # positions in that tuple of what others read: the model's own outputs, and the last hidden state where the model
+    # positions in that tuple of what callers read: the model's own outputs, and the last hidden state where the model
     # is one of sentence-transformers
     outputs: tuple[int, ...]
     hidden_position: int  # position of the last hidden state in that tuple
@@ -63,9 +63,9 @@ class Traced:
 
 
 def _gradients_stay_off() -> Any:
-    """Inside the context, nothing turns gradients off or on: torch.export would split the graph there.
+    """Inside the context, switching gradients on or off has no effect.
 
-    It would generate all of its code again for each part.
+    torch.export would split the graph there, and generate all of its code again for each part.
     """
 
     def ignore(_enabled: bool) -> None:
@@ -75,7 +75,7 @@ def _gradients_stay_off() -> Any:
 
 
 class _Probed(nn.Module):
-    """Returns every tensor that the model returns, and the last hidden state after them."""
+    """Returns the model's output tensors, without an encoder's state beside logits, then the last hidden state."""
 
     def __init__(self, model: PreTrainedModel, masked: bool) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
             `permtriton.passes.trace_inputs.examples` that the model takes.
 
     The encoder's last hidden state, which an encoder-decoder with a head returns beside its logits, is not among the
-    outputs of the graph: as the states between layers, it is the model's own, and its channels may move.
+    outputs of the graph: like the states between layers, it is internal, and its channels may move.
     """
     check_towers(model)
     samples = [sample] if sample is not None else examples(model)
@@ -126,7 +126,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
 
 
 def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
-    """Refuses a model that does not run on any of the samples by itself, either."""
+    """Refuses a model that fails on every sample even if it runs without being traced."""
     called = _on_cpu(_Probed(model, masked=False)).model
     problems: list[Exception] = []
     for sample in samples:
@@ -184,7 +184,7 @@ def _described(error: Exception) -> str:
 
 
 def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: bool) -> tuple[ExportedProgram, bool]:
-    """Exports a model, ``masked`` with an attention mask of ones, which some (LongT5) make only if not exported.
+    """Exports a model; ``masked`` gives it a mask of ones, which some models (LongT5) make only when not exported.
 
     Returns:
         The program, and whether it computes the model's values.
@@ -203,7 +203,7 @@ def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: b
 
 
 def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tuple[ExportedProgram, bool] | None:
-    """Exports a model that has branches which depend on values but are the same for all samples; None if it cannot."""
+    """Exports a model whose branches depend on values but are the same for all samples; None if that fails."""
     all_answers = []
     try:
         arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}
@@ -220,7 +220,7 @@ def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tup
 
 
 def _on_cpu(probed: _Probed) -> _Probed:
-    """Returns a model that can run: of one on the meta device, a copy of zeros, which take no memory until written."""
+    """Returns a model that can run: for meta tensors, it has zeros on the CPU, which take no memory until written."""
     if probed.model.device.type != "meta":
         return probed
     return copy.deepcopy(probed)._apply(lambda tensor: torch.zeros_like(tensor, device="cpu"))
@@ -228,9 +228,10 @@ def _on_cpu(probed: _Probed) -> _Probed:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drops what is logged and printed: torch.export prints the partial graph of a model that it cannot trace.
+    """Inside the context, drops logs, warnings and what is printed on standard error.
 
-    What the error says is one line. Attributes that torch.export warns of are restored.
+    torch.export prints the partial graph of a model that it cannot trace, which our error sums up in one line, and
+    warns of changed attributes, which `_attributes_kept` restores.
     """
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -245,8 +246,8 @@ def _quiet() -> Iterator[None]:
 def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> ExportedProgram:
     """Returns a module as an exported program in which no operator writes into memory that another one reads.
 
-    Writing into a slice, say, becomes an operator that returns the whole tensor with that slice replaced. Code under
-    ``torch.vmap`` becomes operators on whole tensors: what starts and ends it has no result that a graph could follow.
+    Writing into a slice, for example, becomes an operator that returns the whole tensor with that slice replaced. Code
+    under ``torch.vmap`` becomes operators on whole tensors: the calls that enter and leave it have no traceable result.
     """
     exported = torch.export.export(module, inputs, named, strict=False)
     targets = {node.target for node in exported.graph.nodes}
@@ -261,7 +262,7 @@ def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> Expor
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restores every module attribute that running the model changes, such as the frequencies of a rotary embedding.
 
-    During an export the model runs on tensors without values. If it stored them, later runs would fail.
+    During an export the model runs on tensors without values. If the model kept them, later runs would fail.
     """
     saved = [(vars(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
     try:
@@ -288,7 +289,7 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
     Args:
         exported: exported program; its parameters and buffers are lifted to placeholders.
         model: module that holds the parameters and buffers.
-        prefix: prefix of the program's names for them, which the names in ``model`` lack.
+        prefix: prefix that names of parameters and buffers have in the program, but not in ``model``.
     """
     first_names = _first_names(model)
     graph = fx.Graph()
@@ -319,7 +320,7 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
             if node.op == "get_attr":
                 attributes[str(node.target)] = getattr(exported.graph_module, str(node.target))
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    for node in reversed(graph.nodes):  # remove what is computed for its shape only, as one channel in BART
+    for node in reversed(graph.nodes):  # remove what is only computed for its shape, such as a channel in BART
         reads_attribute = any(source.op == "get_attr" for source in node.all_input_nodes)
         if node.op == "call_function" and not node.users and not reads_attribute and not node.is_impure():
             graph.erase_node(node)

@@ -10,11 +10,11 @@ from permtriton.data.samples import Samples
 from permtriton.model.core import DECODER_IDS, divides_text, takes_decoder_ids
 
 TRACE_TOKENS = 4  # few, so that following channels is cheap; more than one, so that mixing of tokens shows
-MORE_TOKENS = 16  # for models that halve a text several times
-LENGTHS = (400, 1600, 6400, 25600)  # of sound: which is long enough depends on the model's convolutions
-FRAMES = (16, 64, 128, 1024)  # of spectrograms
-TRACE_DECODER_TOKENS = 3  # of an encoder-decoder; another number, so that the two streams cannot be mixed up
-IMAGE_SIZES = (32, 64, 224)  # pixels, where the config has no image size
+MORE_TOKENS = 16  # for models that halve the sequence several times
+LENGTHS = (400, 1600, 6400, 25600)  # of sound, in samples: the model's convolutions need a minimum
+FRAMES = (16, 64, 128, 1024)  # numbers of frames of a spectrogram
+TRACE_DECODER_TOKENS = 3  # not as many as of the encoder, so that the two streams cannot be confused
+IMAGE_SIZES = (32, 64, 224)  # pixels, tried after the config's own size
 
 
 def examples(model: PreTrainedModel) -> list[Samples]:
@@ -41,7 +41,7 @@ def _images(config: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _sounds(config: Any) -> Iterator[tuple[int, ...]]:
-    if hasattr(config, "num_mel_bins"):  # a spectrogram under this name
+    if hasattr(config, "num_mel_bins"):  # ``input_values`` is a spectrogram
         yield 1, getattr(config, "max_length", FRAMES[-1]), config.num_mel_bins
     for length in LENGTHS:
         yield 1, length

@@ -2,14 +2,14 @@
 
 A trace runs on token ids. What a model does with images, with an encoder's states or with an adapter is not in the
 graph, but an image projector writes into the residual stream, and a cross-attention reads it. A channel space may
-therefore move only if no untraced parameter can carry its channels. A parameter is near enough to do so
+therefore move only if no untraced parameter can carry its channels. An untraced parameter is considered
 
 * for channels that stay inside one layer (an MLP's intermediate channels, a head's values), if it belongs to the lowest
   module that contains all that writes or reads them;
 * for all other channels (the residual stream), if it is anywhere in the model.
 
-Of these parameters, one counts if a dimension of it is a multiple of the space's width. It need not be equal: a
-projection to twice the width may be split into a scale and a shift.
+Such a parameter can carry the channels if one of its dimensions is a multiple of the space's width. Equality is not
+required: a projection to twice the width may be split into a scale and a shift.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -34,7 +34,7 @@ class Untraced:
         self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in used and p.numel() > 1}
 
     def reach(self, names: Iterable[str], readers: Sequence[Site]) -> str:
-        """Returns the reason why a space may not move: an untraced parameter that may carry its channels; else ""."""
+        """Returns why a space with axes on ``names`` is fixed; "" if no untraced parameter can carry its channels."""
         scope = _common_module(names)
         if not layer_of(self._model, scope):
             scope = ""

@@ -21,7 +21,7 @@ def check_channels(name: str, before: Unions, after: Unions) -> None:
 
 
 def _other_channels(before: Unions, after: Unions) -> str:
-    """Returns how the channels that a graph joins after a pass differ from those before it."""
+    """Returns how the channels that a graph joins after a pass differ from those joined before it."""
     if before.parameters != after.parameters:
         return f"only one of the graphs before and after it reads {min(before.parameters ^ after.parameters)}"
     if node := after.first_new(before):

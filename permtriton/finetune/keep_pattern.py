@@ -1,7 +1,7 @@
 """Keeps the zeros of N:M weights during training.
 
-After every step of an optimizer, those of its weights that were zero are set to zero again: torch calls a hook for
-that, whoever wrote the loop. The model itself is not changed, so that it compiles and is saved as before. Two other
+After every step of an optimizer, a hook that torch calls in any training loop sets the optimizer's weights that were
+zero to zero again. The model itself is not changed, so that it compiles and is saved as before. Two other
 ways were measured (``benchmarks/keep_variants.py``): a parametrization changes the names of the weights and loses what
 PEFT merges; masks on gradients fail with an optimizer whose step is not zero where the gradient is.
 """
@@ -49,11 +49,11 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
     zero, but one that is zero at this call stays zero.
 
     Returns:
-        What saves the trained model, merges an adapter, or ends it.
+        The object that saves the trained model, merges an adapter, or stops keeping the zeros.
 
     Raises:
         ModelError: no weight is N:M, a listed one is not, the weights are packed, empty or divided among ranks, or the
-            hub refuses to be asked for what is beside the weights: of a private model, ``HF_TOKEN`` has to be set.
+            hub refuses access to the files beside the weights: for a private model, ``HF_TOKEN`` has to be set.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -66,7 +66,7 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner: Any = _unwrapped(model)
     source = Source(str(getattr(inner, "name_or_path", ""))).at_commit(getattr(inner, "config", None))
-    exists = source.revision or not is_hub_name(source.name)  # else it may be a folder that is gone
+    exists = source.revision or not is_hub_name(source.name)  # else the name may be that of a folder that was deleted
     record = find_record(source.name, source.hub) if exists else None
     if record is not None:
         fetch_beside(source)  # now, and not when the trained model is saved
@@ -110,9 +110,9 @@ class _Weight:
 
     @torch.no_grad()
     def clear_signs(self) -> None:
-        """Makes each -0.0 an ordinary zero: small weights are rounded to it in float16."""
+        """Replaces each -0.0 by 0.0: in float16, small negative weights are rounded to -0.0."""
         negative = self.parameter.signbit() & (self.parameter == 0)
-        if bool(negative.any()):  # else the weight may stay mapped from its file
+        if bool(negative.any()):  # only then: a weight that is not written may stay memory-mapped
             self.parameter.masked_fill_(negative, 0)
 
 
@@ -122,8 +122,8 @@ class MergedAdapter:
 
     Attributes:
         model: the model without adapters, whose weights are N:M.
-        lost: share of what merging changes in N:M weights, by its squared norm, that fell on zeros and is lost.
-        lost_by_weight: the same of each weight that the adapter changed.
+        lost: of the squared norm of what merging changes in N:M weights, the share that fell on zeros and is lost.
+        lost_by_weight: name -> the same share, for each weight that the adapter changed.
     """
 
     model: nn.Module
@@ -142,36 +142,36 @@ class KeptPattern:
     def __init__(self, model: nn.Module, weights: dict[str, _Weight], record: Record | None) -> None:
         self._weights, self.record = weights, record
         self.patterns = {name: weight.pattern for name, weight in weights.items()}
-        self._model = weakref.ref(model)  # the hook would keep it in memory
+        self._model = weakref.ref(model)  # weak, because the hook would keep the model in memory
         self._hook = register_optimizer_step_post_hook(self._after_step)
         weakref.finalize(model, self.remove).atexit = False
 
     @torch.compiler.disable
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # Of this optimizer alone: the backward pass of another model may still need its weights as they are.
+        # Only this optimizer's weights: the backward pass of another model may still need its own unchanged.
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for weight in self._weights.values():
             if id(weight.parameter) in stepped:
                 weight.restore()
 
     def restore(self) -> None:
-        """Sets the weights that were zero to zero now, such as after a change that no optimizer made."""
+        """Sets the weights that were zero to zero again, for example after a change that no optimizer made."""
         for weight in self._weights.values():
             weight.restore()
 
     def remove(self) -> None:
-        """Ends it: later steps change all weights."""
+        """Stops keeping the zeros: later optimizer steps change all weights."""
         self._hook.remove()
 
     def merge_and_unload(self, model: Any, **options: Any) -> MergedAdapter:
         """Merges the adapters of PEFT into the weights, and sets those that were zero to zero again.
 
         An adapter changes all weights, so merging loses what it does to zeros: measure the model before and after.
-        While it merges, a second copy of the N:M weights is in memory. ``options`` are PEFT's.
+        While it merges, a second copy of the N:M weights is in memory. ``options`` are passed to PEFT.
 
         Raises:
-            ModelError: the model is no ``PeftModel`` whose adapters can be merged, is another one, or has an adapter on
-                a linear that gathers its input.
+            ModelError: the model is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged: of
+                the dense model, of ``modules_to_save``, or on a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:
@@ -210,7 +210,7 @@ class KeptPattern:
     ) -> Path:
         """Writes the trained model with ``permtriton.json``, verified as `permtriton.CompiledModel.save_pretrained`.
 
-        Of several ranks, all call it, the first one writes, and all end as it does.
+        All ranks must call it; the first one writes, and all return its result or raise its error.
 
         Args:
             folder: folder to write; its absolute path is returned.
@@ -219,7 +219,7 @@ class KeptPattern:
 
         Raises:
             ModelError: the model was not loaded from a folder that permtriton wrote, or its adapters are not merged.
-            OutputError, VerificationError: as there.
+            OutputError, VerificationError: as `permtriton.CompiledModel.save_pretrained`.
         """
         model: Any = self._model()
         record = self.record
@@ -296,7 +296,7 @@ def _refuse_untrainable(model: nn.Module) -> None:
                 "permtriton export --format dense and load that, or load the folder that was quantized"
             )
         forward = getattr(vars(module).get("forward"), "__module__", "")
-        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer put it there before it called us
+        if is_permuted(module) and forward.startswith("liger_kernel"):  # Trainer put it there before this callback
             raise ModelError(
                 f"{name} permutes channels, and Liger's norm, which runs in its place, does not: give Trainer "
                 "`liger_kernel_config={'rms_norm': False}`, or train a model of the layout portable"

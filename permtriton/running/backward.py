@@ -15,7 +15,7 @@ from permtriton.model.forward import replaced_forwards
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside the context, no parameter of the model requires a gradient, unless it is switched on there."""
+    """Inside the context, no parameter of the model requires a gradient, unless the caller enables it there."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)
@@ -28,7 +28,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the context, recomputes each layer in the backward pass, unless it is given a cache, as XLM's always are.
+    """Inside the context, recomputes layers in the backward pass, except those that are given a cache, as in XLM.
 
     The switch in transformers works in training mode only, which would turn on dropout.
     """
@@ -48,7 +48,7 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
-    """Returns a loss after checking that autograd knows its gradients by the outputs of a model's linears."""
+    """Returns ``loss`` after checking that it requires gradients, so that autograd reaches the model's linears."""
     if not loss.requires_grad:
         raise ModelError(
             f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
@@ -58,5 +58,5 @@ def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def loss_scale(positions: int) -> float:
-    """Returns a power of 2 for a mean loss over so many positions, whose gradients would vanish in float16."""
+    """Returns the power of 2 that scales a mean loss over ``positions``: in float16, its gradients would underflow."""
     return 2.0 ** round(math.log2(positions))

@@ -1,7 +1,7 @@
-"""What the modules of a layer return, kept for its next runs on the same sequences.
+"""Outputs of a layer's modules, kept for the layer's later runs on the same sequences.
 
-While the weights of a layer change in turns, it runs once per turn, and once more for the layer that follows. As soon
-as the weights of a module are final, so is what it returns.
+The weights of a layer change in groups of sites. The layer runs once per group, and once more for the inputs of the
+next layer. As soon as the weights of a module and of all that run before it are final, its output is final, too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,12 +22,12 @@ Keep = Callable[[Tensor], Tensor]  # output -> the part of it that is kept, on t
 class KeptOutputs:
     """The outputs of pruned linears, and of modules that hold them, in one layer.
 
-    An output is kept if all pruned linears that have run before, in this run of the layer, have their final weights.
-    Once that of a module is, those inside of it are not needed any more. Outputs that the model changes in place
-    afterwards are computed again. ``keep`` None keeps nothing.
+    An output is kept if all pruned linears that have run so far, in this run of the layer, have their final weights.
+    Once the output of a module is kept, the outputs of modules inside it are dropped. Outputs that the model changes in
+    place afterwards are computed again. ``keep`` None keeps nothing.
 
-    Experts are left out, because runs that measure them may send them other tokens; so is what holds a module whose
-    input is watched as the residual stream.
+    Experts are left out, because runs that measure them may route other tokens to them. So are the modules that contain
+    an expert, or a module whose input is recorded as the residual stream.
     """
 
     def __init__(self, model: nn.Module, name: str, sites: Sequence[Site], keep: Keep | None) -> None:
@@ -35,7 +35,7 @@ class KeptOutputs:
         self._changing = {linear_module(model, linear) for site in sites for linear in site.linears}
         self._modules = [model.get_submodule(inner) for inner in _keepable(model, name, sites)] if keep else []
         self._outputs: dict[tuple[nn.Module, tuple[int, ...]], tuple[Any, list[int]]] = {}
-        self._final = True  # whether all that has run in this run of the layer has its final weights
+        self._final = True  # whether all linears run so far in this run have final weights
 
     def finish(self, sites: Iterable[Site]) -> None:
         self._changing -= {linear_module(self._model, linear) for site in sites for linear in site.linears}
@@ -89,6 +89,6 @@ def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, 
 
 
 def _modules_around(name: str) -> list[str]:
-    """Returns the names of the modules that hold one, from the inside out."""
+    """Returns the names of the modules that contain the module ``name``, the innermost first."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1)]

@@ -1,7 +1,7 @@
 """Running the layers of a model one by one, on arguments that were recorded when the model ran.
 
-A chain is a run of layers of which each takes the output of the one before, and whose other arguments (positions,
-masks) do not depend on weights. Inside a chain, layers run without the model; where one starts, the model runs once.
+A chain is a sequence of layers, each of which takes the output of the layer before, and whose other arguments
+(positions, masks) do not depend on their weights. Such layers run without the model, once these are recorded.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from permtriton.model.forward import last_hidden_state, replaced_forwards
 from permtriton.util.hooks import hooked
 from permtriton.util.store import MEMORY, Store
 
-CallContext = Callable[[Tensor], AbstractContextManager[None]]  # sequence numbers -> what a layer runs in on them
+CallContext = Callable[[Tensor], AbstractContextManager[None]]  # numbers of sequences -> context of the call
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -29,11 +29,11 @@ class _Call:
     """One call of a layer.
 
     Attributes:
-        hidden: its hidden states, where the layer before did not return the same; else None.
-        leaves, structure: its other arguments, flat.
+        hidden: its hidden states; None if the layer before returned the same, or if it takes none.
+        leaves, structure: its other arguments, flattened by pytree.
         problem: why the call cannot be repeated; empty if it can.
         follows: name of the layer that ran before, if it returned these hidden states; else empty.
-        form: form of its output; None if there is more in it than hidden states.
+        form: form of its output; None if there is more in it than hidden states and plain values.
     """
 
     hidden: Tensor | None
@@ -58,12 +58,12 @@ class Form:
 
 
 def as_it_is(_of: object) -> AbstractContextManager[None]:
-    """Returns a context that changes nothing, whatever sequences run, or whatever layer."""
+    """Returns a context that changes nothing; sequence numbers or the name of a layer, as its argument, are ignored."""
     return nullcontext()
 
 
 class LayerCalls:
-    """A layer with its arguments other than hidden states, for every sequence; ``together``: several in one call."""
+    """A layer and, per sequence, its arguments except hidden states; ``together``: whether one call runs several."""
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self._layer, self._device = layer, device
@@ -80,8 +80,8 @@ class LayerCalls:
         """Returns the layer's output ``[len(rows), tokens, hidden]`` for the sequences numbered ``rows``.
 
         Args:
-            hidden: their hidden states, ``[len(rows), tokens, hidden]``, on any device.
-            call_context: the context that the layer runs in, on as many sequences as run in one call.
+            hidden: hidden states of these sequences, ``[len(rows), tokens, hidden]``, on any device.
+            call_context: makes the context of each call from the numbers of the sequences that run in it.
         """
         assert self._structure is not None
         hidden, parts = hidden.to(self._device), [rows] if self.together else rows.split(1)
@@ -95,7 +95,7 @@ class LayerCalls:
 
     @property
     def kind(self) -> Hashable:
-        """What decides whether several sequences run together: the layer's modules, and how its arguments differ."""
+        """What decides whether sequences run together: the modules, and the arguments' structure and joinability."""
         return str(self._layer), str(self._structure), self._are_joinable()
 
     def _are_joinable(self) -> bool:
@@ -120,7 +120,7 @@ class LayerCalls:
 
 
 def run_layer(layer: nn.Module, hidden: Tensor, leaves: list[Any], structure: pytree.TreeSpec) -> Tensor:
-    """Calls a layer as `recorded` has seen it, on other hidden states, and returns those of its output."""
+    """Calls a layer with recorded arguments but other hidden states, and returns the hidden states of its output."""
     positional, named = pytree.tree_unflatten(leaves, structure)
     if "hidden_states" in named:
         return _hidden_of(layer(*positional, **{**named, "hidden_states": hidden}))
@@ -167,10 +167,10 @@ def find_chains(
     """Returns the chains, as names of layers, and name -> why a layer cannot run without the model.
 
     Args:
-        sample: one sample, to try.
+        sample: one sample to run the model on.
         weights: the weights that change, or are run with two sets of values, while chains run. A chain ends before a
-            layer of which an argument other than its hidden states depends on those of the chain's own layers. It may
-            depend on other weights, which are final when the chain starts: a decoder reads what the encoder made.
+            layer if an argument of it, other than hidden states, depends on such weights in the chain. The argument may
+            depend on other weights, which are final when the chain starts: a decoder reads the encoder's output.
     """
     recorded_calls = recorded(model, layers, sample)
     chains: list[list[str]] = []
@@ -217,9 +217,9 @@ def _parted(
 
 @contextmanager
 def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Inside the context, every other weight has the other sign, which is undone exactly and needs no copy.
+    """Inside the context, every second weight tensor is negated, which is undone exactly and needs no copy.
 
-    Negating all of them would not change even functions of the weights, such as products of queries and keys.
+    Negating all would leave even functions of the weights unchanged, such as products of queries and keys.
     """
     negated = []
     try:
@@ -246,7 +246,7 @@ def left_out(forms: Mapping[nn.Module, Form]) -> AbstractContextManager[None]:
 
 
 def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples) -> dict[str, list[_Call]]:
-    """Runs the model on samples together, and returns the calls of each layer by its name."""
+    """Runs the model on all samples in one batch, and returns the calls of each layer by its name."""
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
     with _hooked(layers, calls, len(samples)):
         last_hidden_state(model, samples)
@@ -287,7 +287,7 @@ def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequ
 
 
 def _form(output: Any) -> Form | None:
-    """Returns the form of an output; None if it holds more, such as a bias, which the next layer may take."""
+    """Returns the form of an output; None if it has more, such as a position bias, which the next layer may take."""
     leaves, structure = pytree.tree_flatten(output)
     hidden = _hidden_of(output)
     if not all(isinstance(leaf, PLAIN) for leaf in leaves) or sum(isinstance(leaf, Tensor) for leaf in leaves) > 1:
@@ -303,7 +303,7 @@ def hidden_argument(positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
 def _taken_apart(
     positional: tuple[Any, ...], named: dict[str, Any], sequences: int
 ) -> tuple[Tensor | None, list[Any], pytree.TreeSpec, str]:
-    """Returns a call's hidden states, its other arguments, their structure, and why it cannot be repeated, if so."""
+    """Returns a call's hidden states, its other arguments, their structure, and why it cannot be repeated, or ""."""
     hidden = hidden_argument(positional, named)
     other_kwargs = {**named, "hidden_states": None} if "hidden_states" in named else named
     other_args = positional if "hidden_states" in named else (None, *positional[1:])
@@ -312,7 +312,7 @@ def _taken_apart(
     if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[0] != sequences:
         problem, hidden = "does not take hidden states [sequences, tokens, hidden]", None
     for value in (*other_args, *other_kwargs.values()):
-        if isinstance(value, list | dict):  # layers could hand on values in it
+        if isinstance(value, list | dict):  # layers could pass values on in it
             problem = f"takes a {type(value).__name__}"
     for leaf in leaves:
         if not isinstance(leaf, PLAIN):

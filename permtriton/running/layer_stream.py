@@ -1,6 +1,6 @@
-"""Running a model on many batches layer by layer: each layer on all of them, before the next one is needed.
+"""Running a model on many batches layer by layer: each layer runs on all batches before the next layer is needed.
 
-The model itself calls what is before and after the layers, so that its outputs are what they always are, bit for bit.
+The model itself computes what is before and after the layers, so that its outputs are the same, bit for bit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

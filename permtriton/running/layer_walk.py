@@ -32,7 +32,7 @@ class LayerInputs:
 
     sites: list[Site]
     parts: Sequence[Tensor]  # indices of the sequences of each batch, int64 ``[at most batch]``
-    # runs as much of the model as gives each site its inputs, on the sequences with these indices
+    # runs the part of the model that computes the sites' inputs, on the sequences with these indices
     run: Callable[[Tensor], object]
     may_stop_early: bool = True  # whether a run may stop once every site's input has been seen
     # marks the weights of some sites' linears as final, so that their outputs may be kept
@@ -49,8 +49,8 @@ def from_model(
             last_hidden_state(model, samples[rows])
 
     parts = ranks.parts(torch.arange(len(samples)), batch)
-    # FSDP2 cannot end a pass early. A linear with several calls may have further ones whose results are not used and
-    # which the plan does not count.
+    # FSDP2 cannot end a pass early. A linear with several calls may have further calls, which the plan does not count
+    # because their results are not used.
     may_stop_early = not any(map(is_spread, model.parameters())) and all(site.num_calls == 1 for site in sites)
     return LayerInputs(sites, parts, run, may_stop_early)
 
@@ -104,8 +104,8 @@ class LayerWalk:
         The next layer's inputs then come from the new weights, which takes a second run of each layer.
 
         Args:
-            keep: stores an output of a linear whose weights are final, so that it is computed once however often the
-                layer runs; None stores nothing. Outputs in runs of the whole model are never stored.
+            keep: output -> what `KeptOutputs` stores of it, so that outputs which are final are computed once however
+                often the layer runs; None stores nothing. Outputs in runs of the whole model are never stored.
         """
         return self._walk(as_it_is, keep, changing=True)
 
@@ -124,12 +124,12 @@ class LayerWalk:
                         model, {layer: self._layers[layer] for layer in chain}, own_samples, self._store
                     )
             kind = calls[name].kind
-            if kind not in together:  # layers of one kind take the same arguments in the same way
+            if kind not in together:  # one test for all layers of a kind
                 with layer_context(name):
                     calls[name].try_together(hidden_states)
-                together[kind] = all(ranks.gather(calls[name].together))  # each rank has tried samples of its own
+                together[kind] = all(ranks.gather(calls[name].together))  # each rank tests its own samples
             calls[name].together = together[kind]
-            # Sequences that run one by one are parts of their own: a run may end when every site has been seen once.
+            # Sequences that run one by one are one part each: a run may stop once every site's input has been seen.
             parts = torch.arange(len(own_samples)).split(batch if calls[name].together else 1)
             layer = _Layer(calls[name], hidden_states, partial(layer_context, name), as_it_is, self._store)
             if changing:
@@ -159,12 +159,13 @@ class LayerWalk:
 
 
 def _with_weights(model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -> LayerContext:
-    """Returns a context in which ``weights`` replace a layer's weights (for "", the model's).
+    """Returns a function: name of a layer ("" for the model) -> context in which ``weights`` replace its weights.
 
-    A layer runs in the context many times, so its weights are moved to its device once and stay until another runs.
+    A layer runs in its context many times, so its new weights are moved to its device once and stay there until another
+    layer runs.
     """
     new_weights = {id(linear_module(model, name).get_parameter("weight")): weights[name] for _, name in plan.linears()}
-    moved: dict[int, Tensor] = {}  # of the layer that ran last, on its device
+    moved: dict[int, Tensor] = {}  # new weights of the layer that ran last, on its device
 
     @contextmanager
     def layer_context(layer: str) -> Iterator[None]:
@@ -187,7 +188,7 @@ def _with_weights(model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -
 def _layer_names_of(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
     """Returns for each group of sites the name of the layer that holds all of it and no other group, or "".
 
-    It is "" also where other layers run the same linears, because the inputs there count, too.
+    The name is "" also if other layers run the same linears, because the inputs in these count, too.
     """
     layer_of = layer_names(model, plan)
     layers = []

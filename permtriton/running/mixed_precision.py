@@ -1,6 +1,6 @@
-"""Mixed precision: float32 is multiplied in fewer bits, where the device does that faster; all else is float32.
+"""Mixed precision: float32 factors are rounded to fewer bits where products are then faster; all else is float32.
 
-Linears multiply in bfloat16 when they are trained, generate text, or compute the outputs that training aims at. Fits
+Linears multiply in bfloat16 when they are trained, generate text, or compute the target outputs of training. Fits
 let torch round the factors of products: to bfloat16 on a processor with AMX, to TF32 on a GPU. Values that are compared
 or saved are computed with exact products, and so is the order of channels.
 """
@@ -22,21 +22,22 @@ from permtriton.util.machine import processor
 
 NARROW, FEW = 256, 64  # channels and rows below which converting costs as much as it saves
 AMX = "amx_bf16"
-UNITS = ("avx512_bf16", AMX)  # of processors that multiply bfloat16
+UNITS = ("avx512_bf16", AMX)  # features of processors that multiply bfloat16
 
 
 @contextmanager
 def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = False) -> Iterator[None]:
     """Inside the context, wide linears of float32 round inputs, weights, outputs and gradients to bfloat16.
 
-    Their outputs are float32, so that no other operation of the model sees bfloat16. Backward passes belong inside,
-    too, because they may compute activations again. The device is that of the first parameter, which is outside of
+    Their outputs are float32, so that no other operation of the model sees bfloat16. Backward passes must run inside,
+    too, because they may compute activations again. The device is that of the first parameter, which is outside the
     layers that come to a GPU one by one.
 
     Args:
-        fixed: whether no weight changes and no gradient is taken. Weights are then rounded once, which takes half of
-            their memory. The weight of a head that is not trained is always rounded once: a head multiplies a few
-            tokens at a time, so that rounding it each time would take as long as the products.
+        wanted: False changes nothing.
+        fixed: whether no weight changes and no gradient is taken. Weights are then rounded once; the rounded copies
+            take half of the weights' memory. The weight of a head that is not trained is always rounded once: a head
+            multiplies few tokens at a time, so that rounding it each time would take as long as the products.
     """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
 
@@ -55,7 +56,7 @@ def _is_wide(module: nn.Module) -> bool:
 
 
 def _is_float32(linear: nn.Module) -> bool:
-    """Returns whether a linear is of float32, and nobody else has replaced its forward."""
+    """Whether a linear's weight is float32, and nothing else has replaced its ``forward``."""
     return linear.get_parameter("weight").dtype == torch.float32 and "forward" not in vars(linear)
 
 
@@ -83,7 +84,7 @@ def _rounded_once(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """A linear without its bias. The weight is rounded anew for the backward pass: all rounded ones take memory."""
+    """A linear without bias. To save memory, the weight is rounded again in the backward pass instead of being kept."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -109,10 +110,10 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 @contextmanager
 def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
-    """Inside the context, float32 products may round their factors, where the model is wide and that is faster.
+    """Inside the context, float32 products may round their factors, if the model has wide linears and that is faster.
 
-    Sums are of float32, and so are the Hessians and fits of a model of any dtype. What is compared with something else
-    needs `exact_products`.
+    Sums are float32, and so are the Hessians and fits of a model of any dtype. Results that are compared with others
+    need `exact_products`.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))
     with _precision("medium") if wide and _rounds(next(model.parameters()).device) else nullcontext():
@@ -125,9 +126,9 @@ def exact_products() -> AbstractContextManager[None]:
 
 
 def products_of(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
-    """Inside the context, float32 products of factors that a model computed in ``dtype`` are as fast as may be exact.
+    """Inside the context, float32 products of factors computed in ``dtype`` round these where it is exact and faster.
 
-    A factor that has no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU) loses none by rounding.
+    A factor with no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU) loses none by rounding.
     """
     gpu = device.type == "cuda"
     fits = dtype == torch.bfloat16 or (gpu and dtype == torch.float16)

@@ -1,9 +1,9 @@
 """Models that do not fit one GPU, on one GPU: each layer's weights come to it when the layer runs.
 
 The model stays in host memory, where it is permuted, masked and saved. Inside `onloaded`, what is outside of its layers
-is on the device, and so are copies of the weights of the layer that ran last: a layer that runs on many batches, before
-the next one does, is copied once. A parameter is on the device only while its layer runs; with gradients, or after
-`bring`, until another layer does.
+is on the device, and so are copies of the weights of the layer that ran last: a layer that runs on many batches in
+succession is copied once. A parameter is on the device only while its layer runs; with gradients, or after `bring`,
+until another layer runs.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def all_onloaded(model: PreTrainedModel, device: torch.device) -> Iterator[None]
 
 
 def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
-    """Returns why a model cannot run that way; empty if it can."""
+    """Returns why a model cannot run in `onloaded`; empty if it can."""
     if model.device.type == "cuda":
         return "it is on the GPU already: give it on the CPU, and the device by `device=cuda`"
     layers = layer_modules(model, plan)
@@ -74,7 +74,7 @@ class _Copy:
 class _Copies:
     """Copies of parameters on a device, of one layer at a time.
 
-    A layer may run with the values of two models in turn: each has a copy, identified by its address in host memory.
+    A layer may run with the values of two models in turn: each model's values have a copy, by host address.
     """
 
     def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:
@@ -82,7 +82,7 @@ class _Copies:
         self._copies: dict[tuple[int, int], _Copy] = {}  # by parameter and address of its values in host memory
         self._layer: nn.Module | None = None
         self._staying = ExitStack()
-        self.stays: nn.Module | None = None  # the layer whose parameters stay there until another one runs
+        self.stays: nn.Module | None = None  # the layer whose parameters stay on the device until another runs
 
     def stay(self, layer: nn.Module) -> None:
         """Brings the parameters of a layer to the device until another one runs: a backward pass reads them there."""
@@ -127,7 +127,7 @@ class _Copies:
 
 
 class _OnDevice:
-    """What a layer runs in place of its ``forward``."""
+    """Replaces a layer's ``forward`` by one that runs with the layer's parameters on the device."""
 
     def __init__(self, layer: nn.Module, copies: _Copies) -> None:
         self._layer, self._copies, self._forward = layer, copies, layer.forward

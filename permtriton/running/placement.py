@@ -1,4 +1,4 @@
-"""Where a model runs: where it is, spread over the devices of all ranks, or layer by layer on the device of each."""
+"""Where a model runs: whole on each rank's device, spread over all these devices, or layer by layer on each."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,11 +15,9 @@ from permtriton.util.store import MEMORY, HostMemory, Store
 
 
 class DevicePlacement(IntEnum):
-    """How a model is placed on devices."""
-
-    WHOLE = 0  # all of it on each
+    WHOLE = 0  # the whole model on each device
     ONLOADED = 1  # in host memory, from which layers come to each device one by one (`permtriton.running.onload`)
-    SPREAD = 2  # a twin's layers are spread over all (`permtriton.running.sharding`)
+    SPREAD = 2  # the layers of a twin are spread over all devices (`permtriton.running.sharding`)
 
     @property
     def words(self) -> str:
@@ -37,7 +35,7 @@ class DevicePlacement(IntEnum):
 
 
 def allowed_placements(shard: bool | None, onload: bool | None) -> tuple[DevicePlacement, ...]:
-    """Returns the ways that a user allows; None leaves a way open."""
+    """Returns the placements that the options allow: True demands a placement, False excludes it, None does neither."""
     if shard and onload:
         raise ConfigError(
             "`shard=True` spreads layers over GPUs, and `onload=True` brings them to a GPU one by one: choose one"
@@ -54,19 +52,17 @@ def allowed_placements(shard: bool | None, onload: bool | None) -> tuple[DeviceP
 
 @dataclass(frozen=True)
 class ModelPlacement:
-    """Where a model runs."""
-
     kind: DevicePlacement
     device: torch.device  # the device of this process
 
     @property
     def spread_on(self) -> torch.device | None:
-        """The device, where layers are spread."""
+        """The device if layers are spread over devices; else None."""
         return self.device if self.kind is DevicePlacement.SPREAD else None
 
     @property
     def store(self) -> Store:
-        """Where large tensors beside the weights are."""
+        """The store of large tensors other than the weights."""
         return HostMemory() if self.kind is DevicePlacement.ONLOADED else MEMORY
 
     def running(self, model: PreTrainedModel, plan: Plan) -> AbstractContextManager[PreTrainedModel]:
@@ -75,5 +71,5 @@ class ModelPlacement:
         return onloaded(model, plan, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext(model)
 
     def writing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Returns a context in which the model writes text: all of it is then on the device."""
+        """Returns a context in which the model generates text, with all of it on the device."""
         return all_onloaded(model, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext()

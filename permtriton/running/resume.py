@@ -18,8 +18,8 @@ from permtriton.util import ranks
 from permtriton.util.durable import replace_file
 from permtriton.util.sparsity import NMPattern
 
-INPUTS = "inputs"  # the text of a state that says which run it belongs to
-CHECKSUM = "sha256"  # the text with the hash of all else
+INPUTS = "inputs"  # key of the text that says which run a state belongs to
+CHECKSUM = "sha256"  # key of the text with the hash of all else
 DIFFERS = {
     "text": "the calibration sequences differ",
     "generated": "the dense model wrote another text",
@@ -38,7 +38,7 @@ class State(Protocol):
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None: ...
 
     def delete(self) -> None:
-        """Removes its files, once their result is saved elsewhere."""
+        """Removes the state's files, once its result is saved elsewhere."""
 
 
 class StateFile:
@@ -46,7 +46,7 @@ class StateFile:
 
     Args:
         inputs: what decides the result, as JSON values: hashes (`DIFFERS`), ``config`` and ``versions``; ``machine`` is
-            recorded only.
+            recorded, but not compared.
     """
 
     def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ class StateFile:
 
 
 def layers_beside(path: Path) -> list[Path]:
-    """Returns the files of `FinishedLayers` that are there for a path, in the order of the layers."""
+    """Returns the files of `FinishedLayers` that exist for ``path``, in the order of the layers."""
     name = re.compile(rf"{re.escape(path.stem)}_(\d+){re.escape(path.suffix)}")
     siblings = path.parent.iterdir() if path.parent.is_dir() else ()
     numbers = {int(match[1]): path for path in siblings if (match := name.fullmatch(path.name))}
@@ -168,7 +168,7 @@ class FinishedLayers:
     def restore(
         self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern]
     ) -> list[dict[str, Any]] | None:
-        """Writes what `keep` was given into weights, and returns its ``parts``; None where it was not."""
+        """Copies a stored layer into ``weights`` and returns the ``parts`` given to `keep`; None if not stored."""
         if (saved_state := self._layer(number).read()) is None:
             return None
         tensors, texts = saved_state
@@ -197,7 +197,7 @@ def _differences(key: str, saved: Any, present: Any) -> list[str]:
         return [f"its {key} cannot be read"]
     names, common = {*saved, *present}, saved.keys() & present.keys()
     if "recipe" in common and saved["recipe"] != present["recipe"]:
-        names = common  # the recipes say which options one of them lacks
+        names = common  # options that only one recipe has follow from the recipes
     return [
         f"{name} was {saved.get(name, 'not there')} and is {present.get(name, 'not there')}"
         for name in sorted(names)

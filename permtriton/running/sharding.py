@@ -1,7 +1,7 @@
 """Models that do not fit one GPU: while they run, FSDP2 spreads the weights of their layers over the ranks.
 
-The model itself stays whole in host memory, where it is permuted, masked and saved. What runs is a twin of it: its
-modules are its own, each rank holds a share of the rows of every weight of a layer, and a layer is whole only while it
+The model itself stays whole in host memory, where it is permuted, masked and saved. What runs is a twin, which has
+modules of its own: each rank holds a share of the rows of every weight of a layer, and a layer is whole only while it
 runs. Embeddings and head are whole on every rank. Gradients of weights are added up over the ranks, and each rank keeps
 those of its share. All ranks must run the twin equally often.
 """
@@ -70,7 +70,7 @@ def spread_twin(model: PreTrainedModel, plan: Plan, device: torch.device) -> Ite
 
 
 def is_spread(weight: Tensor) -> bool:
-    """Whether each rank holds a part of a weight only."""
+    """Whether each rank holds only a part of a weight."""
     return isinstance(weight, DTensor)
 
 

@@ -35,7 +35,7 @@ class Workspace:
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds the time of the block, a stage of the progress, to ``seconds[stage]``, and returns freed memory."""
+        """Adds the time of the block, a stage of the progress, to ``seconds[stage]``, and gives freed memory back."""
         start_time = time.perf_counter()
         with self.progress.stage(stage, 0):
             yield
@@ -54,7 +54,7 @@ class Workspace:
         """
         if self.resume_path is None:
             return None
-        # The dense model is hashed once; a changed model is hashed here: with other threads, sums round differently.
+        # ``inputs`` has the dense model's hash. A changed model is hashed here: other thread counts round differently.
         start = "dense" if model is None else sample_hash(model)
         file = kind(state_path(self.resume_path, step), {**self.inputs, "start": start})
         self.states.append(file)

@@ -28,8 +28,8 @@ class Stored(NamedTuple):
     """How a packed weight is stored.
 
     Attributes:
-        dtype: of its values.
-        pattern: of its groups.
+        dtype: dtype of the stored values.
+        pattern: N:M pattern of the weight.
     """
 
     dtype: torch.dtype
@@ -38,9 +38,9 @@ class Stored(NamedTuple):
 
 @register_weight_loader_v2_supported_method
 class PermTritonLinearMethod(LinearMethodBase):
-    """Holds values and positions while they are loaded; afterwards the linear is packed on a GPU, dense on a CPU.
+    """Loads values and positions; the weight is then packed if `runs_packed` (2:4 in 16 bits on a GPU), else dense.
 
-    One in FP8 stays packed on both.
+    A linear in FP8 always stays packed.
 
     Rows and columns are divided among the ranks of tensor parallelism as vLLM divides dense weights: rows of values and
     positions are those of the weight, and columns are divided between groups, in whole bytes of positions.
@@ -90,7 +90,7 @@ class PermTritonLinearMethod(LinearMethodBase):
             layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Brings what was loaded into the form that is multiplied.
+        """Converts the loaded weight to the form that `apply` multiplies.
 
         Raises:
             ModelError: the gather is no permutation or crosses the columns of several ranks.
@@ -132,12 +132,12 @@ class PermTritonLinearMethod(LinearMethodBase):
         layer.register_parameter(name, parameter)
 
     def _skip(self, _: nn.Parameter, tensor: Tensor, *__: Any) -> None:
-        """Takes the empty tensor that is stored under the name of a packed parameter."""
+        """Ignores the tensor that is stored under the name of a packed parameter, and refuses one that is not empty."""
         if tensor.numel():
             raise ModelError(f"{self.name}: a dense weight {list(tensor.shape)} stands beside the packed one")
 
     def _unwrapped(self, load: Callable[..., None]) -> Callable[..., None]:
-        """Removes the additional dimension of the weight of a linear that gathers."""
+        """Returns a loader that drops the additional first dimension of the stored weight of a gathering linear."""
 
         def load_rows(parameter: nn.Parameter, tensor: Tensor, *part: Any) -> None:
             if tensor.dim() != 3 or tensor.shape[0] != 1:

@@ -1,4 +1,4 @@
-"""vLLM's RMS norm with an output in another order, where a folder of layout ``fused`` asks for it."""
+"""vLLM's RMS norm with a permuted output, for norms with an index in a folder of layout ``fused``."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ from permtriton.util.permutation import index_dtype
 
 
 class VllmPermutedRMSNorm(RMSNorm):
-    """vLLM's RMS norm, of which each instance in a permtriton model may permute its output.
+    """vLLM's RMS norm, whose instances in a permtriton model may permute their output.
 
-    Which of them do is known once the weights are loaded: those with a stored ``index``, whose ``weight`` has one more
+    The loaded weights decide which of them do: those with a stored ``index``, whose stored ``weight`` has one more
     dimension. Instances in other models are unchanged.
     """
 

@@ -1,4 +1,4 @@
-"""The index of a norm or a gather while vLLM loads it, and afterwards."""
+"""The index of a linear's gather, as a parameter that vLLM loads."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ USE_PORTABLE = "compile the model with --layout portable"
 class Order(nn.Module):
     """Holds an index: a parameter without elements until it is loaded.
 
-    vLLM takes a parameter that stays without elements for one that the checkpoint need not hold.
+    vLLM accepts a checkpoint that lacks a parameter without elements.
 
     Attributes:
         index: ``[channels]`` once it is loaded.
@@ -43,7 +43,7 @@ class Order(nn.Module):
             )
 
     def finish(self, start: int, channels: int) -> None:
-        """Checks that the index was loaded, and keeps the part of it that belongs to the channels of one rank."""
+        """Checks that the index was loaded, and keeps its part for this rank's ``channels``, from ``start`` on."""
         if not self.index.numel():
             raise ModelError(f"{self.name}: no index was loaded for its gather: the checkpoint is incomplete")
         if channels == self.channels:

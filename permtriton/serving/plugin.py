@@ -1,8 +1,8 @@
 """vLLM's quantization ``permtriton``: how vLLM serves fused and packed folders. Only vLLM imports this module.
 
 vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it in each of its processes. It then makes a
-`PermTritonConfig` of the ``quantization_config`` in config.json, which checks the folder before an engine starts, and
-asks it how each layer holds its weight.
+`PermTritonConfig` from the ``quantization_config`` in config.json. This object checks the folder before an engine
+starts, and returns how each layer holds its weight.
 """
 
 from pathlib import Path
@@ -24,13 +24,13 @@ from permtriton.serving.norm import use_permuted_norms
 from permtriton.serving.order import USE_PORTABLE
 from permtriton.serving.servable import check_folder, refuse_unknown_class, refuse_unservable
 
-LOAD_FORMATS = ("auto", "hf", "safetensors")  # of vLLM, that read the safetensors files which `check_folder` checked
+LOAD_FORMATS = ("auto", "hf", "safetensors")  # of vLLM; they read the safetensors files that `check_folder` checks
 
 
 class PermTritonConfig(QuantizationConfig):
     """What vLLM knows of a folder: which linears are packed, and which modules permute.
 
-    Names are vLLM's, which differ from transformers' in some models; vLLM calls `apply_vllm_mapper` for them.
+    Names are vLLM's, which differ from transformers' in some models; vLLM converts them by `apply_vllm_mapper`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PermTritonConfig(QuantizationConfig):
         self.packed: dict[str, Stored] = {}  # packed parameter -> how it is stored
         self.gathers: dict[str, int] = {}  # linear that gathers its input -> number of its input channels
         self.norms: dict[str, Any] = {}  # norm that permutes its output -> its entry in the config
-        self.folder: Path | None = None  # set, as all of these are, once the folder is checked
+        self.folder: Path | None = None  # set, like the three above, when the folder is checked
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PermTritonConfig":
@@ -89,7 +89,7 @@ class PermTritonConfig(QuantizationConfig):
         self.norms = hf_to_vllm_mapper.apply_dict(self.norms)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns how a layer holds its weight; None if as vLLM does without permtriton.
+        """Returns the method of a linear, which holds its weight; None for other layers, which vLLM runs as always.
 
         Raises:
             ModelError: a layer that is packed or gathers in a way that vLLM's layer cannot have.
@@ -121,7 +121,7 @@ class PermTritonConfig(QuantizationConfig):
         return PermTritonLinearMethod(prefix, stored[0], gathers[0])
 
     def _prepare(self) -> None:
-        """Does in the process that builds the model what its modules need: norms that permute."""
+        """Checks load format and model class in the process that builds the model, and registers norms that permute."""
         if self.folder is None:
             raise ModelError("vLLM did not let permtriton check the folder before this: expected vLLM 0.32 or newer")
         config = get_current_vllm_config()

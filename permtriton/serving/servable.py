@@ -11,8 +11,8 @@ from permtriton.model.name import location_of
 from permtriton.model.source import Source
 from permtriton.serving.order import USE_PORTABLE
 
-# Model classes of vLLM whose outputs are tested against transformers' (tests/vllm), and whether their norms and linears
-# may permute, too: those call each of them as a module, and take the weight of none for anything else.
+# Model classes of vLLM whose outputs are tested against transformers' (tests/vllm) -> whether their norms and linears
+# may permute, because the class calls each of them as a module, and uses the weight of none in another way.
 SERVED = {
     "LlamaForCausalLM": True,
     "MistralForCausalLM": True,

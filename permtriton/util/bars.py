@@ -15,7 +15,7 @@ from rich.text import Text
 from permtriton.errors import ConfigError, shown
 from permtriton.util.progress import Advance, Event, EventProgress, NoProgress, Progress
 
-SELDOM = 10.0  # seconds: at least between two lines of a stage
+SELDOM = 10.0  # least number of seconds between two lines of a stage
 
 Shown = bool | Callable[[Event], object] | Progress | None  # what ``progress=`` takes
 
@@ -24,7 +24,7 @@ class PlainConsole(Console):
     """Prints text as it is: no markup, and control characters of file names are written as ``\\n`` and the like."""
 
     def on_broken_pipe(self) -> None:
-        """Goes on without a reader: to stop after some lines, as ``head`` does, is no error."""
+        """Discards further output: a reader that stops after some lines, such as ``head``, is no error."""
         discard(self.file)
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -32,7 +32,7 @@ class PlainConsole(Console):
 
 
 def printable(text: str) -> str:
-    """Returns lines of text in which only line breaks are control characters."""
+    """Returns text with all control characters but line breaks escaped."""
     return "\n".join("".join(map(visible, line)) for line in text.split("\n"))
 
 
@@ -48,7 +48,7 @@ def discard(stream: IO[str]) -> None:
 
 
 class _Err(PlainConsole):
-    """Prints on standard error; where that takes nothing, as on a full disk, the work goes on without words."""
+    """Prints on standard error; if that fails, as on a full disk, the work continues without messages."""
 
     def print(self, *objects: Any, **options: Any) -> None:
         try:
@@ -70,7 +70,7 @@ class _Stage:
         return f"{self.name}{count}, {time.perf_counter() - self.started:.0f} s {self.note}".rstrip()
 
     def advance(self, steps: int, note: str) -> bool:
-        """Counts steps; returns whether to print a line: at the end, else at a new tenth, `SELDOM` s after the last."""
+        """Counts steps; returns whether to print a line: at the end, or at a new tenth `SELDOM` s after the last."""
         tenths = 10 * self.done // max(self.total, 1)
         self.done, self.note = self.done + steps, note or self.note
         ended = self.done >= self.total > self.done - steps

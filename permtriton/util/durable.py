@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-RANDOM_END = r"\.[0-9a-f]{8}\.tmp"  # what follows a file's name until it is whole
+RANDOM_END = r"\.[0-9a-f]{8}\.tmp"  # regular expression for the end of a file's name while it is written
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
@@ -29,7 +29,7 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Waits for a folder's lock and holds it inside the context; on a file system without locks, there is none."""
+    """Waits for a folder's lock and holds it inside the context, unless the file system has no locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -42,8 +42,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
 def sync(path: Path) -> None:
     """Waits until a file, or a folder with everything in it, is on the disk.
 
-    Call it before a rename that replaces something. It costs as long as the disk takes for what is not yet written,
-    which is little beside hours of work.
+    Call it before a rename that replaces something. It takes as long as the disk needs for what is not yet written,
+    which is little compared with hours of work.
     """
     if path.is_dir():
         for entry in path.iterdir():
@@ -52,7 +52,7 @@ def sync(path: Path) -> None:
 
 
 def sync_names(folder: Path) -> None:
-    """Waits until the names in a folder, or the content of a file, are on the disk: what was changed there."""
+    """Waits until changes of the names in a folder, or of the content of a file, are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,7 +7,7 @@ from permtriton.errors import MissingExtraError
 # There is no release yet. The first one sets these two, and every message, model card and page follows them:
 # RELEASE = "permtriton" and the address of the repository.
 RELEASE = "."  # what pip installs
-HOME = ""  # where permtriton is to be found
+HOME = ""  # address of the repository
 
 # Extra of pyproject.toml -> the modules that it is for.
 EXTRAS = {
@@ -28,7 +28,7 @@ WHERE = " in the checkout of permtriton" * (RELEASE == ".")
 
 
 def require(what: str, *modules: str) -> None:
-    """Refuses work whose packages are not installed, before it starts."""
+    """Raises a `MissingExtraError` if one of the ``modules`` that the work ``what`` needs is not installed."""
     for module in modules:
         if find_spec(module) is None:
             extra = next(extra for extra, known in EXTRAS.items() if module in known)

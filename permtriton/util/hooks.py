@@ -1,4 +1,4 @@
-"""Hooks that are there for a while."""
+"""Hooks that are removed at the end of a context."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,7 +8,7 @@ from torch.utils.hooks import RemovableHandle
 
 @contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Removes hooks at the end of the context; those of a generator are registered at its beginning."""
+    """Removes hooks at the end of the context; a generator of ``handles`` registers them at the beginning."""
     with ExitStack() as stack:
         for handle in handles:
             stack.enter_context(handle)

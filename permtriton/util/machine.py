@@ -26,7 +26,7 @@ def as_torch_starts() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        # A device that is set, even the CPU, takes time at every call of torch.
+        # A default device, even the CPU, slows down every call of torch.
         device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
         with device, torch.inference_mode(False):
             yield
@@ -52,7 +52,7 @@ def _version(package: str) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the GPU's name, or ``cpu`` with the number of threads."""
+    """Returns the GPU's name, or ``cpu`` with the number of threads and the architecture."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads, {platform.machine()}"
@@ -95,7 +95,7 @@ def available_memory(device: torch.device, *, proc: Path = PROC, cgroups: Path =
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Returns name -> number of the lines of one of the kernel's files, which start with a name and a number."""
+    """Returns name -> number from the lines of a file of the kernel that start with a name and a number."""
     lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
 
@@ -130,7 +130,7 @@ def _left(group: Path) -> int | None:
 def resident_memory() -> tuple[int, int]:
     """Returns the bytes of this process that are in memory, and those of them that are pages of files.
 
-    Where the system does not tell them apart (macOS), none are.
+    Where the system does not count these pages (macOS), their number is 0.
     """
     import psutil
 
@@ -148,7 +148,7 @@ def release_memory() -> None:
 def keep_freed_memory() -> None:
     """Lets glibc keep freed memory until `release_memory`: new pages for each large tensor take a tenth of the time.
 
-    It holds for the whole process, which is the command line's own.
+    It applies to the whole process, so only commands call it.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:
@@ -172,7 +172,7 @@ def peak_memory(device: torch.device) -> int:
     """Returns the peak memory in bytes: of torch on the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError, KeyError):  # what follows counts from the start of the process, whatever was reset
+    with suppress(OSError, KeyError):  # the fallback below counts from the start of the process, whatever was reset
         return _fields(PROC / "self" / "status")["VmHWM:"] * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

@@ -1,4 +1,4 @@
-"""How many sequences go through the model at once, and fewer of them where memory runs out."""
+"""Micro-batches: how many sequences run through the model at once, halved when memory runs out."""
 
 import gc
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class MicroBatch:
                 if self.size == 1 or ranks.are_in_step():
                     how = "even with one sequence" if self.size == 1 else f"with {self.size} sequences"
                     raise MemoryTooSmallError(out_of_memory(error, f" {how} at a time")) from error
-            # Not before the handler ends: the error's traceback keeps the tensors of the failed attempt alive.
+            # Only after the handler has ended: the error's traceback keeps the tensors of the failed attempt alive.
             self.size = self.size // 2
             gc.collect()
             torch.cuda.empty_cache()

@@ -63,7 +63,7 @@ class Option:
 
     @property
     def several(self) -> bool:
-        """Whether it has any number of texts as its value."""
+        """Whether its value is a tuple of any number of texts."""
         return get_origin(self.type) is tuple
 
     @property
@@ -86,7 +86,11 @@ class Option:
         return f"{a} {number} of at least {self.minimum}" if self.minimum else f"a non-negative {number}"
 
     def convert(self, value: Any) -> Any:
-        """Returns the value that a user's text or number stands for; what does not fit stays as it is."""
+        """Returns a user's value in the option's type; other values are returned unchanged, for `check` to refuse.
+
+        Raises:
+            ConfigError: a text is no number, truth value or pattern.
+        """
         if self.type is NMPattern and not isinstance(value, NMPattern):
             return NMPattern.parse(value if isinstance(value, str) else shown(value))
         if self.several:
@@ -128,7 +132,7 @@ def option(default: Any, help: str, **facts: Any) -> Any:
 def options_of(config: Any) -> list[Option]:
     """Returns the options among the fields of a dataclass of options, or of an instance of one.
 
-    A dataclass with a ``name`` and a ``prefix`` is a step of a recipe: its options bear its prefix, and stand under a
+    A dataclass with a ``name`` and a ``prefix`` is a step of a recipe: its options have its prefix, and stand under a
     heading of their own.
     """
     step = getattr(config, "name", "")
@@ -137,7 +141,7 @@ def options_of(config: Any) -> list[Option]:
 
 
 def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values by field of those among values by option name that a dataclass of options has."""
+    """Returns field -> value for the options of the dataclass ``kind`` that are among ``values``, by option name."""
     return {option.field: values[option.name] for option in options_of(kind) if option.name in values}
 
 
@@ -147,7 +151,7 @@ def check_options(config: Any) -> None:
 
 
 def documented(cls: type[Config]) -> type[Config]:
-    """Class decorator: adds to the docstring of a dataclass of options what its options say."""
+    """Class decorator: adds the help and the allowed values of its options to the docstring of a dataclass."""
     lines = [f"{option.field}: {option.help} Expects {option.expected}." for option in options_of(cls)]
     inner, outer = " " * 12, " " * 8
     wrapped = [fill(line, 120, initial_indent=outer, subsequent_indent=inner, break_on_hyphens=False) for line in lines]

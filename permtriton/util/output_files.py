@@ -34,7 +34,7 @@ def real_path(path: Path) -> Path:
 
 
 def check_name(output: Path) -> None:
-    """Refuses a file or folder whose name is so long that the working files beside it could not have theirs."""
+    """Refuses a file or folder whose name is too long for the longer names of the working files beside it."""
     if (size := len(output.name.encode())) > LONGEST:
         raise OutputError(
             f"output {output.name[:40]}... has {size} bytes, but at most {LONGEST} fit: choose a shorter name"
@@ -48,7 +48,7 @@ def check_file(
     ours: Callable[[Path], bool] = lambda path: False,
     reads: Iterable[Path | str] = (),
 ) -> None:
-    """Refuses, before any work, an output file that could not be written at the end, or that is someone else's.
+    """Refuses, before any work, an output file that could not be written at the end, or must not be replaced.
 
     Args:
         ours: returns whether an earlier file is a result that may be replaced in any case.
@@ -61,7 +61,7 @@ def check_file(
     if output.exists():
         if not output.is_file():
             raise OutputError(f"output {output} is no plain file: choose another name")
-        for read in map(Path, filter(os.path.exists, reads)):  # which takes names that are too long
+        for read in map(Path, filter(os.path.exists, reads)):  # `Path.exists` may raise for long names
             in_folder = os.path.isdir(read) and real_path(output).is_relative_to(real_path(read))
             inside = in_folder and output.suffix != ".html" and not ours(output)
             if inside or real_path(output) == real_path(read):
@@ -74,15 +74,15 @@ def check_file(
 
 
 def is_mount_point(path: Path) -> bool:
-    """Returns whether a resolved path is a mount point, whose name no rename can give to something else."""
-    # os.path.ismount misses what is bound to another place of the same file system
+    """Returns whether a resolved path is a mount point, which no rename can replace."""
+    # os.path.ismount misses bind mounts within one file system
     return os.path.ismount(path) or str(path) in (
         partition.mountpoint for partition in psutil.disk_partitions(all=True)
     )
 
 
 def check_parent(output: Path) -> None:
-    """Refuses an output whose folder does not take a file."""
+    """Refuses an output whose folder does not exist or cannot be written."""
     folder = real_path(output).parent
     if not folder.is_dir():
         raise OutputError(f"output {output}: the folder {folder} does not exist; make it first")
@@ -100,7 +100,7 @@ def problem_of(folder: Path) -> str:
 
 
 def disk_error(error: Exception) -> OSError | None:
-    """Returns what the disk reports, if an error is of the disk; Rust code words it as ``... (os error 28)``."""
+    """Returns ``error`` as an OSError if the disk caused it, else None; Rust code words it ``... (os error 28)``."""
     if isinstance(error, OSError):
         return error
     number = None if isinstance(error, PermTritonError) else re.search(r"\(os error (\d+)\)", str(error))
@@ -110,7 +110,7 @@ def disk_error(error: Exception) -> OSError | None:
 def write_file(output: Path, content: bytes) -> None:
     """Writes a file as `permtriton.util.durable.replace_file` does: an earlier one stays until the new one is whole.
 
-    A link stays one: the file that it leads to is replaced.
+    A link stays a link: the file that it leads to is replaced.
     """
     try:
         replace_file(real_path(output), lambda temporary: temporary.write_bytes(content))

@@ -27,14 +27,12 @@ def compose(first: Tensor, second: Tensor) -> Tensor:
 
 
 def epoch_order(sequences: int, seed: int, epoch: int) -> Tensor:
-    """Returns the order of the sequences in an epoch, which its number and the seed alone decide, so that it can be
-    repeated after an interruption.
-    """
+    """Returns an epoch's order of the sequences, which only ``seed`` and ``epoch`` decide: a resumed run repeats it."""
     return torch.randperm(sequences, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def index_dtype(channels: int) -> torch.dtype:
-    """Returns the dtype in which an index of so many channels is stored: DDP, which sends buffers, has no int16."""
+    """Returns the dtype in which an index of ``channels`` is stored: not int16, in which DDP cannot send buffers."""
     return torch.uint8 if channels <= 1 << 8 else torch.int32
 
 

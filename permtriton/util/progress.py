@@ -14,12 +14,10 @@ class Advance(Protocol):
 
 
 class Progress(Protocol):
-    """Progress reporter."""
-
     def stage(self, name: str, total: int) -> AbstractContextManager[Advance]:
         """Opens a stage of ``total`` steps; the context gives the function that reports each step.
 
-        A stage of 0 steps is not counted, and may hold others.
+        A stage of 0 steps has no count, and may contain other stages.
         """
         ...
 
@@ -41,7 +39,7 @@ class NoProgress:
 
 @contextmanager
 def without_other_bars() -> Iterator[None]:
-    """Hides the bars of other libraries: tqdm draws them, some of them whatever the options of those libraries say."""
+    """Hides the tqdm bars of other libraries, some of which no option of these libraries turns off."""
     from tqdm import tqdm
 
     start = tqdm.__init__
@@ -55,12 +53,12 @@ def without_other_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Event:
-    """What a function that is given as ``progress=`` is called with.
+    """The argument with which a function given as ``progress=`` is called.
 
     Attributes:
         stage: name of the stage, such as ``calibrate``; empty for a line of text between stages.
         done: steps of the stage that are done; 0 when it opens.
-        total: steps of the stage; 0 where they are not counted, as of one that holds others.
+        total: steps of the stage; 0 where they are not counted, as in a stage that contains others.
         text: a short note on the present state, or the line of text.
     """
 
@@ -72,7 +70,7 @@ class Event:
 
 @dataclass(frozen=True)
 class EventProgress:
-    """Progress reporter that hands each event to a function, in whose hands errors are, too."""
+    """Progress reporter that passes each event to a function, whose errors are not caught."""
 
     handle: Callable[[Event], object]
 

@@ -1,11 +1,11 @@
 """Ranks: the processes that ``torchrun`` starts. Each runs the model on its share of the sequences.
 
-Sums over sequences (losses, gradients, Hessians) are added up over the ranks, so that all hold the same ones. What is
+Sums over sequences (losses, gradients, Hessians) are added up over the ranks, so that all hold the same sums. What is
 decided from them is decided on one rank and sent to the others, and only the first rank writes files. The library
 starts no group: it uses ``torch.distributed``'s default one, and without one there is a single rank.
 
-All ranks must come to the same collective operations in the same order. So there is none in work that one rank may
-start again where its memory runs out (`permtriton.util.micro_batch`), except at its end.
+All ranks must reach the same collective operations in the same order. Work that one rank may repeat when its memory
+runs out (`permtriton.util.micro_batch`) therefore contains none, except at its end.
 """
 
 import os
@@ -30,7 +30,7 @@ def count() -> int:
 
 
 def count_here() -> int:
-    """Number of ranks that share the memory of this machine: what torchrun says, else that of all."""
+    """Number of ranks that share the memory of this machine: as torchrun says, else of all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", count())) if _started() else 1
 
 
@@ -43,7 +43,7 @@ def number() -> int:
 
 
 def own(rows: Tensor) -> Tensor:
-    """Returns this rank's share of the rows of a tensor, ``[share, ...]``: neighbours, and maybe none."""
+    """Returns this rank's share of the rows of a tensor, ``[share, ...]``: consecutive rows, possibly none."""
     return rows.tensor_split(count())[number()]
 
 
@@ -64,7 +64,7 @@ def check_shares(rows: int, ranks: int) -> None:
 def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
     """Returns this rank's share of sequence numbers in parts of at most ``size``; no part where it has no share.
 
-    Where it can be, all ranks have the same number of parts. Inside `in_step` they must have.
+    If possible, all ranks have the same number of parts. Inside `in_step`, they must.
     """
     if are_in_step():
         check_in_step(rows.numel(), size, count())
@@ -115,7 +115,7 @@ def total(value: float) -> float:
 
 
 def join(part: Tensor, rows: int) -> Tensor:
-    """Returns the parts of all ranks, on the CPU, as one tensor ``[rows, ...]``, as `own` divides them.
+    """Returns the parts of all ranks, on the CPU, as one tensor ``[rows, ...]``, divided as by `own`.
 
     A rank without a share may give any empty tensor.
     """
@@ -157,7 +157,7 @@ def gather(value: Result) -> list[Result]:
 
 
 def dealt(items: Sequence[Item]) -> Sequence[Item]:
-    """Returns the items that this rank works on where they are dealt out, one after another."""
+    """Returns the items that this rank works on: one of every ``count()`` consecutive items."""
     return items[number() :: count()]
 
 
@@ -182,7 +182,7 @@ def send_from_first(tensors: Iterable[Tensor]) -> None:
 
 
 def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors that the first rank gives, on the CPU."""
+    """Returns on every rank the tensors that the first rank gives, on the CPU."""
     described = on_first(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     if number():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described.items()}
@@ -192,15 +192,15 @@ def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> None:
-    """Runs a collective operation, if there are ranks, on each tensor, in place; ``start`` takes it and its number.
+    """Runs a collective operation, if there are ranks, on each tensor, in place; ``start`` takes tensor and number.
 
-    NCCL refuses tensors that are not contiguous, and gloo takes their memory for contiguous.
+    NCCL refuses tensors that are not contiguous, and gloo treats their memory as contiguous.
     """
     pairs = [(tensor, tensor.detach().contiguous()) for tensor in tensors] if _started() else []
     for work in [start(dense, place) for place, (_, dense) in enumerate(pairs)]:
         work.wait()
     for tensor, dense in pairs:
-        torch.autograd.graph.increment_version(tensor)  # collective operations do not
+        torch.autograd.graph.increment_version(tensor)  # collective operations do not do so
         if not tensor.is_contiguous():
             tensor.copy_(dense)
 

@@ -46,7 +46,7 @@ class NMPattern:
 
     @classmethod
     def of_some(cls, text: str) -> "tuple[str, NMPattern]":
-        """Reads ``"*.down_proj=4:8"``: which linears have a pattern of their own, and which.
+        """Reads ``"*.down_proj=4:8"``: the linears with a pattern of their own, and this pattern.
 
         Raises:
             ConfigError: the text has another form, or as `parse`.
@@ -69,8 +69,8 @@ def in_words(sparsity: str, exceptions: Iterable[str], total: int) -> str:
     """Returns the patterns of pruned weights in words: ``2:4``, or ``2:4, but 4:8 in 30 of 210 weights``.
 
     Args:
-        sparsity: the pattern of those that have none of their own.
-        exceptions: the patterns of the others.
+        sparsity: the pattern of weights without a pattern of their own.
+        exceptions: the pattern of every other weight.
     """
     others = " and ".join(f"{pattern} in {count}" for pattern, count in Counter(exceptions).items())
     return f"{sparsity}, but {others} of {total} weights" if others else sparsity

@@ -8,21 +8,21 @@ from torch import Tensor
 
 
 class Store:
-    """Memory: new tensors are on the CPU, and others stay where they are. Its subclasses are other places."""
+    """Memory: new tensors are made on the CPU, and others stay where they are. Subclasses use other memory."""
 
-    # whether layers come to a GPU one by one (`permtriton.running.onload`), and whatever works on a whole model works
-    # on one of its layers at a time
+    # whether layers come to a GPU one by one (`permtriton.running.onload`), and steps on a whole model work on one of
+    # its layers at a time
     onloads: ClassVar[bool] = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
 
     def on(self, device: torch.device) -> "Store":
-        """Returns the place of tensors beside a model on a device: there, or here if its memory is short."""
+        """Returns the store for tensors beside a model: the memory of ``device``, or this store if it is too small."""
         return self if self.onloads else DeviceMemory(device)
 
     def moved(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor there that may be the same."""
+        """Returns the tensor in this store: the same object, or a copy."""
         return tensor
 
     def copied(self, tensor: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class Store:
 
 
 class DeviceMemory(Store):
-    """The memory of a device: what is needed there again and again need not come from the CPU each time."""
+    """The memory of a device: tensors that the device reads repeatedly are not copied from the CPU each time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

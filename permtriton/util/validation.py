@@ -11,12 +11,12 @@ Form = TypeVar("Form")
 
 
 def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) -> Form:
-    """Returns what was read from a file, if it has a form: no other type, no unknown entry, no NaN or infinity.
+    """Returns the ``content`` of a file if it has ``form``: no other type, no unknown entry, no NaN or infinity.
 
     Args:
         form: a ``TypedDict``, a dataclass, of which an instance is returned (a field with a default may be missing), or
             any other type that pydantic knows.
-        refuse: makes the error from what is wrong, such as ``sites[0].index is 7, expected a valid list``.
+        refuse: returns the error for a problem, such as ``sites[0].index is 7, expected a valid list``.
     """
     from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
 
@@ -29,7 +29,7 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
 
 @cache
 def _checker(form: Any) -> Any:
-    """Returns the check of a list of a form, because pydantic accepts no settings for a ``TypedDict`` itself."""
+    """Returns an adapter for a list of ``form``, because pydantic accepts no settings for a ``TypedDict`` itself."""
     from typing import NotRequired
 
     from pydantic import ConfigDict, TypeAdapter
@@ -51,7 +51,7 @@ def _words(problem: Any) -> str:
     """Returns in one line where a problem that pydantic found is, what is there, and what was expected."""
     places = [key for key in problem["loc"][1:] if key != "[key]"]
     where = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in places).removeprefix(".")
-    where = repr(where)[1:-1] or "it"  # a name from a file may hold anything
+    where = repr(where)[1:-1] or "it"  # a name from a file may hold any characters
     if problem["type"] == "missing":
         return f"{where} is missing"
     if problem["type"] == "extra_forbidden":
