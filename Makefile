@@ -68,7 +68,7 @@ numeric processors: export OMP_NUM_THREADS := 1
 
 # The tests that have told processors apart, on older ones.
 NUMERIC := $(addsuffix .py,$(addprefix tests/test_, \
-	mixed_precision processor distill fisher tune fitting statistics sparsegpt))
+	mixed_precision processor distill fisher fitting statistics sparsegpt))
 numeric: $(INSTALLED)
 	for limits in "$(NO_VECTORS)" "$(AVX2)"; do \
 		echo "$$limits"; env $$limits $(BIN)/python -m pytest $(IN_TWO) --quick $(NUMERIC) || exit 1; \

@@ -1,4 +1,4 @@
-"""CPU seconds of the steps that train a pruned model, in float32 and in mixed precision, in turn.
+"""CPU seconds of a step that trains a pruned model, in float32 and in mixed precision, in turn.
 
     python -m benchmarks.training_step FOLDER IDS.safetensors --output benchmarks/results/training-step-cpu.json
 
@@ -22,7 +22,6 @@ from permtriton import NMPattern, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.losses import dense_objective
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
-from permtriton.methods.train.tune import TunedValues
 from permtriton.model.load import load_model
 from permtriton.model.source import Source
 from permtriton.running.backward import loss_scale
@@ -47,23 +46,26 @@ def main() -> None:
     samples = Samples.of(load_file(args.ids)["input_ids"][:1])
     plan, objective = find_plan(model, PATTERN), dense_objective(model, "kl", samples, 1)
     weights = weights_of(model, [name for _, name in plan.linears()])
-    trained = {"tune": TunedValues(model, plan), "distill by adafactor": KeptWeights(weights, "adafactor")}
+    kept_weights = KeptWeights(weights, "adafactor")
     rows: list[dict[str, Any]] = []
-    for step, parameters in trained.items():
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        with parameters.trainable(model):
-            for mixed in [False, True] * (1 + args.repeats):
-                started = time.process_time()
-                parameters.begin(RATE, loss_scale(samples.tokens))
-                parameters.forget(parameters.updates_in_backward)
-                with mixed_precision(model) if mixed else nullcontext():
-                    (objective.of(model, samples, torch.tensor([0])) * parameters.scale).backward()
-                parameters.finish()
-                seconds[mixed].append(time.process_time() - started)
-        for mixed, each in seconds.items():
-            row = {"step": step, "mixed_precision": mixed, "cpu_seconds": statistics.median(each[1:])}
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    with kept_weights.trainable(model):
+        for mixed in [False, True] * (1 + args.repeats):
+            started = time.process_time()
+            kept_weights.begin(RATE, loss_scale(samples.tokens))
+            kept_weights.forget(kept_weights.updates_in_backward)
+            with mixed_precision(model) if mixed else nullcontext():
+                (objective.of(model, samples, torch.tensor([0])) * kept_weights.scale).backward()
+            kept_weights.finish()
+            seconds[mixed].append(time.process_time() - started)
+    for mixed, measured in seconds.items():
+        row = {
+            "step": "distill by adafactor",
+            "mixed_precision": mixed,
+            "cpu_seconds": statistics.median(measured[1:]),
+        }
+        print(json.dumps(row), flush=True)
+        rows.append(row)
     about = {"command": "python -m benchmarks.training_step FOLDER IDS.safetensors", "tokens": samples.tokens}
     write(args.output, {**about, "hardware": processor(), "versions": versions(), "rows": rows})
 

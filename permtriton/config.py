@@ -43,7 +43,7 @@ class CalibrationConfig:
     generated: int = _calibration(
         0,
         "Further sequences, which the dense model writes, for the steps that bring the pruned model back to it (refit, "
-        "tune, distill); only for models that write text.",
+        "distill); only for models that write text.",
     )
     special_tokens: SpecialTokens = _calibration(
         "auto",

@@ -28,7 +28,6 @@ from permtriton.methods.recipe_config import CompileConfig, has_effect, no_effec
 from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.round import Round
-from permtriton.methods.train.tune import Tune
 from permtriton.model.name import DEMO, shown_name
 from permtriton.util.option import Option, fields_of, options_of
 
@@ -71,14 +70,9 @@ RECIPES: dict[str, Recipe] = {
         step_tokens=1024,
     ),
     "best": Recipe(
-        (
-            Heuristic(),
-            Refit(),
-            Tune(),
-            Distill(epochs=1, batch_size=1, learning_rate=1e-3, further=12, optimizer="adafactor"),
-        ),
-        "the fit of the default, then vectors and all kept weights trained, on more of the text and on what the model "
-        "writes: several times its time",
+        (Heuristic(), Refit(), Distill(epochs=1, batch_size=1, learning_rate=1e-3, further=12, optimizer="adafactor")),
+        "the fit of the default, then kept weights trained on more of the text and on what the model writes: several "
+        "times its time",
         generated=3,
     ),
     "fast": Recipe(

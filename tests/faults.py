@@ -25,9 +25,7 @@ from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searcher
 from permtriton.methods.prune import mask, refit, sparsegpt, sparsegpt_math
 from permtriton.methods.prune.mask import Mask
-from permtriton.methods.train import tune
 from permtriton.methods.train.kept_weights import KeptWeights
-from permtriton.methods.train.tune import TunedValues
 from permtriton.passes import apply_edits
 from permtriton.passes.edits import Fold
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
@@ -47,7 +45,6 @@ LEARNED = {
 SEARCHED = {**HEURISTIC, "recipe": "heuristic,searched,mask", "search_rounds": 2}
 SPARSEGPT = {**HEURISTIC, "recipe": "heuristic,sparsegpt", "importance": "wanda"}
 REFIT = {**HEURISTIC, "recipe": "heuristic,refit"}
-TUNE = {**HEURISTIC, "recipe": "heuristic,mask,tune", "tune_steps": 4, "tune_batch_size": 2, "tune_learning_rate": 0.05}
 # Training spoils the model, so that the weights before it are the ones kept, and written back.
 DISTILL = {**HEURISTIC, "recipe": "heuristic,mask,distill", "distill_epochs": 1, "distill_learning_rate": 10.0}
 Plant = Callable[[pytest.MonkeyPatch], object]
@@ -188,36 +185,9 @@ def forward_left(original: Callable[..., None], model: Any, *more: Any) -> None:
 
 
 def outside(original: Callable[..., None], kept: KeptWeights, values: dict[str, Tensor]) -> None:
-    for name, weight in kept._parameters.items():
+    for name, weight in kept._weights.items():
         elsewhere = (weight.data != 0).roll(1, 1)
         weight.data.zero_().masked_scatter_(elsewhere, values[name])
-
-
-def folded_twice(original: Callable[..., Any], values: TunedValues, store: Any) -> Any:
-    scales = {name: values.values[name].detach().clone() for name in values._linears}
-    before = original(values, store)
-    for name, scale in scales.items():
-        values.values[name].data.copy_(scale)
-    original(values, store)
-    return before
-
-
-def of_the_other_axis(original: Callable[..., Tensor], linear: Any) -> Tensor:
-    weight = original(linear)
-    return weight.t() if weight.shape[0] == weight.shape[1] else weight
-
-
-def folded_beside(original: Callable[..., Any], values: TunedValues, store: Any) -> Any:
-    """All weights are moved by a little, in place of being multiplied."""
-    before = original(values, store)
-    for linears in values._linears.values():
-        linears[0].weight.data.add_(1e-6)
-    return before
-
-
-def named_twice(original: Callable[..., Any], module: Any, prefix: str = "", recurse: bool = True, *_: Any) -> Any:
-    """A parameter that two modules share has two names."""
-    return original(module, prefix, recurse, False)
 
 
 def full_column(original: Callable[..., Tensor], weight: Tensor, *more: Any) -> Tensor:
@@ -426,19 +396,6 @@ FAULTS: dict[str, Fault] = {
     "distill keeps other weights than it measured": Fault(
         replaced(KeptWeights, "snapshot", lambda f, *args: {k: v * 1.5 for k, v in f(*args).items()}),
         "held out, when its weights were kept", options=DISTILL,
-    ),
-    "tune folds scales twice": Fault(
-        replaced(TunedValues, "fold", folded_twice), "before its scales were folded", options=TUNE
-    ),
-    "tune folds scales into columns": Fault(
-        replaced(tune, "weight_in_out", of_the_other_axis), "before its scales were folded", options=TUNE
-    ),
-    "tune writes pruned weights": Fault(
-        replaced(TunedValues, "fold", folded_beside), "allows 2", options=TUNE
-    ),
-    "tune trains a shared norm twice": Fault(
-        replaced(torch.nn.Module, "named_parameters", named_twice),
-        caught_by="tests/test_tune.py::test_steps_are_those_of_adam_and_what_is_shared_is_tuned_once",
     ),
     "saved tensor of another layer": Fault(
         on_disk(of_another_layer), "what was written differs from the model in memory", then="save"

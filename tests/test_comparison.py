@@ -17,7 +17,7 @@ from permtriton.util.sparsity import NMPattern
 
 from . import zoo
 
-SMALL = {"samples": 4, "sequence_length": 16, "learn_epochs": 1, "learn_batch_size": 4}
+SMALL = {"samples": 4, "sequence_length": 16, "learn_epochs": 1, "learn_batch_size": 4, "distill_epochs": 1}
 HELD_OUT = zoo.tiny_ids(3, 12, seed=1)
 TIMES = ("seconds", "compile_seconds", "peak_bytes", "by_seed")
 
@@ -59,7 +59,7 @@ ABLATIONS = {
     "learn_block_size": (("32", "64"), ("wanda + learned", "ria + learned")),
     "refit_exchanges": (("0", "2", "4", "8"), ()),
     "heuristic_row_weights": (("fisher", "none"), ("wanda + heuristic",)),
-    "tune_generated": (("true", "false"), ("mask + tune",)),
+    "distill_generated": (("true", "false"), ("mask + distill",)),
     "sparsity": (("2:4", "4:8"), ("wanda",)),
 }
 
@@ -165,7 +165,7 @@ def finished(world) -> bytes:
     """The file of kept results of a comparison."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(world)
-        compare(methods=["magnitude", "mask + tune", "fast"], output="made/t.json")
+        compare(methods=["magnitude", "mask + distill", "fast"], output="made/t.json")
     return (world / "made" / ".t.json.rows.json").read_bytes()
 
 
@@ -177,7 +177,7 @@ CHANGES = {
     "calibration": ({"calibration": "other-text.jsonl"}, "1 of 2"),
     "pattern": ({"sparsity": "4:8"}, "1 of 2"),
     "seed": ({"seeds": 3}, "1 of 2"),
-    "what only rounds": ({"methods": ["mask + tune"], "micro_batch_size": 3}, "2 of 2"),
+    "what only rounds": ({"methods": ["mask + distill"], "micro_batch_size": 3}, "2 of 2"),
     "option of a recipe": ({"methods": ["fast"], "refit_exchanges": 4}, "1 of 2"),
     "recipe": ({"methods": ["fast"]}, "2 of 2"),
 }

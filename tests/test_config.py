@@ -71,11 +71,6 @@ OTHER = {
     "refit_metric_tokens": 512,
     "refit_metric_rounds": 3,
     "refit_generated": False,
-    "tune_steps": 5,
-    "tune_learning_rate": 0.05,
-    "tune_batch_size": 7,
-    "tune_generated": False,
-    "tune_loss": "cosine",
     "round_sweeps": 1,
     "distill_epochs": 6,
     "distill_learning_rate": 0.04,
@@ -88,7 +83,7 @@ OTHER = {
 }
 PARTS = (CompileConfig, CalibrationConfig, *STEPS)
 # Recipes that have every step between them.
-LEARN, UPDATE = "heuristic,learned,searched,mask,tune,distill,round", "heuristic,sparsegpt"
+LEARN, UPDATE = "heuristic,learned,searched,mask,distill,round", "heuristic,sparsegpt"
 REFIT = "heuristic,refit"
 
 

@@ -8,8 +8,9 @@ import torch
 
 from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
+from permtriton.data.text_samples import calibration_samples
 from permtriton.driver.pipeline import compile_model
-from permtriton.errors import CalibrationError
+from permtriton.errors import CalibrationError, OutputError
 from permtriton.methods.train.kept_weights import KeptWeights
 from permtriton.methods.train.trainer import rate_at, split_held_out
 from permtriton.model.experts import unstacked_experts
@@ -36,17 +37,28 @@ def test_the_kept_weights_move_and_the_loss_falls():
     json.dumps(result.rows, allow_nan=False)
 
 
+def with_shared_weights() -> Pruned:
+    model = tiny_model()
+    first, second = model.model.layers
+    second.mlp.up_proj = first.mlp.up_proj  # a module of both layers
+    second.mlp.gate_proj.weight = first.mlp.gate_proj.weight  # and a weight of two modules
+    return Pruned(model)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "adafactor"])
+@pytest.mark.parametrize("model", [tiny, with_shared_weights])
 @torch.enable_grad()
-def test_steps_are_those_of_the_optimizer_on_masked_gradients_relative_to_the_weights(optimizer):
-    pruned = tiny()
+def test_steps_are_those_of_the_optimizer_on_masked_gradients_relative_to_the_weights(optimizer, model):
+    """Whatever layers share has one gradient, and is changed once in a step."""
+    pruned = model()
     pruned.distill(epochs=1, optimizer=optimizer)
     result, rows = pruned.trained_weights(), split_held_out(10, 0)[0]
     pruned.reset()
-    groups = [{"params": weight} for weight in pruned.weights.values()]
+    weights = list({id(weight): weight for weight in pruned.weights.values()}.values())
+    groups = [{"params": weight} for weight in weights]
     eps = {"eps": (1e-18, 0.0)} if optimizer == "adafactor" else {}  # torch's is larger than these mean squares
     plain = {"adam": torch.optim.Adam, "adafactor": torch.optim.Adafactor}[optimizer](groups, **eps)
-    sizes = [weight[weight != 0].square().mean().sqrt().item() for weight in pruned.weights.values()]
+    sizes = [weight[weight != 0].square().mean().sqrt().item() for weight in weights]
     order = torch.randperm(9, generator=torch.Generator().manual_seed(1))
     for step, batch in enumerate(rows[order].split(4)):
         plain.zero_grad()
@@ -197,6 +209,17 @@ def test_frozen_weights_are_trained_and_stay_frozen():
     assert pruned.moved() == set(pruned.weights)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert_mlm"])
+@pytest.mark.slow
+def test_architectures(name):
+    """Weights stored the other way round; a head with a norm and a bias, which stay as they are."""
+    pruned = Pruned(*zoo.planned(name), zoo.token_ids(10, 12))
+    before = pruned.loss()
+    with only_kept_weights_change(pruned):
+        pruned.distill(learning_rate=5e-3)
+    assert pruned.loss() < before
+
+
 def test_a_model_without_a_head_takes_cosine():
     pruned = Pruned(*zoo.planned("bert"), zoo.token_ids(10, 12))
     assert pruned.objective.kind == "cosine"
@@ -224,6 +247,47 @@ def test_steps_read_new_samples_alone_and_those_of_the_calibration_where_they_ar
     assert new in ((6,) if spare >= 7 else (spare, spare - 1))
     start = zoo.start(tiny_model(), config, samples, find_plan(tiny_model(), config.sparsity))
     assert config.steps[-1].sizes(start.sizes).sequences == read
+
+
+def counting(path, windows: int) -> str:
+    """A text whose token ids say which window of 12 they are of."""
+    ids = [token for number in range(windows) for token in [number] * 12]
+    path.write_text(json.dumps({"input_ids": ids}) + "\n", encoding="utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(("windows", "spare"), [(30, 27), (13, 10)])
+@pytest.mark.slow
+def test_it_reads_windows_of_the_text_that_no_other_step_reads(trained_on, tmp_path, windows, spare):
+    """Eight steps on two windows each; where the text is too short, on those of the calibration, too."""
+    options = {"calibration": counting(tmp_path / "text.jsonl", windows), "samples": 3, "sequence_length": 12}
+    options |= {"distill_steps": 8, "distill_batch_size": 2, "activation_checkpointing": False}
+    config = config_from(options, "mask,distill")
+    compile_model(tiny_model(), None, config)
+    rows = torch.cat(trained_on)[:, 0]
+    assert rows.numel() == 16
+    assert rows.unique().numel() == min(16, windows - 1)
+    samples = calibration_samples(config, None, tiny_model())
+    used = samples.ids[:, 0]
+    assert not torch.isin(samples.surplus.ids[:, 0], used).any()
+    if spare > 16:
+        assert not torch.isin(rows, used).any()
+    else:
+        assert len(samples.surplus) == spare
+
+
+@pytest.mark.slow
+def test_another_text_is_another_run(tmp_path):
+    """Also where only windows differ that calibration does not read."""
+    options = {"calibration": counting(tmp_path / "text.jsonl", 30), "samples": 3, "sequence_length": 12}
+    config = config_from({**options, "distill_further": 1, "distill_epochs": 1}, "mask,distill")
+    path = tmp_path / "state.safetensors"
+    compile_model(tiny_model(), None, config, resume_path=path)
+    text = (tmp_path / "text.jsonl").read_text()
+    (tmp_path / "text.jsonl").write_text(text.replace("29", "28"))
+    compile_model(tiny_model(), None, config_from(options, "mask"))
+    with pytest.raises(OutputError, match="the calibration sequences differ"):
+        compile_model(tiny_model(), None, config, resume_path=path)
 
 
 @pytest.mark.slow

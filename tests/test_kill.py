@@ -67,13 +67,11 @@ RENAMES = ("os.rename",)
 QUICK = ("--samples", 4, "--sequence-length", 16, "--micro-batch-size", 4, "--eval-data", "none", "--overwrite")
 SEARCH = ("--search-rounds", 2)
 LEARN = ("--learn-epochs", 2, "--learn-batch-size", 4, "--learn-block-size", 8)
-TUNE = ("--tune-steps", 4, "--tune-batch-size", 2)
 DISTILL = ("--distill-epochs", 2, "--distill-batch-size", 4)
 COMMANDS = {
-    "searched, tune": ("--recipe", "heuristic,searched,mask,tune", *SEARCH, *TUNE),
-    "tune, round, in 8 bits": ("--recipe", "sparsegpt,tune,round", *TUNE, "--save-format", "packed-fp8"),
+    "searched, distill": ("--recipe", "heuristic,searched,mask,distill", *SEARCH, *DISTILL),
+    "distill, round, in 8 bits": ("--recipe", "sparsegpt,distill,round", *DISTILL, "--save-format", "packed-fp8"),
     "learned, distill": ("--recipe", "heuristic,learned,mask,distill", *LEARN, *DISTILL),
-    "sparsegpt, distill": ("--recipe", "heuristic,sparsegpt,distill", *DISTILL),
     "default": ("--generated", 2),
     "searched, fused, a dense share": ("--recipe", "values", *SEARCH, "--layout", "fused", "--dense-share", 0.3),
 }

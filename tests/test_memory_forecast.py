@@ -147,7 +147,7 @@ def test_compile_refuses_before_it_changes_the_model(model, monkeypatch):
 
 
 def spared(found: PreTrainedModel, free: int, **options: object) -> MemoryEstimate:
-    config = config_from({"recipe": "mask,tune", **options})
+    config = config_from({"recipe": "mask,distill", **options})
     with unstacked_experts(found):
         start = zoo.start(found, config, Samples.of(zoo.tiny_ids(8, 64)))
         needs = memory_forecast.estimate_together(start, memory_forecast.Devices("cuda", 1, free))
@@ -159,14 +159,14 @@ def spared(found: PreTrainedModel, free: int, **options: object) -> MemoryEstima
 def test_activations_are_recomputed_unless_everything_fits_in_half_of_the_free_memory(model):
     kept, recomputed = spared(model, 10**12), spared(model, 0)
     assert (kept.recomputes, recomputed.recomputes) == (False, True)
-    assert recomputed.stages["tune"] < kept.stages["tune"]
+    assert recomputed.stages["distill"] < kept.stages["distill"]
     most = 2 * kept.added()
     assert not spared(model, most).recomputes
     assert spared(model, most - 2).recomputes
     assert not spared(model, 0, recipe="mask").recomputes, "it has no backward pass"
     asked = spared(model, 0, activation_checkpointing=True)
     assert not asked.recomputes
-    assert asked.stages["tune"] == recomputed.stages["tune"]
+    assert asked.stages["distill"] == recomputed.stages["distill"]
 
 
 @pytest.mark.parametrize(

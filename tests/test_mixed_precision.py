@@ -25,7 +25,6 @@ from permtriton.running.mixed_precision import AMX, FEW, NARROW, exact_products,
 
 from . import zoo
 from .rounding import assert_equal_but_for_rounding
-from .test_tune import tuned
 from .updating import Pruned
 
 ORDER = "heuristic,mask"
@@ -140,22 +139,17 @@ def wide() -> PreTrainedModel:
     return zoo.tiny_llama(num_hidden_layers=1, **sizes)
 
 
-STEPS = {"distill": Pruned.distill, "tune": tuned}
-
-
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("mixed", [True, False])
 @pytest.mark.slow
-def test_steps_multiply_as_the_config_says_and_measure_in_float32(step, mixed):
+def test_steps_multiply_as_the_config_says_and_measure_in_float32(mixed):
     pruned = Pruned(wide(), ids=zoo.tiny_ids(10, FEW))
     with Products() as products:
         pruned.loss()
     assert set(products.counts) == {torch.float32}
     with Products() as products:
-        result = STEPS[step](pruned, mixed_precision=mixed)
+        result = pruned.distill(mixed_precision=mixed)
     assert (torch.bfloat16 in products.counts) == mixed
-    held_out = torch.arange(1) if step == "tune" else split_held_out(10, 0)[1]
-    assert pruned.loss(held_out) == pytest.approx(result.history[result.kept].held_out, rel=1e-4)
+    assert pruned.loss(split_held_out(10, 0)[1]) == pytest.approx(result.history[result.kept].held_out, rel=1e-4)
 
 
 def test_a_forward_that_someone_else_replaced_is_called():

@@ -41,7 +41,6 @@ RECIPES = {
     "refit": ("heuristic,refit", REFIT),
     "refit, a dense share": ("heuristic,refit", {**REFIT, "dense_share": 0.3}),
     "sparsegpt": ("heuristic,sparsegpt", {"importance": "wanda", "sparsegpt_mask": "keep"}),
-    "tune": ("sparsegpt,tune", {"tune_steps": 4, "tune_batch_size": 2}),
     "distill": ("sparsegpt,distill", {"distill_epochs": 1, "distill_batch_size": 2, "generated": 4}),
     "distill in parts": (
         "sparsegpt,distill",
@@ -87,7 +86,7 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [("llama_eager", "refit"), ("mixtral", "sparsegpt"), ("llama_eager", "distill in parts"), ("opt", "tune")],
+    [("llama_eager", "refit"), ("mixtral", "sparsegpt"), ("llama_eager", "distill in parts"), ("opt", "distill")],
 )
 @pytest.mark.slow(but=["llama_eager-refit"])
 def test_the_result_is_that_of_a_whole_model(name, recipe):
@@ -180,7 +179,7 @@ def test_a_model_that_does_not_fit_is_onloaded_without_being_asked():
 def test_the_dense_model_writes_text_only_where_the_gpu_holds_all_of_it():
     """A recipe does without; who asks for text is told."""
     model = zoo.build("llama_eager", intermediate_size=64, vocab_size=8000)
-    few = {"tune_steps": 2, "distill_epochs": 1, "distill_batch_size": 2, "heuristic_row_weights": "none", **REFIT}
+    few = {"distill_epochs": 1, "distill_batch_size": 2, "heuristic_row_weights": "none", **REFIT}
     config, samples = config_from({**SMALL, **few}, "best"), Samples.of(IDS)
     start = Planned(model, config, samples, *plan_model(model, config, samples))
     needs = estimate(start, Devices("cuda", 1, 1 << 40, ONLOADED))

@@ -19,7 +19,6 @@ METHODS = {
     "sparsegpt": ["--recipe", "sparsegpt"],
     "learned": ["--recipe", "learned,mask", "--learn-epochs", "1"],
     "searched": ["--recipe", "searched,mask", "--search-rounds", "1"],
-    "tune": ["--recipe", "mask,tune", "--tune-steps", "1", "--tune-batch-size", "2"],
     "distill": [
         *("--recipe", "mask,distill", "--distill-steps", "2", "--distill-batch-size", "1"),
         *("--distill-optimizer", "adafactor"),

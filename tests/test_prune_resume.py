@@ -68,7 +68,7 @@ def test_it_continues_to_the_same_end(path, name, step):
 
 def test_states_of_another_output_stay(path):
     """Those of ``out.refit_v2``, and of ``refit`` in it, begin like those of ``out``."""
-    others = [".out.refit_v2.tune.safetensors", ".out.refit_v2.refit_0.safetensors"]
+    others = [".out.refit_v2.distill.safetensors", ".out.refit_v2.refit_0.safetensors"]
     for name in (*others, ".out.refit_0.safetensors", ".out.refit_12.safetensors"):
         path.with_name(name).touch()
     FinishedLayers(path, MINE).delete()
@@ -76,13 +76,13 @@ def test_states_of_another_output_stay(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["refit,tune", "heuristic,sparsegpt,tune"])
+@pytest.mark.parametrize("recipe", ["refit,distill", "heuristic,sparsegpt,distill"])
 def test_a_recipe_continues_after_its_pruned_layers(tmp_path, recipe):
-    config = config_from({"tune_steps": 4, "refit_iterations": 2, "refit_exchanges": 1}, recipe)
+    config = config_from({"distill_epochs": 2, "refit_iterations": 2, "refit_exchanges": 1}, recipe)
     path, ids = tmp_path / ".out.safetensors", zoo.tiny_ids(8, 16)
     whole = compile_model(tiny_model(), None, config, ids=ids)
     with pytest.raises(KeyboardInterrupt):
-        compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=Interrupting("tune", 1))
+        compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=Interrupting("distill", 1))
     step = "refit" if "refit" in recipe else "sparsegpt"
     assert [found.name for found in states_beside(path, ())] == [
         f".out.{step}_{number}.safetensors" for number in range(2)
@@ -107,17 +107,17 @@ def test_gradients_that_differ_decide_nothing_again(tmp_path, dense_share, monke
     """As they do on a GPU, where a backward pass is not the same in every run."""
     rand = torch.rand
     monkeypatch.setattr(torch, "rand", lambda *shape, generator=None, **more: rand(*shape, **more))
-    options = {"heuristic_row_weights": "fisher", "dense_share": dense_share, "tune_steps": 4, "layout": "fused"}
-    config = config_from({**options, "refit_iterations": 1, "refit_exchanges": 0}, "heuristic,refit,tune")
+    options = {"heuristic_row_weights": "fisher", "dense_share": dense_share, "distill_epochs": 2, "layout": "fused"}
+    config = config_from({**options, "refit_iterations": 1, "refit_exchanges": 0}, "heuristic,refit,distill")
     path, ids = tmp_path / ".out.safetensors", zoo.tiny_ids(8, 16)
     with pytest.raises(KeyboardInterrupt):
-        compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=Interrupting("tune", 1))
+        compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=Interrupting("distill", 1))
     stages = []
     progress = Recording()
     monkeypatch.setattr(
         progress, "stage", lambda name, steps, at=progress.stage: stages.append(name) or at(name, steps)
     )
     compile_model(tiny_model(), None, config, ids=ids, resume_path=path, progress=progress)
-    assert "tune" in stages
+    assert "distill" in stages
     assert "row weights" not in stages
     assert stages.count("heuristic") == 1, "the step, which takes its order from the state, and no assignment"

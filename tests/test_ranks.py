@@ -101,7 +101,7 @@ def test_some_experts_are_visited_on_one_rank_only(folder):
 @pytest.mark.slow
 def test_only_the_first_rank_keeps_a_state(folder):
     """Both ranks continued from it, see `tests.two_ranks.learned` and `refitted` there."""
-    refitted = {f"refitted.{step}" for step in ("heuristic", "refit_0", "refit_1", "tune")}
+    refitted = {f"refitted.{step}" for step in ("heuristic", "refit_0", "refit_1", "distill")}
     kept = refitted | {"states.heuristic", "states.learned"}
     assert {path.stem for path in (folder / "rank0").iterdir()} == kept
     assert list((folder / "rank1").iterdir()) == []

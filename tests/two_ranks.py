@@ -38,7 +38,6 @@ RANKS = 2
 SMALL = {"micro_batch_size": 2, "activation_checkpointing": False, "heuristic_row_weights": "fisher"}
 LEARN = {"learn_epochs": 2, "learn_batch_size": 2, "learn_block_size": 8, "learn_learning_rate": 0.1}
 DISTILL = {"distill_epochs": 2, "distill_batch_size": 3, "distill_learning_rate": 0.01}
-TUNE = {"tune_steps": 4, "tune_batch_size": 3, "tune_learning_rate": 0.02}
 
 
 class Interrupting(NoProgress):
@@ -95,14 +94,13 @@ def _losses(report: object) -> Iterator[float]:
 
 def every_update(_folder: Path) -> dict:
     model = updating.tiny_model().double()
-    options = {"recipe": "heuristic,sparsegpt,tune,distill", **TUNE, **DISTILL}
-    return compiled(model, zoo.tiny_ids(5, 12), **options)
+    return compiled(model, zoo.tiny_ids(5, 12), recipe="heuristic,sparsegpt,distill", **DISTILL)
 
 
 def refitted(folder: Path) -> dict:
     """Each rank runs both models on its sequences, and fits every other linear. Two ranks are interrupted after it."""
     path = folder / "refitted.safetensors"
-    _interrupt(_refitted, path, Interrupting("tune", 1))
+    _interrupt(_refitted, path, Interrupting("distill", 1))
     for each in folder.glob("refitted.refit_1.*"):
         each.unlink()  # as if it had been interrupted in the last layer
     return _refitted(path)
@@ -120,7 +118,7 @@ def _interrupt(case: Callable[..., dict], path: Path, interrupting: Interrupting
 
 
 def _refitted(path: Path, progress: NoProgress | None = None) -> dict:
-    options = {"recipe": "heuristic,refit,tune", "refit_iterations": 4, "tune_steps": 2}
+    options = {"recipe": "heuristic,refit,distill", "refit_iterations": 4, "distill_steps": 2, "distill_batch_size": 1}
     return compiled(updating.tiny_model().double(), zoo.tiny_ids(9, 12), path, progress, **options)
 
 

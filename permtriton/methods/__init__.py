@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from permtriton.methods.step import Step as Step
     from permtriton.methods.train.distill import Distill as Distill
     from permtriton.methods.train.round import Round as Round
-    from permtriton.methods.train.tune import Tune as Tune
     from permtriton.passes.plan import linear_module as linear_module
     from permtriton.passes.plan import weight_in_out as weight_in_out
     from permtriton.util.option import documented as documented
@@ -27,7 +26,7 @@ _NAMES = {
     "kernels.nm_mask": ("top_n_mask",),
     "methods.run": ("Run",),
     "methods.step": ("Outcome", "Stage", "Step"),
-    "methods.steps": ("Distill", "Heuristic", "Learned", "Mask", "Refit", "Round", "Searched", "SparseGPT", "Tune"),
+    "methods.steps": ("Distill", "Heuristic", "Learned", "Mask", "Refit", "Round", "Searched", "SparseGPT"),
     "passes.plan": ("linear_module", "weight_in_out"),
     "util.option": ("documented", "option"),
 }

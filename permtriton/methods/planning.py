@@ -78,7 +78,6 @@ class Planned:
             hessians=max(sum(site.channels**2 for site in layer) for layer in plan.layers()) * 4 * FLOAT32,
             spaces=tuple(space.units for space in plan.spaces if not space.frozen),
             kept=sum(size * (1 - plan.patterns[name].sparsity) for name, size in weight_counts.items()) / pruned,
-            vectors=sum(p.numel() for p in model.parameters() if p.ndim == 1) + sum(out_features.values()),
             rows=sum(out_features[name] for site, name in plan.linears() if not site.is_routed and name not in stacked),
             sequences=len(samples),
             calibration=len(samples),

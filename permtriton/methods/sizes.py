@@ -95,7 +95,6 @@ class ModelSizes:
         forward: bytes of the activations of a forward pass that computes neither gradients nor logits.
         spaces: number of units of each channel space that may move.
         kept: share of the weights that are kept.
-        vectors: number of values in all parameters that are vectors, plus the number of rows of the pruned linears.
         rows: rows of the pruned linears that every token runs through.
         sequences: number of samples that a step reads.
         calibration: number of calibration samples.
@@ -124,7 +123,6 @@ class ModelSizes:
     hessians: int
     spaces: tuple[int, ...]
     kept: float
-    vectors: int
     rows: int
     sequences: int
     calibration: int

@@ -22,9 +22,8 @@ from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.round import Round
-from permtriton.methods.train.tune import Tune
 
-STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Tune, Distill, Round)
+STEPS: tuple[type[Step], ...] = (Heuristic, Learned, Searched, Mask, SparseGPT, Refit, Distill, Round)
 
 
 def problem_of(kind: Any) -> str:

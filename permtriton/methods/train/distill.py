@@ -16,9 +16,9 @@ from permtriton.data.samples import Samples
 from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import BACKWARD, GENERATED, Outcome
+from permtriton.methods.step import BACKWARD, GENERATED, Outcome, Stage, Step
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
-from permtriton.methods.train.trainer import Schedule, Trainer, TrainingStep, num_held_out, num_to_draw, split_held_out
+from permtriton.methods.train.trainer import Schedule, Trainer, num_held_out, num_to_draw, split_held_out
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import epoch_order
 
@@ -30,12 +30,15 @@ WITHOUT_STEPS = {"distill_steps": (0,)}
 
 @documented
 @dataclass(frozen=True)
-class Distill(TrainingStep):
+class Distill(Step):
     """Options of distillation."""
 
     name: ClassVar[str] = "distill"
     prefix: ClassVar[str] = "distill"
     summary: ClassVar[str] = "kept weights trained together, to give the dense model's outputs: minutes to hours"
+    stage: ClassVar[Stage] = Stage.TRAIN
+    shards: ClassVar[bool] = False
+    gradients = True
 
     epochs: int = option(
         20,
@@ -77,6 +80,14 @@ class Distill(TrainingStep):
         return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
 
     @property
+    def backward_batch(self) -> int:
+        return self.batch_size
+
+    @property
+    def reads_generated(self) -> bool:
+        return self.generated
+
+    @property
     def extra_per_sample(self) -> int:
         return self.further
 
@@ -88,6 +99,9 @@ class Distill(TrainingStep):
     def _in_one_round(self) -> bool:
         """Whether the schedule is one round, so that the only state that is saved is the one at the end."""
         return 0 < self.steps <= ROUND
+
+    def uses_importance(self) -> bool:
+        return False
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         collected = sizes.ranks > 1 or self.batch_size > sizes.micro_batch_size
@@ -124,9 +138,7 @@ class Distill(TrainingStep):
             unshared = len(weights) == len(names) and all(site.num_calls == 1 for site in run.plan.sites)
             kept_weights = KeptWeights(weights, self.optimizer, run.store, updates_in_backward=unshared)
             schedule = self._schedule(samples, self._epochs(len(run.samples), len(samples)), run.config.seed)
-            trainer = Trainer(run, self, kept_weights, schedule)
-            with trainer.context():
-                return trainer.run()
+            return Trainer(run, self, kept_weights, schedule).run()
 
     def _schedule(self, samples: Samples, epochs: int, seed: int) -> Schedule:
         """Returns the schedule: epochs over all samples that are not held out, divided into rounds."""

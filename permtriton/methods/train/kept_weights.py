@@ -12,16 +12,17 @@ value before rounding minus the rounded value), and the two are added in float32
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from permtriton.config import OptimizerKind
 from permtriton.errors import VerificationError
-from permtriton.methods.train.trainer import Trainable
 from permtriton.model.checks import all_finite
 from permtriton.passes.plan import linear_module
+from permtriton.running.backward import frozen
 from permtriton.util import ranks
 from permtriton.util.store import MEMORY, Store
 
@@ -38,13 +39,20 @@ def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter
     return dict(weights.values())
 
 
-class KeptWeights(Trainable):
-    """The nonzero weights of some linears.
+class KeptWeights:
+    """The nonzero weights of some linears, which change inside `trainable`.
 
     The learning rate is relative to the root mean square of a linear's kept weights: models of different widths, whose
     weights differ in size tenfold, can then use the same learning rate. Where several layers share a weight, it must
     not change during the backward pass: while layers come to a GPU one by one, its gradient arrives in parts.
+
+    Attributes:
+        updates_in_backward: whether a weight may change as soon as its gradient is known.
+        rate: learning rate of the present step.
+        scale: loss scale of the present step; its gradients are multiplied by it, too.
     """
+
+    rate = scale = 1.0
 
     def __init__(
         self,
@@ -54,36 +62,65 @@ class KeptWeights(Trainable):
         *,
         updates_in_backward: bool = True,
     ) -> None:
-        super().__init__(weights)
-        self.updates_in_backward = updates_in_backward
+        self._weights, self.updates_in_backward = dict(weights), updates_in_backward
         self._patterns = {name: _fingerprint(weight) for name, weight in weights.items()}
         self._kind, self._store = optimizer, store
         self._optimizers: dict[str, _Optimizer] = {}
         self._gradients: dict[str, Tensor] = {}
         self._changed: set[str] = set()
-        self._in_one_pass = False
+        self._in_one_pass = self._ignores_gradients = False
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
-        self._optimizers = {
-            name: _Optimizer(weight, self._kind, self._store) for name, weight in self._parameters.items()
-        }
-        with super().trainable(model):
+        """Inside the context, backward passes give `receive_gradient` the gradients, and leave none in the model."""
+        self._optimizers = {name: _Optimizer(weight, self._kind, self._store) for name, weight in self._weights.items()}
+        with frozen(model), ExitStack() as hooks:
+            try:
+                for name, weight in self._weights.items():
+                    weight.grad = None
+                    weight.requires_grad_(True)
+                    hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(self._receive, name)))
+                yield
+            finally:
+                for weight in self._weights.values():
+                    weight.grad = None
+                    weight.requires_grad_(False)
+
+    @contextmanager
+    def ignored_gradients(self) -> Iterator[None]:
+        self._ignores_gradients = True
+        try:
             yield
+        finally:
+            self._ignores_gradients = False
 
     def begin(self, rate: float, scale: float) -> None:
-        super().begin(rate, scale)
+        self.rate, self.scale = rate, scale
         self._changed.clear()
 
     def forget(self, in_one_pass: bool) -> None:
-        super().forget(in_one_pass)
+        """Forgets the gradients of a backward pass that failed, or of a step that is over.
+
+        Args:
+            in_one_pass: whether the next backward pass has all gradients of the step, which then need not be collected.
+        """
+        for weight in self._weights.values():
+            weight.grad = None
         self._gradients.clear()
         self._in_one_pass = in_one_pass
 
+    @torch.no_grad()
+    def _receive(self, name: str, weight: Tensor) -> None:
+        assert weight.grad is not None
+        if not self._ignores_gradients:
+            self.receive_gradient(name, weight.grad)
+        weight.grad = None
+
     def receive_gradient(self, name: str, gradient: Tensor) -> None:
+        """Receives the gradient of a weight, during the backward pass that computes it."""
         if name in self._changed:  # already changed in an attempt that ran out of memory afterwards
             return
-        mask = _mask(self._parameters[name]).to(gradient.dtype)  # products with booleans are slower
+        mask = _mask(self._weights[name]).to(gradient.dtype)  # products with booleans are slower
         gradient = (gradient * mask).to(_wide(gradient.dtype))
         if self._in_one_pass:
             self._change(name, gradient)
@@ -94,7 +131,8 @@ class KeptWeights(Trainable):
 
     @torch.no_grad()
     def finish(self) -> None:
-        for name, weight in self._parameters.items():
+        """Ends a step: sums collected gradients over the ranks, and changes the weights that are not changed yet."""
+        for name, weight in self._weights.items():
             if name not in self._changed:
                 gradient = self._gradients.pop(name, None)
                 if gradient is None:
@@ -104,28 +142,29 @@ class KeptWeights(Trainable):
 
     def _change(self, name: str, gradient: Tensor) -> None:
         if not all_finite(gradient):  # infinity or NaN does no harm at pruned weights
-            gradient = torch.where(_mask(self._parameters[name]), gradient, 0)
+            gradient = torch.where(_mask(self._weights[name]), gradient, 0)
             if not all_finite(gradient):
                 raise FloatingPointError(name)
         self._changed.add(name)  # set first, so that the change is not applied twice if the attempt fails in between
-        self._optimizers[name].change(self._parameters[name], gradient.div_(self.scale), self.rate)
+        self._optimizers[name].change(self._weights[name], gradient.div_(self.scale), self.rate)
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
         """Returns a copy of the kept weights in the model's dtype, each ``[kept weights]``, never on a GPU."""
         return {
             name: self._store.moved(weight.detach().masked_select(_mask(weight)).cpu())
-            for name, weight in self._parameters.items()
+            for name, weight in self._weights.items()
         }
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        for name, weight in self._parameters.items():
+        """Writes the values of a snapshot into the model."""
+        for name, weight in self._weights.items():
             weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
     def check(self) -> None:
         """Checks that the nonzero weights are the same ones as at the start."""
-        for name, weight in self._parameters.items():
+        for name, weight in self._weights.items():
             if not torch.equal(_fingerprint(weight), self._patterns[name]):
                 raise VerificationError(
                     f"{name}: training wrote to weights that were pruned, or set others to 0. Nothing was saved; this "
@@ -133,6 +172,7 @@ class KeptWeights(Trainable):
                 )
 
     def state(self) -> dict[str, Tensor]:
+        """Returns everything that further steps depend on; call it inside `trainable`."""
         tensors = {f"value.{name}": values for name, values in self.snapshot().items()}
         for name, optimizer in self._optimizers.items():
             tensors |= {f"{key}.{name}": values for key, values in optimizer.state.items()}
@@ -140,11 +180,16 @@ class KeptWeights(Trainable):
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
-        self.write({name: state[f"value.{name}"] for name in self._parameters})
+        """Restores what `state` returned after ``steps`` steps."""
+        self.write({name: state[f"value.{name}"] for name in self._weights})
         for name, optimizer in self._optimizers.items():
             optimizer.steps = steps
             for key, values in optimizer.state.items():
                 values.copy_(state[f"{key}.{name}"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self._weights.values())).dtype
 
 
 class _Optimizer:

@@ -1,28 +1,25 @@
-"""What training steps share: the schedule, the choice of the round to keep, and resuming after an interruption.
+"""Training after pruning: the schedule, the choice of the round to keep, and resuming after an interruption.
 
-What is trained, and how a step changes it, is a `Trainable`: the weights that pruning kept
-(`permtriton.methods.train.kept_weights`), or the vectors of a model (`permtriton.methods.train.tune`).
+How a step changes the weights that pruning kept is in `permtriton.methods.train.kept_weights`.
 """
 
 import json
 import math
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
-from permtriton.methods.step import Outcome, Stage, Step
+from permtriton.methods.step import Outcome, Step
+from permtriton.methods.train.kept_weights import KeptWeights
 from permtriton.passes.plan import layer_modules
-from permtriton.running.backward import checkpointed, frozen, loss_scale, with_gradients
+from permtriton.running.backward import checkpointed, loss_scale, with_gradients
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.resume import StateFile
 from permtriton.util import ranks
@@ -33,28 +30,6 @@ WARM_UP = 0.05  # share of the steps in which the learning rate rises to its pea
 HELD_OUT, MOST_HELD_OUT = 0.1, 24  # share of the sequences held out to choose the round, and their maximum number
 
 
-class TrainingStep(Step):
-    """Base class of steps that train, with a `Trainer`, after pruning."""
-
-    stage: ClassVar[Stage] = Stage.TRAIN
-    shards: ClassVar[bool] = False
-    gradients = True
-
-    batch_size: int  # sequences per optimiser step
-    generated: bool  # whether the step also reads text that the dense model wrote
-
-    @property
-    def backward_batch(self) -> int:
-        return self.batch_size
-
-    @property
-    def reads_generated(self) -> bool:
-        return self.generated
-
-    def uses_importance(self) -> bool:
-        return False
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The sequences of every step, the held-out sequences, and the peak learning rate."""
@@ -63,7 +38,7 @@ class Schedule:
     rounds: Sequence[Sequence[Tensor]]
     held_out: Tensor  # indices of the sequences that decide which round is kept, int64 ``[...]``
     tokens: int  # tokens of a sequence
-    learning_rate: float  # peak learning rate, relative to the size of what is trained
+    learning_rate: float  # peak learning rate, relative to the size of a weight
 
     @property
     def steps(self) -> int:
@@ -74,117 +49,25 @@ class Schedule:
         return sum(map(len, self.rounds[:rounds]))
 
 
-class Trainable(ABC):
-    """Parameters of a model that are trained, and how a step changes them. Use it inside `trainable`.
-
-    Attributes:
-        updates_in_backward: whether a step may change a parameter as soon as its gradient is known.
-        rate: learning rate of the present step.
-        scale: loss scale of the present step; its gradients are multiplied by it, too.
-    """
-
-    updates_in_backward = False
-    rate = scale = 1.0
-    _ignores_gradients = False
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = dict(parameters)
-
-    @contextmanager
-    def trainable(self, model: nn.Module) -> Iterator[None]:
-        """Inside the context, backward passes give `receive_gradient` the gradients, and leave none in the model."""
-        with frozen(model), ExitStack() as hooks:
-            try:
-                for name, parameter in self._parameters.items():
-                    parameter.grad = None
-                    parameter.requires_grad_(True)
-                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(partial(self._receive, name)))
-                yield
-            finally:
-                for parameter in self._parameters.values():
-                    parameter.grad = None
-                    parameter.requires_grad_(False)
-
-    @torch.no_grad()
-    def _receive(self, name: str, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if not self._ignores_gradients:
-            self.receive_gradient(name, parameter.grad)
-        parameter.grad = None
-
-    @contextmanager
-    def ignored_gradients(self) -> Iterator[None]:
-        self._ignores_gradients = True
-        try:
-            yield
-        finally:
-            self._ignores_gradients = False
-
-    @abstractmethod
-    def receive_gradient(self, name: str, gradient: Tensor) -> None:
-        """Receives the gradient of a parameter, during the backward pass that computes it."""
-
-    def begin(self, rate: float, scale: float) -> None:
-        self.rate, self.scale = rate, scale
-
-    def forget(self, in_one_pass: bool) -> None:
-        """Forgets the gradients of a backward pass that failed, or of a step that is over.
-
-        Args:
-            in_one_pass: whether the next backward pass has all gradients of the step, which then need not be collected.
-        """
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Ends a step: sums collected gradients over the ranks, and updates the parameters not updated yet."""
-
-    @abstractmethod
-    def snapshot(self) -> dict[str, Tensor]:
-        """Returns a copy of the parameters' present values, on the CPU."""
-
-    @abstractmethod
-    def write(self, values: Mapping[str, Tensor]) -> None:
-        """Writes the values of a snapshot into the model."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Checks that training changed nothing but what it may change, such as no pruned weight."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Tensor]:
-        """Returns everything that further steps depend on; call it inside `trainable`."""
-
-    @abstractmethod
-    def restore(self, state: Mapping[str, Tensor], steps: int) -> None:
-        """Restores what `state` returned after ``steps`` steps."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self._parameters.values())).dtype
-
-
 class Trainer:
-    """Runs a schedule and keeps the best round by held-out loss; use `run` and `held_out_loss` inside `context`."""
+    """Runs a schedule and keeps the best round by held-out loss."""
 
-    def __init__(self, run: Run, step: TrainingStep, trainable: Trainable, schedule: Schedule) -> None:
+    def __init__(self, run: Run, step: Step, weights: KeptWeights, schedule: Schedule) -> None:
         samples, objective = run.samples_for(step).to(run.model.device, run.model.dtype), run.objective(step)
         self._loss_of = partial(objective.of, run.model, samples)  # indices of sequences -> their mean loss
-        self._run, self._trainable, self._schedule, self._step_name = run, trainable, schedule, step.name
+        self._run, self._weights, self._schedule, self._step_name = run, weights, schedule, step.name
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
-        self.best_snapshot = trainable.snapshot()
+        self._best_snapshot = weights.snapshot()
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        """Inside the context, backward passes give the gradients of what is trained."""
+    def run(self) -> Outcome:
         model, config = self._run.model, self._run.working_config
         # A layer that comes to the GPU only while it runs is run again in the backward pass.
         recompute = config.activation_checkpointing or self._run.store.onloads
-        with self._trainable.trainable(model), checkpointed(layer_modules(model, self._run.plan) if recompute else []):
-            yield
+        with self._weights.trainable(model), checkpointed(layer_modules(model, self._run.plan) if recompute else []):
+            return self._continue()
 
-    def run(self) -> Outcome:
+    def _continue(self) -> Outcome:
+        """Trains from the last round that an interrupted run finished, or from the start."""
         state, progress = self._run.state(StateFile, self._step_name), self._run.progress
         outcome = self._load(state)
         rounds_done = max(len(outcome.history) - 1, 0)
@@ -199,7 +82,7 @@ class Trainer:
         """Trains the rounds that are left, and writes the weights of the best one into the model."""
         history, rounds = outcome.history, self._schedule.rounds
         if not history:
-            history.append({"round": 0, "loss": None, "held_out": self.held_out_loss(), "seconds": 0.0})
+            history.append({"round": 0, "loss": None, "held_out": self._held_out_loss(), "seconds": 0.0})
         note = f", last held-out {history[-1]['held_out']:.4f}"
         if len(history) <= len(rounds):
             self._find_size(rounds[0][0])
@@ -211,29 +94,29 @@ class Trainer:
                 if losses:  # the last step is reported below, with the held-out loss
                     advance(1, f"loss {losses[-1]:.4f}{note}")
                 losses.append(self._step(sequence_indices, step))
-            held_out_loss, mean_loss = self.held_out_loss(), sum(losses) / len(losses)
+            held_out_loss, mean_loss = self._held_out_loss(), sum(losses) / len(losses)
             seconds = time.perf_counter() - start_time
             history.append({"round": round_number, "loss": mean_loss, "held_out": held_out_loss, "seconds": seconds})
             if held_out_loss < history[outcome.kept or 0]["held_out"]:
-                self.best_snapshot = {}  # frees the old snapshot before the next one is made
-                outcome.kept, self.best_snapshot = round_number, self._trainable.snapshot()
+                self._best_snapshot = {}  # frees the old snapshot before the next one is made
+                outcome.kept, self._best_snapshot = round_number, self._weights.snapshot()
             present_round = round_number
             note = f", held-out {held_out_loss:.4f} (was {history[0]['held_out']:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
             self._save(state, outcome)
-        self._trainable.check()
+        self._weights.check()
         if present_round != outcome.kept:
-            self._trainable.write(self.best_snapshot)
-            self._trainable.check()
+            self._weights.write(self._best_snapshot)
+            self._weights.check()
             description = f"{self._step_name}, held out, when its weights were kept"
-            check_loss(history[outcome.kept or 0]["held_out"], self.held_out_loss(), self._trainable.dtype, description)
+            check_loss(history[outcome.kept or 0]["held_out"], self._held_out_loss(), self._weights.dtype, description)
 
     def _step(self, sequence_indices: Tensor, step: int) -> float:
         rate = self._schedule.learning_rate * rate_at(step, self._schedule.steps)
-        self._trainable.begin(rate, loss_scale(sequence_indices.numel() * self._schedule.tokens))
+        self._weights.begin(rate, loss_scale(sequence_indices.numel() * self._schedule.tokens))
         try:
             loss = self._check(ranks.total(self._run_backward(sequence_indices)))
-            self._trainable.finish()
+            self._weights.finish()
         except FloatingPointError as error:
             raise self._not_finite(f"gradient of {error}") from error
         return loss
@@ -245,15 +128,15 @@ class Trainer:
     def _backward(self, sequence_indices: Tensor, size: int) -> float:
         """Runs forward and backward on the sequences, ``size`` at a time; returns this rank's part of the mean loss."""
         parts = ranks.parts(sequence_indices, size)
-        in_one_pass = self._trainable.updates_in_backward and ranks.count() == len(parts) == 1
-        self._trainable.forget(in_one_pass)
+        in_one_pass = self._weights.updates_in_backward and ranks.count() == len(parts) == 1
+        self._weights.forget(in_one_pass)
         total = 0.0
         for part in parts:
             loss = with_gradients(self._loss_of(part), self._run.model) * (part.numel() / sequence_indices.numel())
             total += float(loss.detach())
             if in_one_pass:
                 self._check(total)
-            (loss * self._trainable.scale).backward()
+            (loss * self._weights.scale).backward()
         return total
 
     def _find_size(self, indices: Tensor) -> None:
@@ -262,13 +145,13 @@ class Trainer:
         Where weights change during the backward pass, running out of memory would leave a step half done. A CPU's
         memory runs out by the end of the process, which no trial prevents.
         """
-        changes = self._trainable.updates_in_backward and ranks.count() == 1 and self._run.model.device.type != "cpu"
+        changes = self._weights.updates_in_backward and ranks.count() == 1 and self._run.model.device.type != "cpu"
         if changes and 1 < indices.numel() <= self._micro_batch.size:
-            with self._trainable.ignored_gradients():
+            with self._weights.ignored_gradients():
                 self._run_backward(indices)
 
     @torch.no_grad()
-    def held_out_loss(self) -> float:
+    def _held_out_loss(self) -> float:
         held_out = self._schedule.held_out
 
         def total(size: int) -> float:
@@ -279,9 +162,9 @@ class Trainer:
 
     def _save(self, state: StateFile | None, outcome: Outcome) -> None:
         if state is not None:
-            tensors = {f"best.{name}": values for name, values in self.best_snapshot.items()}
+            tensors = {f"best.{name}": values for name, values in self._best_snapshot.items()}
             if len(outcome.history) <= len(self._schedule.rounds):  # after the last one, the best weights are enough
-                tensors |= self._trainable.state()
+                tensors |= self._weights.state()
             state.write(tensors, {"history": json.dumps(outcome.history), "kept": json.dumps(outcome.kept)})
 
     def _load(self, state: StateFile | None) -> Outcome:
@@ -291,8 +174,8 @@ class Trainer:
         tensors, texts = saved_state
         outcome = Outcome("round", json.loads(texts["history"]), json.loads(texts["kept"]))
         if len(outcome.history) <= len(self._schedule.rounds):
-            self._trainable.restore(tensors, self._schedule.steps_until(len(outcome.history) - 1))
-        self.best_snapshot = {name: tensors[f"best.{name}"] for name in self.best_snapshot}
+            self._weights.restore(tensors, self._schedule.steps_until(len(outcome.history) - 1))
+        self._best_snapshot = {name: tensors[f"best.{name}"] for name in self._best_snapshot}
         return outcome
 
     def _check(self, loss: float) -> float:
