@@ -264,7 +264,7 @@ def test_it_reads_windows_of_the_text_that_no_other_step_reads(trained_on, tmp_p
     options |= {"distill_steps": 8, "distill_batch_size": 2, "activation_checkpointing": False}
     config = config_from(options, "mask,distill")
     compile_model(tiny_model(), None, config)
-    rows = torch.cat(trained_on)[:, 0]
+    rows = torch.cat(trained_on)[2:, 0]  # the first two are of the trial that finds the size of a batch
     assert rows.numel() == 16
     assert rows.unique().numel() == min(16, windows - 1)
     samples = calibration_samples(config, None, tiny_model())

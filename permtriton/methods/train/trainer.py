@@ -142,11 +142,9 @@ class Trainer:
     def _find_size(self, indices: Tensor) -> None:
         """Lowers the micro-batch size to what fits in memory, by a backward pass that changes no weight.
 
-        Where weights change during the backward pass, running out of memory would leave a step half done. A CPU's
-        memory runs out by the end of the process, which no trial prevents.
+        Where weights change during the backward pass, running out of memory would leave a step half done.
         """
-        changes = self._weights.updates_in_backward and ranks.count() == 1 and self._run.model.device.type != "cpu"
-        if changes and 1 < indices.numel() <= self._micro_batch.size:
+        if self._weights.updates_in_backward and ranks.count() == 1 and 1 < indices.numel() <= self._micro_batch.size:
             with self._weights.ignored_gradients():
                 self._run_backward(indices)
 
