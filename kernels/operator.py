@@ -159,7 +159,7 @@ class _Parameters:
         return of_flat
 
     def flat(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """Returns the operator's arguments for a call of the function, with dataclasses split into their fields."""
+        """Returns the operator's arguments from the function's, where dataclasses are split into their fields."""
         values = {**self.defaults, **named, **dict(zip(self.types, arguments, strict=False))}
         return [part for name in self.types for part in self.split(name, values[name])]
 

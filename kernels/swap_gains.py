@@ -192,8 +192,8 @@ def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
 
     Gains of linears that share their input channels add up. A gain has no meaning for two positions of one group.
 
-    With the comparison as a float mask, every step is a vectorised operation on a tile, in place: torch's boolean
-    comparison, `where` and `masked_fill` take several times as long. D of a pair is
+    With ``S_oi > t_oj`` as a float mask, every step is a vectorised operation on a tile, in place: torch's boolean
+    comparison, `where` and `masked_fill` take several times as long. D of a pair (see the top of this file) is
 
         sum_o [S_oi > t_oj] (A_oi - a_oj) = sum_o lerp(a_oj, A_oi, mask_oij) - sum_o a_oj
 

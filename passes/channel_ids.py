@@ -24,7 +24,7 @@ def both_unexpanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def differs(ids: Tensor) -> list[bool]:
-    """Returns for each dimension whether ids may differ along it; they do not where it is expanded."""
+    """Returns for each dimension whether ids may differ along it: not if its size is 1 or it is expanded."""
     return [size > 1 and stride != 0 for size, stride in zip(ids.shape, ids.stride(), strict=True)]
 
 

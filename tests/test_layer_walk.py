@@ -98,8 +98,7 @@ def test_a_layer_that_takes_one_sequence_at_a_time(changing):
         if inputs[0].shape[0] > 1:
             raise RuntimeError("one sequence only")
 
-    for module in layer_modules(model, plan):
-        module.register_forward_pre_hook(refuse)
+    layer_modules(model, plan)[1].register_forward_pre_hook(refuse)
     for layer, before in zip(walked(model, plan, Samples.of(IDS), 5, changing), expected, strict=True):
         for site, hessian in hessians(model, layer, ignore).items():
             torch.testing.assert_close(hessian, before[site], rtol=1e-4, atol=1e-4 * float(before[site].abs().max()))

@@ -17,7 +17,10 @@ from transformers import (
 )
 
 from permtriton import NMPattern, config_from, find_plan
+from permtriton.arguments import CompileArgs
 from permtriton.data.text_samples import check_samples
+from permtriton.driver.job import Job
+from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.evaluate import measure_model
@@ -25,6 +28,7 @@ from permtriton.methods.measure.losses import Head, has_head
 from permtriton.model.forward import last_hidden_state, max_tokens
 from permtriton.model.seq2seq import arguments_of, samples_of
 from permtriton.passes.plan import Destination
+from permtriton.util.progress import NoProgress
 
 from .zoo import VOCABULARY, randomize, token_ids
 
@@ -218,3 +222,18 @@ def test_a_classifier_takes_whole_sequences_that_end():
     ids[4:, -1] = 5
     with pytest.raises(CalibrationError, match=r"2 of 6 sequences do not end with the end token \(eos_token_id=2\)"):
         compile_model(model, None, config_from({}, "mask"), ids=ids)
+
+
+def test_a_classifier_refuses_labels_and_a_config_without_an_end_token():
+    model, ids = classifier_and_ids("bart")
+    with pytest.raises(CalibrationError, match="labels is no argument of BartModel"):
+        check_samples(model, {"input_ids": ids, "labels": torch.zeros(6, 1, dtype=torch.int64)})
+    model.config.eos_token_id = None
+    with pytest.raises(CalibrationError, match="eos_token_id is None in the config of this BartForSequence"):
+        compile_model(model, None, config_from({}, "mask"), ids=ids)
+
+
+def test_a_classifier_is_planned_for_other_devices_without_text():
+    model, _ = classifier_and_ids("bart")
+    job = Job(model, config_from({}, "mask"), (), CompileArgs())
+    assert job.dry_run(NoProgress(), Devices("cuda", 1, 2**30)).plan.sites

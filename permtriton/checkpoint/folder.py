@@ -1,4 +1,4 @@
-"""A folder that permtriton wrote, as export, masks and vLLM's serving read it."""
+"""Reads a folder that permtriton wrote; used by export, masks and serving in vLLM."""
 
 from collections.abc import Mapping
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""Calibration and held-out text as token ids."""
+"""Draws calibration sequences and held-out windows from text, as token ids."""
 
 import inspect
 import json
@@ -242,7 +242,8 @@ def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     reader = model if core_of(model) is model else model.base_model
     parameters = inspect.signature(reader.forward).parameters.values()
     taken = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    made = {"labels", DECODER_IDS} if takes_decoder_ids(model) else set()
+    made = {"labels"} if divides_text(model) else set[str]()
+    made |= {DECODER_IDS} if takes_decoder_ids(model) else set()
     unknown = [name for name in samples.inputs if name not in (*taken, *made)]
     if taken and unknown:  # a wrapper may hand on all arguments
         raise CalibrationError(f"{unknown[0]} is no argument of {type(reader).__name__}: it takes {', '.join(taken)}")

@@ -34,6 +34,7 @@ from permtriton.model import load, outline
 from permtriton.model.name import asked_name, lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
 from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
+from permtriton.model.seq2seq import end_token
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
@@ -280,7 +281,7 @@ class Job:
         # The sequence length decides the suggested batch size, and so how much text is drawn.
         config = with_suggested(replace(self.config, calibration=calibration), self.overrides)
         if no_text:
-            data = torch.zeros(calibration.samples, calibration.sequence_length, dtype=torch.int64)
+            data = torch.full((calibration.samples, calibration.sequence_length), end_token(model) or 0)
         if data is not None:
             samples_set = calibration.samples if "samples" in self.overrides else None
             samples, config = calibration_of(data, config, tokenizer, model, samples_set)

@@ -26,7 +26,7 @@ from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
 from permtriton.passes.plan import Plan, linear_module
 from permtriton.running.mixed_precision import mixed_precision, rounded_products
-from permtriton.running.placement import ModelPlacement
+from permtriton.running.placement import DevicePlacement, ModelPlacement
 from permtriton.running.sharding import twin_of
 from permtriton.running.workspace import Kind
 from permtriton.util.micro_batch import MicroBatch
@@ -229,10 +229,11 @@ class Run(Planned):
         """
         key = self._objective_key(step)
         if key not in self._objectives:
-            # Targets of training steps are computed with rounding, as these steps train. Weights that come to the GPU
-            # layer by layer are not there yet, so they cannot be rounded once in advance.
-            rounds, fixed = self.config.mixed_precision and step.stage is Stage.TRAIN, not self.store.onloads
-            with self.placed_model() as model, mixed_precision(model, rounds, fixed=fixed):
+            # Targets of training steps are computed with rounding, as these steps train. Weights that are spread, or
+            # come to the GPU layer by layer, are not there as a whole, so they cannot be rounded once in advance.
+            rounds = self.config.mixed_precision and step.stage is Stage.TRAIN
+            whole = self.placement.kind is DevicePlacement.WHOLE
+            with self.placed_model() as model, mixed_precision(model, rounds, fixed=whole):
                 samples, kind = self.samples_for(step), objective_kind(step.objective, self.model)
                 objective = dense_objective(model, kind, samples, self.batch_size, self.store)
             self._objectives[key] = objective.on(self.model)

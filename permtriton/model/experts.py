@@ -125,7 +125,7 @@ def measured_experts(model: nn.Module) -> Iterator[None]:
 
 
 def measure_all_experts(model: nn.Module, all_measured: bool) -> None:
-    """Sets whether unstacked experts run on every token while statistics are taken; refuses True without them."""
+    """Sets whether unstacked experts run on every token during statistics; refuses True if a model has none."""
     experts = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if all_measured and not experts:
         raise ConfigError(

@@ -51,11 +51,23 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
     return {**inputs, DECODER_IDS: shifted(model, labels)}
 
 
+def end_token(model: PreTrainedModel) -> int | None:
+    """Returns the token at which the head of a classifier reads the decoder's state; None for all other models."""
+    if not takes_decoder_ids(model) or not type(model).__name__.endswith("ForSequenceClassification"):
+        return None
+    end = model.config.eos_token_id
+    if not isinstance(end, int):
+        raise CalibrationError(
+            f"eos_token_id is {end} in the config of this {type(model).__name__}: expected the id of the token that "
+            "ends a text, where its head reads the decoder's state"
+        )
+    return end
+
+
 def check_ends(model: PreTrainedModel, samples: Samples) -> None:
     """Refuses samples without an end token for a classifier that reads the decoder's state at that token, as BART's."""
-    if not takes_decoder_ids(model) or not type(model).__name__.endswith("ForSequenceClassification"):
+    if (end := end_token(model)) is None:
         return
-    end = model.config.eos_token_id
     missing = (samples.inputs["input_ids"][:, -2:] != end).all(1)  # a language token may follow it
     if bool(missing.any()):
         raise CalibrationError(

@@ -4,7 +4,7 @@ A chain is a sequence of layers, each of which takes the output of the layer bef
 (positions, masks) do not depend on their weights. Such layers run without the model, once these are recorded.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,22 +93,15 @@ class LayerCalls:
                 outputs.append(run_layer(self._layer, states, joined, self._structure))
         return outputs[0] if self.together else torch.cat(outputs)
 
-    @property
-    def kind(self) -> Hashable:
-        """What decides whether sequences run together: the modules, and the arguments' structure and joinability."""
-        return str(self._layer), str(self._structure), self._are_joinable()
-
-    def _are_joinable(self) -> bool:
-        """Whether arguments that differ between sequences can be joined."""
-        arguments = zip(*self._leaves, strict=True)
-        return all(_joinable(values) or all(value is values[0] for value in values) for values in arguments)
-
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
         """Tests on two sequences whether several can run in one call: arguments were recorded for one at a time."""
-        self.together = self._are_joinable() and self._fits_together(hidden[:2], torch.arange(hidden[:2].shape[0]))
+        self.together = self._fits_together(hidden[:2], torch.arange(hidden[:2].shape[0]))
 
     def _fits_together(self, hidden: Tensor, rows: Tensor) -> bool:
+        for values in zip(*self._leaves, strict=True):
+            if any(value is not values[0] for value in values) and not _joinable(values):
+                return False
         self.together = False
         expected = self(hidden, rows)
         self.together = True

@@ -5,7 +5,7 @@ memory is short. Layers outside every chain get their inputs from runs of the wh
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -110,7 +110,7 @@ class LayerWalk:
         return self._walk(as_it_is, keep, changing=True)
 
     def _walk(self, layer_context: LayerContext, keep: Keep | None, *, changing: bool) -> Iterator[LayerInputs]:
-        calls, together = dict[str, LayerCalls](), dict[Hashable, bool]()
+        calls: dict[str, LayerCalls] = {}
         model, samples, batch = self._model, self._samples, self._batch
         hidden_states, own_samples = torch.empty(0), samples[ranks.own_rows(len(samples))]
         for name, sites in zip(self._layer_names, self._groups, strict=True):
@@ -123,12 +123,9 @@ class LayerWalk:
                     calls, hidden_states = record_chain(
                         model, {layer: self._layers[layer] for layer in chain}, own_samples, self._store
                     )
-            kind = calls[name].kind
-            if kind not in together:  # one test for all layers of a kind
-                with layer_context(name):
-                    calls[name].try_together(hidden_states)
-                together[kind] = all(ranks.gather(calls[name].together))  # each rank tests its own samples
-            calls[name].together = together[kind]
+            with layer_context(name):
+                calls[name].try_together(hidden_states)
+            calls[name].together = all(ranks.gather(calls[name].together))  # each rank tests its own samples
             # Sequences that run one by one are one part each: a run may stop once every site's input has been seen.
             parts = torch.arange(len(own_samples)).split(batch if calls[name].together else 1)
             layer = _Layer(calls[name], hidden_states, partial(layer_context, name), as_it_is, self._store)

@@ -1,4 +1,7 @@
-"""Where a model runs: whole on each rank's device, spread over all these devices, or layer by layer on each."""
+"""The ways to place a model: whole on each rank's device, spread over the devices, or layer by layer on each.
+
+`permtriton.driver.choose_placement` decides which one a compilation takes.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

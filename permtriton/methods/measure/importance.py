@@ -1,6 +1,7 @@
 """Importance of weights, kept as factors: no score matrix of a weight's size is stored.
 
-Every score has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a few vectors describe a linear:
+Every score has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a few vectors describe a linear
+(**add a score here**, and its name in `permtriton.config`):
 
 * magnitude: ``|W|``;
 * Wanda: ``|W| * ||X_j||_2``;

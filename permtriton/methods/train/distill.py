@@ -141,7 +141,7 @@ class Distill(Step):
             return Trainer(run, self, kept_weights, schedule).run()
 
     def _schedule(self, samples: Samples, epochs: int, seed: int) -> Schedule:
-        """Returns the schedule: epochs over all samples that are not held out, divided into rounds."""
+        """Returns rounds of epochs, or of their first ``steps`` steps, over all samples that are not held out."""
         trained, held_out = split_held_out(len(samples), seed)
         orders = (epoch_order(trained.numel(), seed, number) for number in range(1, epochs + 1))
         batches = [trained[order].split(self.batch_size) for order in orders]

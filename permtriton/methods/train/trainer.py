@@ -86,7 +86,7 @@ class Trainer:
         note = f", last held-out {history[-1]['held_out']:.4f}"
         if len(history) <= len(rounds):
             self._find_size(rounds[0][0])
-        present_round = None  # whose weights the model holds
+        present_round = None  # the round whose weights the model holds; None for those it was loaded with
         for round_number in range(len(history), len(rounds) + 1):
             start_time, steps_done = time.perf_counter(), self._schedule.steps_until(round_number - 1)
             losses: list[float] = []
