@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -18,13 +18,13 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.planning import plan_model
 from permtriton.methods.train.trainer import split_held_out
-from permtriton.passes.plan import linear_module
 from permtriton.running.backward import checkpointed
 from permtriton.running.layer_walk import from_model
 from permtriton.running.mixed_precision import AMX, FEW, NARROW, exact_products, mixed_precision, rounded_products
 
 from . import zoo
 from .rounding import assert_equal_but_for_rounding
+from .test_statistics import seen
 from .updating import Pruned
 
 ORDER = "heuristic,mask"
@@ -216,21 +216,13 @@ def test_fits_round_as_the_config_says_and_orders_never(recipe, mixed):
 @pytest.mark.usefixtures("_amx")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_hessians_round_only_factors_that_lose_nothing(dtype):
-    model, samples = wide().to(dtype), Samples.of(zoo.tiny_ids(2, FEW))
-    plan, inputs = plan_model(model, CompileConfig())[0], dict[str, Tensor]()
-    handles = [
-        linear_module(model, site.linears[0]).register_forward_pre_hook(
-            lambda _module, args, name=site.name: inputs.update({name: args[0].double().flatten(0, -2)})
-        )
-        for site in plan.sites
-    ]
+    model, ids = wide().to(dtype), zoo.tiny_ids(2, FEW)
+    plan = plan_model(model, CompileConfig())[0]
     with Precisions() as products:
-        found = hessians(model, from_model(model, plan.sites, samples, len(samples)), lambda *_: None)
+        found = hessians(model, from_model(model, plan.sites, Samples.of(ids), len(ids)), lambda *_: None)
     assert ("medium" in products.seen) == (dtype == torch.bfloat16)
-    for handle in handles:
-        handle.remove()
-    for name, seen in inputs.items():
-        expected = seen.T @ seen
+    for name, inputs in seen(model, plan, ids).items():
+        expected = inputs.T @ inputs
         torch.testing.assert_close(found[name].double(), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
 
 

@@ -16,7 +16,7 @@ IDS = zoo.token_ids(5, 12)
 LAST_BIT = torch.finfo(torch.float32).eps
 
 
-def seen(model, plan) -> dict[str, Tensor]:
+def seen(model, plan, ids: Tensor = IDS) -> dict[str, Tensor]:
     """Site name -> what its first linear reads, float64 ``[sequences x tokens, channels]``."""
     found, handles = {}, []
     for site in plan.sites:
@@ -26,7 +26,7 @@ def seen(model, plan) -> dict[str, Tensor]:
 
         handles.append(linear_module(model, site.linears[0]).register_forward_pre_hook(keep))
     with torch.no_grad():
-        model(input_ids=IDS, use_cache=False)
+        model(input_ids=ids, use_cache=False)
     for handle in handles:
         handle.remove()
     return found

@@ -132,10 +132,15 @@ def second_in_words(report: Mapping[str, Any]) -> str:
     dense, worse, better = (fmean(row["evaluation"]["perplexity"] for row in rows[name]) for name in names)
     elsewhere = [_on_other_text(rows[name]) for name in names]
     share = math.log(better / dense) / math.log(worse / dense)
+    peer, fast = (
+        next(row["evaluation"]["perplexity"] for row in report["rows"] if row["name"] == name)
+        for name in ("llm-compressor sparsegpt", "fast")
+    )
     return (
         f"**On a second model**, Gemma 3 270M from its 4-bit GGUF file, dequantized, mean of {len(rows['default'])} "
         f"seeds: {dense:.1f} dense, {worse:.1f} by SparseGPT, {better:.1f} by the default, whose rise is {share:.0%} "
-        f"of SparseGPT's; on Python's language reference {', '.join(elsewhere[:-1])} and {elsewhere[-1]} "
+        f"of SparseGPT's (of one seed: {peer:.1f} by llm-compressor's SparseGPT, {fast:.1f} by `fast`"
+        f"); on Python's language reference {', '.join(elsewhere[:-1])} and {elsewhere[-1]} "
         "([rows](docs/benchmarks.md#gemma-3-270m))."
     )
 

@@ -285,9 +285,10 @@ class Job:
         if data is not None:
             samples_set = calibration.samples if "samples" in self.overrides else None
             samples, config = calibration_of(data, config, tokenizer, model, samples_set)
+            config = with_suggested(config, self.overrides)  # the data decide the number of samples
         inputs = CompileInputs(
             tokenizer,
-            with_suggested(config, self.overrides),
+            config,
             ids=samples,
             held_out=held_out,
             resume_path=self.output and resume_path(self.output),
