@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import permtriton
 from benchmarks.known_run import Known
 from permtriton.config import CalibrationConfig
-from permtriton.data.text_samples import all_windows, held_out_windows, vocabulary_of
+from permtriton.data.calibration import all_windows
+from permtriton.data.check_samples import vocabulary_of
+from permtriton.data.held_out import held_out_windows
 from permtriton.kernels.quantize import round_to_fp8
 from permtriton.methods.train.round import Round
 from permtriton.model.modules import SparseLinearFp8, replace_module

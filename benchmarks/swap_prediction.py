@@ -27,8 +27,8 @@ from torch import Tensor
 
 from benchmarks.known_run import Known
 from permtriton import find_plan
+from permtriton.data.calibration import all_windows
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import all_windows
 from permtriton.demo import FOLDER
 from permtriton.kernels.nm_mask import nm_mask_backward
 from permtriton.kernels.swap_gains import swap_gains

@@ -30,7 +30,7 @@ OF_TEXT = ("text_column", "split", "one_document")  # options that say what to r
 @documented
 @dataclass(frozen=True)
 class CalibrationConfig:
-    """The samples that statistics and steps read; `permtriton.data.text_samples.calibration_samples` draws them."""
+    """The samples that statistics and steps read; `permtriton.data.calibration.calibration_samples` draws them."""
 
     calibration: str = _calibration(
         "c4",

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from benchmarks.known_run import Known
 from permtriton import CompileConfig, find_plan
+from permtriton.data.check_samples import check_samples
 from permtriton.data.samples import Inputs
-from permtriton.data.text_samples import check_samples
 from permtriton.methods.prune.refit import Refit
 from permtriton.methods.prune.sparsegpt import SparseGPT
 from permtriton.methods.train.round import Round

@@ -91,7 +91,7 @@ def here(models, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(Hub, "root", tmp_path / "hub")
     monkeypatch.setattr(Hub, "calls", [])
     monkeypatch.setattr(
-        "permtriton.data.text_samples._from_hub", lambda name, arguments: Dataset.from_dict({"text": TEXTS})
+        "permtriton.data.documents._from_hub", lambda name, arguments: Dataset.from_dict({"text": TEXTS})
     )
     return tmp_path
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from permtriton import config_from, find_plan
+from permtriton.data.calibration import calibration_samples
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import calibration_samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, OutputError
 from permtriton.methods.train.kept_weights import KeptWeights
@@ -267,7 +267,7 @@ def test_it_reads_windows_of_the_text_that_no_other_step_reads(trained_on, tmp_p
     rows = torch.cat(trained_on)[2:, 0]  # the first two are of the trial that finds the size of a batch
     assert rows.numel() == 16
     assert rows.unique().numel() == min(16, windows - 1)
-    samples = calibration_samples(config, None, tiny_model())
+    samples, _ = calibration_samples(config, None, tiny_model())
     used = samples.ids[:, 0]
     assert not torch.isin(samples.surplus.ids[:, 0], used).any()
     if spare > 16:

@@ -12,7 +12,7 @@ import pytest
 import permtriton
 from permtriton import demo
 from permtriton.cli.main import app
-from permtriton.data.text_samples import held_out_windows
+from permtriton.data.held_out import held_out_windows
 from permtriton.driver.pipeline import compile_model
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.tasks import Tasks

@@ -8,8 +8,8 @@ import torch
 
 import permtriton
 from permtriton.config import CalibrationConfig
+from permtriton.data.calibration import all_windows
 from permtriton.data.held_out import read_held_out
-from permtriton.data.text_samples import all_windows
 from permtriton.errors import CalibrationError
 from permtriton.evaluation.protocol import PROTOCOLS, measured_by
 

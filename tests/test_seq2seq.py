@@ -18,7 +18,7 @@ from transformers import (
 
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.arguments import CompileArgs
-from permtriton.data.text_samples import check_samples
+from permtriton.data.check_samples import check_samples
 from permtriton.driver.job import Job
 from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.pipeline import compile_model

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from permtriton.data.check_samples import check_samples
 from permtriton.data.held_out import prepared
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import check_samples
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.measures import HeldOutMeasure

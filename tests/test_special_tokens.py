@@ -18,10 +18,12 @@ from transformers import (
 
 import permtriton
 from permtriton import config_from
+from permtriton.data.calibration import calibration_samples
+from permtriton.data.check_samples import line_of_ids_without
 from permtriton.data.generated import beginnings
+from permtriton.data.held_out import held_out_windows
 from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import special_tokens_of
-from permtriton.data.text_samples import calibration_samples, held_out_windows, line_of_ids_without
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.losses import LOSSES, dense_objective
@@ -65,7 +67,7 @@ def model() -> LlamaForCausalLM:
 
 def drawn(kind: str, **options) -> Samples:
     config = config_from({"samples": 4, "sequence_length": 16, **options})
-    return calibration_samples(config, tokenizer_of(kind), model(), DOCUMENTS)
+    return calibration_samples(config, tokenizer_of(kind), model(), DOCUMENTS)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +131,7 @@ def test_a_sequence_of_a_classifier_is_no_pair():
     """Its decoder reads the encoder's text again."""
     config = config_from({"samples": 4, "sequence_length": 16})
     classifier = T5ForSequenceClassification(T5Config(**{**T5, "vocab_size": 290}))
-    read = calibration_samples(config, tokenizer_of("both"), classifier, DOCUMENTS).inputs
+    read = calibration_samples(config, tokenizer_of("both"), classifier, DOCUMENTS)[0].inputs
     assert torch.equal(read["input_ids"], drawn("both").ids)
     assert torch.equal(read["decoder_input_ids"][:, 1:], read["input_ids"][:, :-1])
 
@@ -217,7 +219,7 @@ def test_both_halves_of_an_encoder_decoder_have_theirs():
     found = permtriton.evaluate(t5, DOCUMENTS, tokenizer=tokenizer, window=12)
     assert found.perplexity == pytest.approx(float(loss.exp()), rel=1e-4)
     config = config_from({"samples": 4, "sequence_length": 12})
-    assert calibration_samples(config, tokenizer, t5, DOCUMENTS).special == windows.special
+    assert calibration_samples(config, tokenizer, t5, DOCUMENTS)[0].special == windows.special
 
 
 # -- a user's own ids --------------------------------------------------------------------------------------------------

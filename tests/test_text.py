@@ -12,9 +12,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from permtriton import config_from, find_plan
 from permtriton.config import CalibrationConfig
-from permtriton.data.held_out import read_held_out
+from permtriton.data.calibration import all_windows, calibration_samples, fitted
+from permtriton.data.held_out import held_out_windows, read_held_out
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import all_windows, calibration_samples, fitted, held_out_windows
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.running.layer_walk import from_model
@@ -391,7 +391,7 @@ def test_labels_are_left_out_where_a_model_reads_no_pairs(tmp_path, model):
             (
                 calibration_samples(
                     config_from({"calibration": str(path), "samples": 4, "sequence_length": 16}), None, model
-                ).ids,
+                )[0].ids,
                 read_held_out("", str(path), None, model, 16)[0].ids,
             )
             for path in (plain, labelled)

@@ -9,7 +9,9 @@ from pydoc_data.topics import topics
 from safetensors.torch import save_file
 
 from permtriton.config import CalibrationConfig
-from permtriton.data.text_samples import all_windows, held_out_windows, vocabulary_of
+from permtriton.data.calibration import all_windows
+from permtriton.data.check_samples import vocabulary_of
+from permtriton.data.held_out import held_out_windows
 from permtriton.model.load import load_empty_model, load_original
 from permtriton.model.source import Source
 from permtriton.model.tokenizer import load_tokenizer

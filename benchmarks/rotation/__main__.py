@@ -37,7 +37,9 @@ from benchmarks.rotation.measured import Measured
 from benchmarks.rotation.search import Part, Variant, ordered, search, share_lost, start_of
 from benchmarks.rotation.turn import fold_gains, in_full_precision, turn_heads, turn_stream
 from permtriton.config import CalibrationConfig
-from permtriton.data.text_samples import all_windows, held_out_windows, vocabulary_of
+from permtriton.data.calibration import all_windows
+from permtriton.data.check_samples import vocabulary_of
+from permtriton.data.held_out import held_out_windows
 from permtriton.demo import FOLDER
 from permtriton.model.load import load_original
 from permtriton.model.name import DEMO

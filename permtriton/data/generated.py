@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from permtriton.data.check_samples import vocabulary_of
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import vocabulary_of
 from permtriton.errors import CalibrationError, first_line
 from permtriton.model.core import takes_decoder_ids
 from permtriton.util import ranks

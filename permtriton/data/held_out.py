@@ -2,18 +2,22 @@
 
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from permtriton.data.check_samples import check_inputs, line_of_ids_without, vocabulary_of
+from permtriton.data.documents import Documents, named_documents
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
 from permtriton.data.media import is_media, stored_samples
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.text_samples import check_inputs, held_out_windows, line_of_ids_without, vocabulary_of
+from permtriton.data.special_tokens import NONE, special_tokens_around
+from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
 from permtriton.model.core import check_towers, divides_text
 from permtriton.model.forward import max_tokens, with_tokens
 from permtriton.model.name import DEMO
 from permtriton.util.progress import Progress
 
+EVALUATION_WINDOWS = {"c4": 256}  # source -> most windows that are evaluated
 EVALUATION_TOKENS = 2048  # per window, or the model's limit if that is lower
 
 
@@ -83,6 +87,36 @@ def _all_windows(
         if data is not None:
             raise
         return None, str(error)
+
+
+def held_out_windows(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocabulary: int,
+    sequence_length: int,
+    documents: Documents | None = None,
+    *,
+    halves: bool = False,
+    special_tokens: str = "auto",
+) -> Samples:
+    """Returns held-out text as consecutive windows, each with the special tokens that surround a text.
+
+    Args:
+        source: ``demo``, ``wikitext2``, ``c4`` or a local file.
+        sequence_length: Tokens per window; a shorter text gives one shorter window.
+    """
+    if documents is None:
+        documents = named_documents(source, held_out=True)
+    special = special_tokens_around(documents, tokenizer, special_tokens, halves=halves)
+    around = special or NONE
+    length = around.room(sequence_length, "window")
+    encoder = Encoder(source, tokenizer, vocabulary, around)
+    stream, _ = encoder.stream(documents)
+    length = min(length, stream.numel())
+    if length + len(around) < 2:
+        raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
+    rows = stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
+    return Samples({"input_ids": encoder.checked(around.around(rows))}, special=special)
 
 
 def _window_of(model: Any, window: int | None) -> int:

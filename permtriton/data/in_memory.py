@@ -1,9 +1,8 @@
 """Samples from texts, token ids and tensors that a caller holds in memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union
+from typing import TYPE_CHECKING, Any, TypeGuard, Union
 
 import numpy as np
 import torch
@@ -11,17 +10,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from permtriton.config import CommonConfig
 from permtriton.data.columns import documents_in
-from permtriton.data.media import Processor, inputs_for
+from permtriton.data.documents import Documents
+from permtriton.data.media import inputs_for
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import Documents, calibration_samples
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
 
-Config = TypeVar("Config", bound=CommonConfig)
 # What ``data=`` takes: a name or a file (`is_named`), or what is in memory.
 Data = Union[
     str, Path, Sequence[str], Sequence[int], Sequence[Sequence[int]], Tensor, np.ndarray, Mapping[str, Tensor],
@@ -135,29 +132,3 @@ def _joined(batches: list[dict[str, Tensor]]) -> Samples:
                 "give samples of one length, without padding"
             )
     return Samples({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
-
-
-def calibration_of(
-    data: Any,
-    config: Config,
-    tokenizer: Processor | None,
-    model: PreTrainedModel,
-    most: int | None,
-) -> tuple[Samples, Config]:
-    """Returns calibration samples from data in memory, and the config that names them.
-
-    Args:
-        data: what `selected` returns; not a name. Texts and lists of token ids are joined and cut into the config's
-            number of sequences; tensors are samples as they are.
-        most: number of samples that the caller asked for; None for the config's number of sequences, or all rows of a
-            tensor.
-    """
-    documents, named = documents_of(data), replace(config.calibration, calibration=name_of(data))
-    if documents is not None:
-        config = replace(config, calibration=named)
-        return calibration_samples(config, tokenizer, model, documents), config
-    if named.one_document:
-        raise ConfigError("`one_document=true` has no effect on samples in memory, which are taken as they are")
-    samples = tensors_of(data, model, most, named.samples)
-    length = samples.longest if samples.is_text else named.sequence_length
-    return samples, replace(config, calibration=replace(named, samples=len(samples), sequence_length=length))

@@ -1,6 +1,6 @@
 """The special tokens that a tokenizer puts around a text, such as <bos> before it, as when users run the model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +90,15 @@ def special_tokens_of(tokenizer: Any, choice: str = "auto", *, halves: bool = Fa
     if not same:
         words = f"{special.words}, its labels {labels.words.removeprefix('each ')}"
     return replace(special, labels=labels, words=words)
+
+
+def special_tokens_around(
+    documents: Sequence[Any], tokenizer: Any, choice: str, *, halves: bool
+) -> SpecialTokens | None:
+    """Returns the special tokens around each sequence; None if documents are token ids, which are used unchanged."""
+    first = documents[0] if len(documents) else ""
+    is_text = isinstance(first, str) or (isinstance(first, list | tuple) and any(isinstance(m, Mapping) for m in first))
+    return special_tokens_of(tokenizer, choice, halves=halves) if is_text else None
 
 
 def _found(tokenizer: Any, argument: str) -> SpecialTokens:

@@ -18,9 +18,9 @@ from permtriton.checkpoint.fp8 import check_quantizable
 from permtriton.checkpoint.output import check_apart, check_output, claimed, resume_path
 from permtriton.checkpoint.plan_entries import plan_report
 from permtriton.checkpoint.publishing import WEIGHTS, make_repository, upload
+from permtriton.data.calibration import calibration_samples, fitted
 from permtriton.data.held_out import read_held_out
-from permtriton.data.in_memory import calibration_of, name_of
-from permtriton.data.text_samples import fitted
+from permtriton.data.in_memory import name_of
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin
@@ -277,19 +277,19 @@ class Job:
         if self.args.save_format == Format.FP8:
             check_quantizable(model)
         calibration = fitted(self.config.calibration, self.overrides, model, progress)
-        samples, data = None, self.args.data
+        data = self.args.data
         # The sequence length decides the suggested batch size, and so how much text is drawn.
         config = with_suggested(replace(self.config, calibration=calibration), self.overrides)
         if no_text:
             data = torch.full((calibration.samples, calibration.sequence_length), end_token(model) or 0)
+        most = calibration.samples if "samples" in self.overrides else None
+        samples, config = calibration_samples(config, tokenizer, model, data, most)
         if data is not None:
-            samples_set = calibration.samples if "samples" in self.overrides else None
-            samples, config = calibration_of(data, config, tokenizer, model, samples_set)
             config = with_suggested(config, self.overrides)  # the data decide the number of samples
         inputs = CompileInputs(
-            tokenizer,
             config,
-            ids=samples,
+            samples,
+            tokenizer=tokenizer,
             held_out=held_out,
             resume_path=self.output and resume_path(self.output),
             device=device,

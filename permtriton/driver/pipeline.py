@@ -5,6 +5,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.quantizer import attach
+from permtriton.data.calibration import calibration_samples
+from permtriton.data.media import Processor
+from permtriton.data.samples import Inputs
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.make_record import compilation_record
 from permtriton.driver.memory_forecast import Devices
@@ -14,6 +17,7 @@ from permtriton.driver.traced import check_graph, comparison_refusal, traced_sam
 from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.importance import magnitudes
 from permtriton.methods.planning import Planned
+from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.run import Run
 from permtriton.methods.step import Outcome, Stage
 from permtriton.methods.steps import all_steps
@@ -21,6 +25,7 @@ from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
 from permtriton.passes.plan import check_pruned
+from permtriton.recipe import config_from
 from permtriton.util.machine import as_torch_starts
 
 
@@ -48,9 +53,19 @@ def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledMod
 
 
 @as_torch_starts()
-def compile_model(model: PreTrainedModel, *arguments: Any, **named: Any) -> CompiledModel:
-    """Calls `compile_loaded` with `CompileInputs` made of all arguments after the model."""
-    return compile_loaded(model, CompileInputs(*arguments, **named))
+def compile_model(
+    model: PreTrainedModel,
+    tokenizer: Processor | None = None,
+    config: CompileConfig | None = None,
+    *,
+    ids: Inputs | None = None,
+    **inputs: Any,
+) -> CompiledModel:
+    """Calls `compile_loaded` with further `CompileInputs`, on ``ids`` or on samples that the config names."""
+    config = config or config_from()
+    if ids is None:
+        ids, config = calibration_samples(config, tokenizer, model)
+    return compile_loaded(model, CompileInputs(config, ids, tokenizer, **inputs))
 
 
 def forecast_loaded(model: PreTrainedModel, inputs: CompileInputs, devices: Devices | None) -> tuple[Planned, Forecast]:

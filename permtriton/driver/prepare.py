@@ -1,6 +1,6 @@
 """The first stage of a compilation: its inputs, the measurements of the dense model, and the `Run` made of them."""
 
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.pruned import pruned_parameters
+from permtriton.data.check_samples import check_samples, line_of_ids_without
 from permtriton.data.generated import BEGINNING, beginnings, generated_text, generation_refusal
 from permtriton.data.held_out import prepared
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE
-from permtriton.data.text_samples import calibration_samples, check_samples, line_of_ids_without
 from permtriton.driver.choose_placement import check_placement, estimated, place, without_text
 from permtriton.driver.forecast import Forecast, check_disk, disk_needs, make_forecast
 from permtriton.driver.identity import WRITING, identify
@@ -35,7 +35,6 @@ from permtriton.model.prunable import check_original
 from permtriton.model.reference import TOKENS, Reference
 from permtriton.model.seq2seq import check_ends
 from permtriton.passes.plan import named_layers
-from permtriton.recipe import check_recipe, config_from
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import DevicePlacement, ModelPlacement
 from permtriton.running.resume import StateFile
@@ -46,17 +45,14 @@ from permtriton.util.progress import NoProgress, Progress
 
 @dataclass(frozen=True)
 class CompileInputs:
-    """The inputs of a compilation except its model: the arguments of `permtriton.driver.pipeline.compile_model`."""
+    """The inputs of a compilation except its model."""
 
-    # tokenizer of the calibration text, not needed if the text is already token ids; or the processor of images or
-    # sound. It is saved with the model.
-    tokenizer: Processor | None = None
-    config: CompileConfig = field(default_factory=config_from)
-    _: KW_ONLY
-    # calibration samples in place of the config's: token ids, int64 ``[samples, tokens]``, or a mapping of the
-    # arguments of the model's ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``
-    ids: Inputs | None = None
-    held_out: Inputs | None = None  # held-out samples to evaluate both models on, in the form of ``ids``
+    config: CompileConfig
+    # calibration samples: token ids, int64 ``[samples, tokens]``, or a mapping of the arguments of the model's
+    # ``forward`` to tensors with one row per sample, such as ``{"pixel_values": ...}``
+    samples: Inputs
+    tokenizer: Processor | None = None  # the tokenizer or processor that is saved with the model
+    held_out: Inputs | None = None  # held-out samples to evaluate both models on, in the form of ``samples``
     progress: Progress = field(default_factory=NoProgress)
     # path of the files that keep the state of long stages, each with its stage's name before the suffix
     # (``state.learned.safetensors``); a later call with equal inputs continues from them, and a call with other inputs
@@ -69,11 +65,6 @@ class CompileInputs:
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
     save_format: str | None = None  # format that the model will be saved in, for the estimate of disk; None for dense
     origin: Origin | None = None  # entries of the record that only the caller knows; None for none
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.config, CompileConfig):
-            raise ConfigError(f"config is a {type(self.config).__name__}, expected what permtriton.config_from returns")
-        check_recipe(self.config)
 
 
 def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOutMeasure | None]:
@@ -146,23 +137,19 @@ def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
 
 
 def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
-    """Reads all samples, traces the model and plans which linears to prune and which channels to permute."""
+    """Checks all samples, traces the model and plans which linears to prune and which channels to permute."""
     workspace = Workspace(inputs.progress, inputs.resume_path)
     held_out = None if inputs.held_out is None else prepared(model, inputs.held_out)
-    config, ids, progress = inputs.config, inputs.ids, inputs.progress
+    config, progress = inputs.config, inputs.progress
     check_original(model)
-    with workspace.timed("calibration text"):
-        if ids is not None:
-            samples = check_samples(model, ids)
-        else:
-            samples = ranks.on_first(lambda: calibration_samples(config, inputs.tokenizer, model))
-        if line := line_of_ids_without(samples, inputs.tokenizer):
-            progress.say(line)
-        ranks.check_shares(len(samples), ranks.count())
-        check_ends(model, samples)
-        samples = with_tokens(model, samples.to("cpu"))
-        if config.generated and (reason := generation_refusal(model, samples)):
-            config = without_text(config, reason, progress)
+    samples = check_samples(model, inputs.samples)
+    if line := line_of_ids_without(samples, inputs.tokenizer):
+        progress.say(line)
+    ranks.check_shares(len(samples), ranks.count())
+    check_ends(model, samples)
+    samples = with_tokens(model, samples.to("cpu"))
+    if config.generated and (reason := generation_refusal(model, samples)):
+        config = without_text(config, reason, progress)
     if config.layout == "fused" and not any(step.stage is Stage.ORDER for step in config.steps):
         progress.say(f"layout fused has no effect: no step of {config.recipe} orders channels")
     with workspace.timed("trace"):

@@ -17,11 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from permtriton.arguments import CompareArgs, Words
 from permtriton.checkpoint.output import locked
 from permtriton.config import ROUNDING_ONLY, CalibrationConfig
+from permtriton.data.calibration import calibration_samples, fitted
 from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import is_named, selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Samples
-from permtriton.data.text_samples import calibration_samples, fitted
 from permtriton.driver.identity import run_identity, text_hash
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError, OutputError
@@ -277,7 +277,7 @@ def compare(
         config = replace(row.config, seed=seed)
         drawn_by = config.calibration, config.surplus, seed
         if drawn_by not in draws:
-            draws[drawn_by] = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
+            draws[drawn_by], _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
         samples = draws[drawn_by]
         options = {name: value for name, value in row.options.items() if name not in ROUNDING_ONLY}
         key = kept.key(seed=seed, text=text_hash(config, samples), options=options)

@@ -13,11 +13,11 @@ from permtriton.arguments import EvaluateArgs
 from permtriton.checkpoint.patterns import broken_claim
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.checkpoint.read_record import find_record
+from permtriton.data.check_samples import check_inputs
 from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.text_samples import check_inputs
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
 from permtriton.evaluation.measures import DISTANCES, Measures, measure_samples, predicted_tokens
 from permtriton.model import load

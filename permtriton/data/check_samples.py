@@ -1,0 +1,91 @@
+"""Checks samples, token ids among them, before a model is called with them."""
+
+import inspect
+from dataclasses import replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from permtriton.data.media import Processor
+from permtriton.data.samples import Inputs, Samples
+from permtriton.data.special_tokens import special_tokens_of
+from permtriton.errors import CalibrationError
+from permtriton.model.core import DECODER_IDS, core_of, divides_text, embedding_of, takes_decoder_ids
+from permtriton.model.forward import check_length
+from permtriton.model.seq2seq import arguments_of
+from permtriton.model.tokenizer import tokenizer_of
+
+OF_IDS = ("input_ids", DECODER_IDS, "labels")  # the arguments that hold token ids
+INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
+
+
+def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
+    """Returns samples after `check_inputs`, with the arguments that the model's ``forward`` takes."""
+    samples = check_inputs(model, inputs)
+    surplus = None if samples.surplus is None else check_samples(model, samples.surplus)
+    return replace(samples, inputs=arguments_of(model, samples.inputs), surplus=surplus)
+
+
+def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
+    """Returns samples that a caller made, labels included, after checking that the model can take them."""
+    samples = Samples.of(inputs)
+    kinds = {name: values.dtype for name, values in samples.inputs.items() if name in OF_IDS}
+    integers = [name for name, kind in kinds.items() if kind in INTEGERS]
+    samples = replace(samples, inputs={**samples.inputs, **{name: samples.inputs[name].long() for name in integers}})
+    reader = model if core_of(model) is model else model.base_model
+    parameters = inspect.signature(reader.forward).parameters.values()
+    taken = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    made = {"labels"} if divides_text(model) else set[str]()
+    made |= {DECODER_IDS} if takes_decoder_ids(model) else set()
+    unknown = [name for name in samples.inputs if name not in (*taken, *made)]
+    if taken and unknown:  # a wrapper may hand on all arguments
+        raise CalibrationError(f"{unknown[0]} is no argument of {type(reader).__name__}: it takes {', '.join(taken)}")
+    for name, values in samples.inputs.items():
+        if name in OF_IDS:
+            vocabulary = vocabulary_of(model)
+            if values.dtype != torch.int64 or values.ndim != 2 or values.min() < 0 or values.max() >= vocabulary:
+                raise CalibrationError(
+                    f"{name} have shape {tuple(values.shape)} and dtype {values.dtype}: expected integers "
+                    f"[samples, tokens] with values from 0 to {vocabulary - 1}"
+                )
+            check_length(model, values.shape[1], of_a_half=divides_text(model) and samples.ids is None)
+        elif not bool(values.isfinite().all()):
+            bad = int((~values.isfinite()).sum())
+            raise CalibrationError(f"{name}: {bad} of {values.numel()} values are NaN or infinite")
+        elif name.endswith("attention_mask") and not bool(values.all()):
+            raise CalibrationError(
+                f"{name}: {int((values == 0).sum())} of {values.numel()} positions are padding, which would count like "
+                "all others in what is measured: give samples of one length without padding"
+            )
+    return samples
+
+
+def line_of_ids_without(samples: Samples | None, tokenizer: Processor | None) -> str:
+    """Returns a warning if a user's token ids lack the token that the tokenizer puts before a text; else empty."""
+    ids = None if samples is None or samples.special is not None else samples.inputs.get("input_ids")
+    if ids is None or not (special := special_tokens_of(tokenizer)).before or bool((ids == special.before[0]).any()):
+        return ""
+    name = tokenizer_of(tokenizer).convert_ids_to_tokens(special.before[0])
+    return (
+        f"the token ids hold no {name}, which the tokenizer puts before a text: the model is measured without it, as "
+        "hardly anyone runs it"
+    )
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Returns the number of token ids that the model knows: the rows of its embedding, or of the smallest of several.
+
+    Some models, such as those of characters or of speech, name no embedding; then it is the config's ``vocab_size``.
+    """
+    try:
+        embedding = embedding_of(model)
+        tables = embedding if isinstance(embedding, nn.ModuleList) else [embedding]
+        return min(int(table.get_parameter("weight").shape[0]) for table in tables)
+    except AttributeError:
+        count = getattr(model.config.get_text_config(), "vocab_size", None)
+    if not isinstance(count, int) or count < 1:
+        raise CalibrationError(f"a {type(model).__name__} does not say which token ids it knows: give other samples")
+    return count
