@@ -11,26 +11,32 @@ from permtriton.errors import CalibrationError, reading, shown
 COLUMNS = ("input_ids", "text", "messages", "conversations")  # the last two hold conversations, message by message
 
 
-def unpadded(ids: Any, mask: Any, place: str) -> list[int]:
+@dataclass(frozen=True)
+class Pairs(Sequence[Any]):
+    """Documents that are made of two columns, each when it is read."""
+
+    documents: Sequence[Any]
+    others: Sequence[Any]
+    source: str
+    joined: Callable[[Any, Any, str], Any]  # of a value of each column, and the place for errors
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: Any) -> Any:
+        return self.joined(self.documents[number], self.others[number], f"{self.source}: document {number + 1}")
+
+
+def _unpadded(ids: Any, mask: Any, place: str) -> list[int]:
     """Returns the token ids at the positions where the attention mask is not 0."""
     with reading(f"{place}: its attention_mask cannot be used", CalibrationError):
         ids, mask = (values.tolist() if hasattr(values, "tolist") else values for values in (ids, mask))
         return [token for token, kept in zip(ids, mask, strict=True) if kept]
 
 
-@dataclass(frozen=True)
-class Unpadded(Sequence[list[int]]):
-    """The token ids of a column without their padding, which is removed when a document is read."""
-
-    ids: Sequence[Any]
-    masks: Sequence[Any]
-    source: str
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, number: Any) -> Any:
-        return unpadded(self.ids[number], self.masks[number], f"{self.source}: document {number + 1}")
+def _with_tools(messages: Any, tools: Any, place: str) -> Any:
+    is_conversation = isinstance(messages, list) and all(isinstance(message, Mapping) for message in messages)
+    return Conversation(messages, tools, place) if is_conversation else messages
 
 
 class Conversation(list[Mapping[str, Any]]):
@@ -55,23 +61,6 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-@dataclass(frozen=True)
-class WithTools(Sequence[Any]):
-    """The conversations of one column with the tools of another, joined when a document is read."""
-
-    documents: Sequence[Any]
-    tools: Sequence[Any]
-    source: str
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, number: Any) -> Any:
-        messages, place = self.documents[number], f"{self.source}: document {number + 1}"
-        is_text = not isinstance(messages, list) or not all(isinstance(message, Mapping) for message in messages)
-        return messages if is_text else Conversation(messages, self.tools[number], place)
 
 
 def documents_in(
@@ -100,7 +89,7 @@ def documents_in(
         expected = "integers" if column == "input_ids" else "a list of messages, each with role and content"
         raise CalibrationError(f"{source}: document 1 is {shown(documents[0])}: expected {column} as {expected}")
     if column == "input_ids" and "attention_mask" in names:
-        documents = Unpadded(documents, column_of("attention_mask"), source)
+        documents = Pairs(documents, column_of("attention_mask"), source, _unpadded)
     elif column not in ("input_ids", "text") and "tools" in names:
-        documents = WithTools(documents, column_of("tools"), source)
+        documents = Pairs(documents, column_of("tools"), source, _with_tools)
     return documents

@@ -45,7 +45,10 @@ def stored_samples(
         raise CalibrationError(f"{source} is no plain file: give a {TENSORS} file")
     with reading(f"{source} cannot be read", CalibrationError):
         stored = Samples(inputs_for(model, load_file(source)))
-    order = _drawn(len(stored), count, generator, source)
+    if count is not None and len(stored) < count:
+        held = f"{len(stored)} sample{'' if len(stored) == 1 else 's'}"
+        raise CalibrationError(f"{source} holds {held}, but {count} are needed: lower `samples=`, or add more")
+    order = torch.arange(len(stored)) if generator is None else torch.randperm(len(stored), generator=generator)
     left = order[len(stored) if count is None else count :]
     return replace(stored[order[:count]], surplus=stored[left] if left.numel() and stored.is_text else None)
 
@@ -58,11 +61,3 @@ def inputs_for(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[st
         for name, values in tensors.items()
         if (labels or name != "labels") and not (name == "attention_mask" and bool((values == 1).all()))
     }
-
-
-def _drawn(there: int, count: int | None, generator: torch.Generator | None, source: str) -> Tensor:
-    """Returns the numbers of all samples in the order in which they are taken, int64 ``[there]``."""
-    if count is not None and there < count:
-        held = f"{there} sample{'' if there == 1 else 's'}"
-        raise CalibrationError(f"{source} holds {held}, but {count} are needed: lower `samples=`, or add more")
-    return torch.arange(there) if generator is None else torch.randperm(there, generator=generator)
