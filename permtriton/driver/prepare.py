@@ -68,7 +68,7 @@ class CompileInputs:
 
 
 def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOutMeasure | None]:
-    """Reads the calibration text, traces the model, and measures the dense model.
+    """Plans the compilation, checks that it can run, and measures the dense model.
 
     Returns:
         The run, and the measure of the dense model on held-out samples, if there are any.
