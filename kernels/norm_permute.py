@@ -55,7 +55,15 @@ from permtriton.kernels.permute import (
     programs_for,
     warps_for,
 )
-from permtriton.kernels.quantize import FLOAT8, are_aligned, quantize_tokens, quantize_triton, rows_of, store_quantized
+from permtriton.kernels.quantize import (
+    FLOAT8,
+    are_aligned,
+    empty_quantized,
+    quantize_tokens,
+    quantize_triton,
+    rows_of,
+    store_quantized,
+)
 from permtriton.kernels.quantize import supports as can_quantize
 from permtriton.util.permutation import inverse
 
@@ -75,47 +83,36 @@ BACKWARD_CONFIGS = (Config(num_warps=8), Config(num_warps=16))
 
 @dataclass(frozen=True)
 class NormVariant:
-    """The norm that a module computes.
+    """The norm that a module computes."""
 
-    Attributes:
-        kind: "rms", "rms_float" or "layer".
-        eps: Number added to the mean square, or the variance.
-        offset: Number added to the weight: 0.0, or 1.0 if the module stores the weight minus 1.
-    """
+    kind: str  # "rms", "rms_float" or "layer"
+    eps: float  # number added to the mean square, or the variance
+    offset: float = 0.0  # number added to the weight: 0.0, or 1.0 if the module stores the weight minus 1
 
-    kind: str
-    eps: float
-    offset: float = 0.0
-
-
-def norm_variants(eps: float, bias: bool) -> list[NormVariant]:
-    """Returns the variants with this ``eps`` that a norm with (or without) a bias may compute."""
-    kinds = ("layer",) if bias else KINDS
-    return [NormVariant(kind, eps, offset) for offset in (0.0, 1.0) for kind in kinds]
+    def shifted(self, weight: Tensor) -> Tensor:
+        return weight + self.offset if self.offset else weight
 
 
 def norm_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    eps: float,
-    offset: float,
-    kind: str,
+    variant: NormVariant,
     index: Tensor | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
     """The norm in the order of ``index``, int64, or without one of ``x``; the RMS kinds compute in ``precision``."""
-    if kind == "layer":
-        y = layer_norm(x, weight.shape, _shifted(weight, offset), bias, eps)
+    if variant.kind == "layer":
+        y = layer_norm(x, weight.shape, variant.shifted(weight), bias, variant.eps)
         return y if index is None else permute_reference(y, index)
     hidden = x.to(precision)
-    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
+    hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + variant.eps)
     if index is not None:  # before rounding: on a CPU 32-bit values gather twice as fast as 16-bit ones
         hidden, weight = permute_reference(hidden, index), weight[index]
-    if kind == "rms":
+    if variant.kind == "rms":
         narrow = min(x.dtype, weight.dtype, key=lambda dtype: dtype.itemsize)
-        return (_shifted(weight, offset) * hidden.to(narrow)).to(weight.dtype)
-    return (_shifted(weight.to(precision), offset) * hidden).to(x.dtype)
+        return (variant.shifted(weight) * hidden.to(narrow)).to(weight.dtype)
+    return (variant.shifted(weight.to(precision)) * hidden).to(x.dtype)
 
 
 def norm_backward_reference(
@@ -123,32 +120,26 @@ def norm_backward_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    eps: float,
-    offset: float,
-    kind: str,
+    variant: NormVariant,
     precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradients of x (contiguous), weight and bias (empty without one); ``grad`` is in the order of ``x``.
 
     RMS kinds: ``dx = r (g - h mean(g h))`` with ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``.
     """
-    if kind == "layer":
-        scale = _shifted(weight, offset)
-        _, mean, rstd = torch.native_layer_norm(x, weight.shape, scale, bias, eps)
+    if variant.kind == "layer":
+        scale = variant.shifted(weight)
+        _, mean, rstd = torch.native_layer_norm(x, weight.shape, scale, bias, variant.eps)
         arguments = (grad.contiguous(), x, weight.shape, mean, rstd, scale, bias, [True, True, bias is not None])
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(*arguments)
         return grad_x.contiguous(), grad_weight, weight.new_empty(0) if bias is None else grad_bias
     hidden, grad = x.to(precision), grad.to(precision)
-    root = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + eps)
+    root = torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + variant.eps)
     hidden = hidden * root
     grad_weight = (grad * hidden).reshape(-1, weight.numel()).sum(0).to(weight.dtype)
-    grad = grad * _shifted(weight.to(precision), offset)
+    grad = grad * variant.shifted(weight.to(precision))
     grad_x = root * (grad - hidden * (grad * hidden).mean(-1, keepdim=True))
     return grad_x.to(x.dtype).contiguous(), grad_weight, weight.new_empty(0)
-
-
-def _shifted(weight: Tensor, offset: float) -> Tensor:
-    return weight + offset if offset else weight
 
 
 @jit
@@ -344,19 +335,18 @@ def norm_permute_triton(
     weight: Tensor,
     bias: Tensor | None,
     index: Tensor,
-    eps: float,
-    offset: float,
-    kind: str,
+    variant: NormVariant,
     added: tuple[Tensor, Tensor] | None = None,
     token_scale: Tensor | None = None,
 ) -> Tensor:
-    """Computes `norm_reference` of inputs that `takes` accepts.
+    """Computes `norm_permute` of inputs that `takes` accepts.
 
     Args:
-        x, weight, bias, index, eps, offset, kind: as `norm_permute` takes them.
+        x, weight, bias, index, variant: as `norm_permute` takes them.
         added: (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``.
         token_scale: Output for the scales of a quantized result, if `holds` accepts the rows; None for no quantizing.
     """
+    kind, eps, offset = variant.kind, variant.eps, variant.offset
     hidden, dtype = rows_of(x), weight.dtype if kind == "rms" else x.dtype
     y = torch.empty(x.shape, dtype=dtype if token_scale is None else FLOAT8, device=x.device)
     weight, index, bias = weight.contiguous(), index.contiguous(), None if bias is None else bias.contiguous()
@@ -389,10 +379,10 @@ def holds(hidden: Tensor) -> bool:
 
 
 def norm_quantize_triton(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
 ) -> tuple[Tensor, Tensor]:
     """Computes `norm_quantize` of inputs that `takes` accepts, by two kernels if rows are long or not aligned."""
-    arguments, hidden = (x, weight, bias, index, eps, offset, kind), rows_of(x)
+    arguments, hidden = (x, weight, bias, index, variant), rows_of(x)
     if not holds(hidden) or not are_aligned(hidden):
         return quantize_triton(norm_permute_triton(*arguments))
     token_scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
@@ -404,18 +394,11 @@ def add_norm_permute_triton(
 ) -> tuple[Tensor, Tensor]:
     """Computes `add_norm_permute` of inputs that `takes` accepts, with ``residual`` in the dtype of ``x``."""
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return norm_permute_triton(x, weight, None, index, eps, 0.0, "rms", added=(residual, total)), total
+    return norm_permute_triton(x, weight, None, index, NormVariant("rms", eps), added=(residual, total)), total
 
 
 def norm_permute_backward_triton(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    index: Tensor,
-    eps: float,
-    offset: float,
-    kind: str,
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes `norm_permute_backward` of inputs that `takes` accepts."""
     hidden, outer, back = rows_of(x), rows_of(grad), inverse(index.long()).int()
@@ -426,28 +409,26 @@ def norm_permute_backward_triton(
     weight_sums = make((programs, channels), dtype=torch.float32, device=x.device)
     bias_sums = weight_sums if bias is None else make((programs, channels), dtype=torch.float32, device=x.device)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    shared = {"KIND": KINDS.index(kind), "BIAS": bias is not None}
+    shared = {"KIND": KINDS.index(variant.kind), "BIAS": bias is not None}
     results = (grad_x, weight_sums, bias_sums, rows, channels)
     if block <= LONGEST_BACKWARD:
         config = config_for("norm_permute_backward", BACKWARD_CONFIGS, (rows, channels), x.dtype)
         _norm_permute_bwd_kernel[(programs,)](
-            outer, hidden, weight, back, *results, outer.stride(0), hidden.stride(0), eps, offset,
+            outer, hidden, weight, back, *results, outer.stride(0), hidden.stride(0), variant.eps, variant.offset,
             BLOCK_C=block, num_warps=warps_for(config, block), **shared,
         )  # fmt: skip
     else:
         _norm_long_bwd_kernel[(programs,)](
-            gather_rows(outer, back), hidden, weight, *results, hidden.stride(0), eps, offset,
+            gather_rows(outer, back), hidden, weight, *results, hidden.stride(0), variant.eps, variant.offset,
             TILE=LONG_TILE, num_warps=8, **shared,
         )  # fmt: skip
     grad_bias = weight.new_empty(0) if bias is None else bias_sums.sum(0).to(bias.dtype)
     return grad_x, weight_sums.sum(0).to(weight.dtype), grad_bias
 
 
-def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, _eps: float, _offset: float, kind: str
-) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
     check_shapes(x, index)
-    assert kind in (KINDS if bias is None else ("layer",)), f"a norm of kind {kind}"
+    assert variant.kind in (KINDS if bias is None else ("layer",)), f"a norm of kind {variant.kind}"
     for vector in (weight, bias):
         assert vector is None or vector.shape == x.shape[-1:], f"a vector {list(vector.shape)} for {list(x.shape)}"
 
@@ -461,31 +442,28 @@ def _check(
     supports=lambda grad, x, weight, bias, *_: takes(x, weight, bias),
 )  # fmt: skip
 def norm_permute_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns `norm_backward_reference` of a ``grad`` in the order of the output."""
-    return norm_backward_reference(permute(grad, inverse(index.long())), x, weight, bias, eps, offset, kind)
+    return norm_backward_reference(permute(grad, inverse(index.long())), x, weight, bias, variant)
 
 
 def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor]:
-    grad_x, grad_weight, grad_bias = norm_permute_backward(grad, *inputs)
-    return {"x": grad_x, "weight": grad_weight, "bias": grad_bias}
+    return dict(zip(("x", "weight", "bias"), norm_permute_backward(grad, *inputs), strict=True))
 
 
 @operator(
     "norm_permute",
-    lambda x, weight, bias, index, eps, offset, kind: x.new_empty(
-        x.shape, dtype=weight.dtype if kind == "rms" else x.dtype
+    lambda x, weight, bias, index, variant: x.new_empty(
+        x.shape, dtype=weight.dtype if variant.kind == "rms" else x.dtype
     ),
     check=_check,
     launcher=norm_permute_triton,
     supports=lambda x, weight, bias, *_: takes(x, weight, bias),
     gradient=_gradient,
-    keeps=("x", "weight", "bias", "index", "eps", "offset", "kind"),
+    keeps=("x", "weight", "bias", "index", "variant"),
 )
-def norm_permute(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
-) -> Tensor:
+def norm_permute(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> Tensor:
     """Returns ``norm(x)[..., index]``; differentiable in ``x``, ``weight`` and ``bias``.
 
     Args:
@@ -493,18 +471,16 @@ def norm_permute(
         weight: ``[C]``, in the order of ``x``.
         bias: ``[C]`` or None; None for the RMS kinds.
         index: ``[C]``, a permutation, any integer dtype.
-        eps: Number added to the mean square, or the variance.
-        offset: Number added to ``weight``.
-        kind: "rms", "rms_float" or "layer".
+        variant: The norm.
 
     Returns:
         ``[..., C]``, contiguous, in the dtype of ``x``, or of the weight for "rms", as the modules do.
     """
-    return norm_reference(x, weight, bias, eps, offset, kind, index.long())
+    return norm_reference(x, weight, bias, variant, index.long())
 
 
 def _check_added(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float) -> None:
-    _check(x, weight, None, index, eps, 0.0, "rms")
+    _check(x, weight, None, index, NormVariant("rms", eps))
     assert (residual.shape, residual.dtype) == (x.shape, x.dtype), f"{residual.dtype} {residual.shape} for {x.shape}"
 
 
@@ -522,22 +498,22 @@ def add_norm_permute(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor,
     engines join the addition to the norm.
     """
     total = (x + residual).contiguous()
-    return norm_reference(total, weight, None, eps, 0.0, "rms", index.long()), total
+    return norm_reference(total, weight, None, NormVariant("rms", eps), index.long()), total
 
 
 @operator(
     "norm_quantize",
-    lambda x, *_: (x.new_empty(x.shape, dtype=FLOAT8), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)),
+    empty_quantized,
     check=_check,
     launcher=norm_quantize_triton,
     supports=lambda x, weight, bias, *_: takes(x, weight, bias) and can_quantize(x),
 )
 def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, eps: float, offset: float, kind: str
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant
 ) -> tuple[Tensor, Tensor]:
     """Returns `norm_permute`'s result in float8 e4m3, contiguous, and the scale of each token, float32 ``[..., 1]``.
 
     That result is rounded to its dtype before it is quantized. Bytes moved: 3/4 of the norm's at 16 bits. Not
     differentiable.
     """
-    return quantize_tokens(norm_reference(x, weight, bias, eps, offset, kind, index.long()))
+    return quantize_tokens(norm_reference(x, weight, bias, variant, index.long()))

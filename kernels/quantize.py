@@ -161,7 +161,7 @@ def _quantize_long_kernel(
 
 def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Computes `quantize`, or, with ``up``, `silu_quantize` of the gate ``x``."""
-    y, scale = _empty(x)
+    y, scale = empty_quantized(x)
     hidden = rows_of(x)
     rows, channels = hidden.shape
     other = hidden if up is None else rows_of(up)
@@ -194,7 +194,7 @@ def rows_of(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
-def _empty(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def empty_quantized(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return (
         torch.empty(x.shape, dtype=FLOAT8, device=x.device),
         torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device),
@@ -208,7 +208,7 @@ def supports(x: Tensor, *_: Any) -> bool:
 
 @operator(
     "quantize",
-    _empty,
+    empty_quantized,
     check=lambda x, index: None if index is None else check_shapes(x, index),
     launcher=quantize_triton,
     supports=supports,
@@ -229,7 +229,7 @@ def _check_pair(gate: Tensor, up: Tensor) -> None:
 
 @operator(
     "silu_quantize",
-    _empty,
+    empty_quantized,
     check=_check_pair,
     launcher=lambda gate, up: quantize_triton(gate, None, up),
     supports=supports,

@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 
 from torch import fx
 
@@ -52,6 +53,5 @@ def _into_norm(parameters: Mapping[str, fx.Node], constants: Constants, norm: Pe
         wrap(source, PERMUTE, (order,))
         return
     vectors = (parameters.get(f"{norm.module}.{vector}") for vector in ("weight", "bias"))
-    variant = norm.variant
-    arguments = (norm_input(source, norm.module), *vectors, order, variant.eps, variant.offset, variant.kind)
+    arguments = (norm_input(source, norm.module), *vectors, order, *astuple(norm.variant))
     source.replace_all_uses_with(call_before(source, NORM_PERMUTE, arguments, source.meta["val"]))

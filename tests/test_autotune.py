@@ -171,8 +171,8 @@ class Tuned:
         self.checked: list[int] = []
         self.wrong = wrong
         self.case = Case(
-            "gather", "16x4096", torch.bfloat16, lambda seed: (seed,), self.run, lambda seed: seed,
-            lambda found, expected: abs(found - expected), 0.0, bytes=1000,
+            "gather", "16x4096", torch.bfloat16, lambda seed: (seed,), self.run, lambda seed: seed, 0.0,
+            bytes=1000, error=lambda found, expected: abs(found - expected),
         )  # fmt: skip
 
         def measure(runs, device, *_args):
@@ -295,7 +295,7 @@ def test_a_choice_between_kernels_is_tuned_after_them():
         for name, configs in tables.items():
             config_for(name, configs, (8,), torch.int8)
 
-    case = Case("it", "8", torch.int8, lambda seed: (), run, run, lambda *_: 0.0, 0.0, 1)
+    case = Case("it", "8", torch.int8, lambda seed: (), run, run, 0.0, 1)
     assert [request.op for request in tuning.requests_of(case)] == ["inner", "outer"]
 
 
@@ -310,7 +310,7 @@ def test_tuning_stops_when_the_time_is_up_and_goes_on_later(gpu, monkeypatch):
     monkeypatch.setattr(tuning, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(tuning, "measure", measure)
     case = Case("it", "8", torch.int8, lambda seed: (), lambda: config_for("it", TABLE, (8,), torch.int8),
-                lambda: None, lambda *_: 0.0, 0.0, 1)  # fmt: skip
+                lambda: None, 0.0, 1, error=lambda *_: 0.0)  # fmt: skip
     how = ([case], torch.device("cpu"), gpu, autotune.cache_file(), lambda trial: tried.append(trial.known))
     assert tuning.tune(*how, until=15) is None
     assert tried == [False, False]
@@ -332,7 +332,7 @@ def test_the_kernels_of_every_route_are_tuned_on_it(gpu, monkeypatch):
         return {name: Timing((1e6 / calls[0](),), "host") for name, calls in runs.items()}  # a larger size is faster
 
     monkeypatch.setattr(tuning, "measure", measure)
-    case = Case("it", "8", torch.int8, lambda seed: (), run, lambda: None, lambda *_: 0.0, 0.0, 1)
+    case = Case("it", "8", torch.int8, lambda seed: (), run, lambda: None, 0.0, 1, error=lambda *_: 0.0)
     entries = tuning.tune([case], torch.device("cpu"), gpu, autotune.cache_file())
     chosen = {key.rsplit(" ", 2)[0]: entry["config"]["constants"] for key, entry in entries.items()}
     assert chosen == {"kernel 0": {"SIZE": 128}, "kernel 2": {"SIZE": 128}, "route": {"ROUTE": 2}}

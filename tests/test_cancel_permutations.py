@@ -37,7 +37,7 @@ class Chain:
 
     def norm(self, node: fx.Node, index: Tensor) -> fx.Node:
         weight = self.constants.tensor(torch.arange(1.0, 9.0, dtype=torch.float64), "weight")
-        return self.call(NORM_PERMUTE, node, weight, None, self.constants.index(index), 1e-6, 0.0, "rms")
+        return self.call(NORM_PERMUTE, node, weight, None, self.constants.index(index), "rms", 1e-6, 0.0)
 
     def cancelled(self, *outputs: fx.Node) -> list[fx.Node]:
         """Cancels, checks that the outputs stay, and returns the permuting nodes that are left."""

@@ -191,7 +191,7 @@ def test_a_norm_that_permutes_moves_the_columns_behind_it(columns, node):
     norm = node_named(graph_module, "rms_norm")
     index = next(n for n in graph_module.graph.nodes if str(n.target).startswith("permtriton_index"))
     with graph_module.graph.inserting_before(norm):
-        arguments = (norm.args[0], norm.args[2], None, index, 1e-6, 0.0, "rms")
+        arguments = (norm.args[0], norm.args[2], None, index, "rms", 1e-6, 0.0)
         new = graph_module.graph.call_function(OPS.norm_permute.default, arguments)
     new.meta["val"] = norm.meta["val"]
     norm.replace_all_uses_with(new)

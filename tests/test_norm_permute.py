@@ -10,7 +10,7 @@ from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from permtriton.kernels.norm_permute import norm_backward_reference, norm_permute, norm_reference
+from permtriton.kernels.norm_permute import NormVariant, norm_backward_reference, norm_permute, norm_reference
 
 from .kernel_inputs import KERNEL_DTYPES, index_of, rng
 
@@ -61,7 +61,7 @@ def test_equals_the_module_bit_for_bit(cls, dtype, shape):
     """By the same operations in the same order, then a gather."""
     norm, x, index = norm_of(cls, shape[-1], dtype), random(*shape, dtype=dtype), index_of(shape[-1])
     kind, offset = MODULES[cls]
-    y = norm_permute(x, norm.weight, norm._parameters.get("bias"), index, EPS, offset, kind)
+    y = norm_permute(x, norm.weight, norm._parameters.get("bias"), index, NormVariant(kind, EPS, offset))
     expected = norm(x)
     assert (y.dtype, y.shape) == (expected.dtype, expected.shape)
     assert torch.equal(y, expected[..., index])
@@ -72,7 +72,7 @@ def test_equals_the_module_bit_for_bit(cls, dtype, shape):
 def test_equals_modules_that_round_otherwise_within_two_roundings(cls, dtype):
     norm, x, index = norm_of(cls, 72, dtype), random(5, 72, dtype=dtype), index_of(72)
     kind, offset = CLOSE[cls]
-    y = norm_permute(x, norm.weight, None, index, EPS, offset, kind)
+    y = norm_permute(x, norm.weight, None, index, NormVariant(kind, EPS, offset))
     epsilon = torch.finfo(dtype).eps
     torch.testing.assert_close(y, norm(x)[..., index], rtol=2 * epsilon, atol=2 * epsilon)
 
@@ -82,7 +82,7 @@ def test_equals_modules_that_round_otherwise_within_two_roundings(cls, dtype):
 def test_equals_the_equation_in_float64(kind, offset, dtype):
     x, weight, index = random(3, 5, 41, dtype=dtype), random(41, dtype=dtype, seed=1), index_of(41)
     bias = random(41, dtype=dtype, seed=2) if kind == "layer" else None
-    y = norm_permute(x, weight, bias, index, EPS, offset, kind)
+    y = norm_permute(x, weight, bias, index, NormVariant(kind, EPS, offset))
     epsilon = 4 * torch.finfo(dtype).eps
     expected = exact(x, weight, bias, offset, kind)[..., index]
     torch.testing.assert_close(y.double(), expected, rtol=epsilon, atol=epsilon)
@@ -91,27 +91,30 @@ def test_equals_the_equation_in_float64(kind, offset, dtype):
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
 def test_strided_input_and_small_index(kind, offset):
     x, weight, index = random(6, 4, 20).transpose(0, 1), random(40, seed=1)[::2], index_of(20)
-    expected = norm_permute(x.contiguous(), weight.contiguous(), None, index, EPS, offset, kind)
+    expected = norm_permute(x.contiguous(), weight.contiguous(), None, index, NormVariant(kind, EPS, offset))
     for small in (index.byte(), index.short()):
-        torch.testing.assert_close(norm_permute(x, weight, None, small, EPS, offset, kind), expected)
+        torch.testing.assert_close(norm_permute(x, weight, None, small, NormVariant(kind, EPS, offset)), expected)
 
 
 def test_a_float32_weight_promotes_as_in_the_module():
     norm, x, index = norm_of(LlamaRMSNorm, 16), random(3, 16, dtype=torch.bfloat16), index_of(16)
-    y = norm_permute(x, norm.weight, None, index, EPS, 0.0, "rms")
+    y = norm_permute(x, norm.weight, None, index, NormVariant("rms", EPS))
     assert y.dtype == torch.float32
     assert torch.equal(y, norm(x)[:, index])
     norm = norm_of(GemmaRMSNorm, 16)
-    assert torch.equal(norm_permute(x, norm.weight, None, index, EPS, 1.0, "rms_float"), norm(x)[:, index])
+    assert torch.equal(norm_permute(x, norm.weight, None, index, NormVariant("rms_float", EPS, 1.0)), norm(x)[:, index])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_float32_stream_takes_the_dtype_of_the_weight_as_in_t5(dtype):
     norm, x, index = norm_of(T5LayerNorm, 16, dtype), random(3, 16, dtype=torch.float32), index_of(16)
-    y = norm_permute(x, norm.weight, None, index, EPS, 0.0, "rms")
+    y = norm_permute(x, norm.weight, None, index, NormVariant("rms", EPS))
     assert y.dtype == dtype
     assert torch.equal(y, norm(x)[:, index])
-    assert norm_permute(x.to("meta"), norm.weight.to("meta"), None, index.to("meta"), EPS, 0.0, "rms").dtype == dtype
+    assert (
+        norm_permute(x.to("meta"), norm.weight.to("meta"), None, index.to("meta"), NormVariant("rms", EPS)).dtype
+        == dtype
+    )
 
 
 @pytest.mark.parametrize(("kind", "offset"), VARIANTS)
@@ -121,11 +124,11 @@ def test_backward_equals_autograd_in_float64(kind, offset):
     leaves += [random(11, dtype=torch.float64, seed=s).requires_grad_() for s in (1, 2)[: 1 + (kind == "layer")]]
     x, weight, bias = (*leaves, None)[:3]
     grad = random(3, 4, 11, dtype=torch.float64, seed=3)
-    y = norm_reference(x, weight, bias, EPS, offset, kind, precision=torch.float64)
+    y = norm_reference(x, weight, bias, NormVariant(kind, EPS, offset), precision=torch.float64)
     torch.testing.assert_close(y, exact(x, weight, bias, offset, kind))
     expected = torch.autograd.grad(y, leaves, grad)
     with torch.no_grad():
-        found = norm_backward_reference(grad, x, weight, bias, EPS, offset, kind, torch.float64)
+        found = norm_backward_reference(grad, x, weight, bias, NormVariant(kind, EPS, offset), torch.float64)
     torch.testing.assert_close(found[: len(leaves)], expected, rtol=1e-10, atol=1e-12)
 
 
@@ -136,7 +139,7 @@ def test_gradients_equal_float64(kind, offset, dtype):
     if kind == "layer":
         leaves.append(random(33, dtype=dtype, seed=2).requires_grad_())
     index, grad = index_of(33), random(2, 6, 33, dtype=dtype, seed=3)
-    found = torch.autograd.grad(norm_permute(*(*leaves, None)[:3], index, EPS, offset, kind), leaves, grad)
+    found = torch.autograd.grad(norm_permute(*(*leaves, None)[:3], index, NormVariant(kind, EPS, offset)), leaves, grad)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     y = exact(*(*doubles, None)[:3], offset, kind)[..., index]
     expected = torch.autograd.grad(y, doubles, grad.double())
@@ -153,7 +156,7 @@ def test_compiles_without_a_break(kind, offset):
     leaves = [random(3, 8).requires_grad_() for _ in range(2)]
 
     def run(x: Tensor) -> Tensor:
-        return norm_permute(x * 2, weight, None, index, EPS, offset, kind).cos()
+        return norm_permute(x * 2, weight, None, index, NormVariant(kind, EPS, offset)).cos()
 
     results = [torch.compile(run, fullgraph=True, backend="aot_eager")(leaves[0]), run(leaves[1])]
     for result in results:
@@ -167,12 +170,12 @@ def test_compiles_without_a_break(kind, offset):
     [
         ({"index": index_of(7)}, r"index torch.int64 \[7\]"),
         ({"weight": torch.ones(7)}, r"\[7\].* for \[2, 8\]"),
-        ({"bias": torch.ones(7), "kind": "layer"}, r"\[7\].* for \[2, 8\]"),
+        ({"bias": torch.ones(7), "variant": NormVariant("layer", EPS)}, r"\[7\].* for \[2, 8\]"),
         ({"bias": torch.ones(8)}, "kind rms"),
-        ({"kind": "batch"}, "kind batch"),
+        ({"variant": NormVariant("batch", EPS)}, "kind batch"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed, named):
-    arguments = {"x": torch.ones(2, 8), "weight": torch.ones(8), "bias": None, "index": index_of(8), "kind": "rms"}
+    arguments = {"x": torch.ones(2, 8), "weight": torch.ones(8), "bias": None, "index": index_of(8)}
     with pytest.raises(AssertionError, match=named):
-        norm_permute(**{**arguments, **changed}, eps=EPS, offset=0.0)
+        norm_permute(**{**arguments, "variant": NormVariant("rms", EPS), **changed})

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.kernels.nm_mask import nm_mask
-from permtriton.kernels.norm_permute import norm_permute, norm_permute_backward
+from permtriton.kernels.norm_permute import NormVariant, norm_permute, norm_permute_backward
 from permtriton.kernels.packing import pack, unpack
 from permtriton.kernels.permute import permute
 from permtriton.kernels.quantize import FLOAT8
@@ -57,8 +57,8 @@ def of_other_inputs() -> list:
         sparse_linear_fp8(x, *in_fp8, torch.zeros(5), index.int(), 15, OTHER)
         permute(torch.rand(4, 5), torch.arange(4).byte(), -2)
         for kind, shift in (("rms", None), ("rms_float", None), ("layer", None), ("layer", bias)):
-            norm_permute(x, weight, shift, index.byte(), 1e-5, 1.0, kind)
-            norm_permute_backward(x, x, weight, shift, index, 1e-5, 1.0, kind)
+            norm_permute(x, weight, shift, index.byte(), NormVariant(kind, 1e-5, 1.0))
+            norm_permute_backward(x, x, weight, shift, index, NormVariant(kind, 1e-5, 1.0))
         for form in ("power 1", "power 2", "row and column"):
             factors = factors_of(form, 3, 12, torch.float32)
             nm_mask(torch.rand(3, 12), factors, block_index([8, 4]), torch.zeros(80), [8, 4], NMPattern(2, 4), True)

@@ -123,7 +123,9 @@ def _norm_permute() -> Iterator[Build]:
     def run(launcher: Callable[..., object], x_copies: int, kind: str, dtype: torch.dtype, channels: int) -> object:
         x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
         index = torch.empty(channels, dtype=index_dtype(channels))
-        return launcher(*[x] * x_copies, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
+        return launcher(
+            *[x] * x_copies, vector, vector if kind == "layer" else None, index, norms.NormVariant(kind, 0.0)
+        )
 
     def add(dtype: torch.dtype, channels: int) -> object:
         x, vector = torch.empty(1024, channels, dtype=dtype), torch.empty(channels, dtype=dtype)
@@ -156,7 +158,9 @@ def _quantize() -> Iterator[Build]:
     def normed(kind: str, channels: int) -> object:
         x, vector = torch.empty(1024, channels, dtype=torch.bfloat16), torch.empty(channels, dtype=torch.bfloat16)
         index = torch.empty(channels, dtype=index_dtype(channels))
-        return norms.norm_quantize_triton(x, vector, vector if kind == "layer" else None, index, 0.0, 0.0, kind)
+        return norms.norm_quantize_triton(
+            x, vector, vector if kind == "layer" else None, index, norms.NormVariant(kind, 0.0)
+        )
 
     longest = quantize.LONGEST
     for dtype, channels, gather, gated in (

@@ -154,7 +154,7 @@ def sinkhorn(bench: Bench) -> None:
 
     joined = Case(
         "sinkhorn both", forward.shape, forward.dtype, lambda seed: backward.make(seed)[:2], both,
-        lambda grad, logits: _both_eager(grad.double(), logits.double()), backward.error, backward.limit,
+        lambda grad, logits: _both_eager(grad.double(), logits.double()), backward.limit,
         forward.bytes + backward.bytes,
     )  # fmt: skip
     bench.compare("sinkhorn both", joined, eager_and_compiled(bench, _both_eager))

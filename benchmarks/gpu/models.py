@@ -124,14 +124,14 @@ def _after_norm_case(tokens: int, rows: int, channels: int, dtype: torch.dtype, 
     return dataclasses.replace(
         sparse, op="RMSNorm + sparse_linear",
         make=lambda seed: (*norm.make(seed), *sparse.make(seed)[1:]),
-        run=lambda *inputs: sparse.run(norm.run(*inputs[:4]), *inputs[4:]),
-        reference=lambda *inputs: sparse.reference(norm.reference(*inputs[:4]).to(dtype), *inputs[4:]),
+        run=lambda *inputs: sparse.run(norm.run(*inputs[:5]), *inputs[5:]),
+        reference=lambda *inputs: sparse.reference(norm.reference(*inputs[:5]).to(dtype), *inputs[5:]),
         limit=norm.limit + sparse.limit, bytes=norm.bytes + sparse.bytes, tables={**norm.tables, **sparse.tables},
     )  # fmt: skip
 
 
 def _norm_and_bare(channels: int, inputs: Arguments) -> Callable[[], Tensor]:
-    x, scale, weight = inputs[0], inputs[1], unpack(inputs[4], inputs[5], channels, PATTERN)
+    x, scale, weight = inputs[0], inputs[1], unpack(inputs[5], inputs[6], channels, PATTERN)
     compressed = cusparselt.compress(weight)
     return lambda: cusparselt.product(rms_norm_alone(x, scale, 1e-5), compressed, None, weight.shape[0])
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from permtriton.kernels.swap_gains import SwapTerms, swap_gains_triton
 from permtriton.kernels.tools.case import BLOCK, PATTERN
 from permtriton.kernels.tools.cases.assignment import assignment_case
 from permtriton.kernels.tools.cases.nm_mask import nm_mask_backward_case, nm_mask_case
-from permtriton.kernels.tools.cases.norm_permute import EPS, add_norm_permute_case, norm_permute_case
+from permtriton.kernels.tools.cases.norm_permute import add_norm_permute_case, norm_permute_case
 from permtriton.kernels.tools.cases.packing import unpack_case
 from permtriton.kernels.tools.cases.permute import permute_case
 from permtriton.kernels.tools.cases.placement import placement_case
@@ -43,9 +42,9 @@ def floors(gpu: Gpu) -> Iterator[Floor]:
     case, elements = permute_case(TOKENS, ROWS, torch.bfloat16, META), TOKENS * ROWS
     yield Floor(case, permute_triton, elements, "element", _per_tile)
     case, elements = norm_permute_case(TOKENS, CHANNELS, torch.bfloat16, META), TOKENS * CHANNELS
-    yield Floor(case, partial(norm_permute_triton, eps=EPS, offset=0.0, kind="rms"), elements, "element", _per_row)
+    yield Floor(case, norm_permute_triton, elements, "element", _per_row)
     case = add_norm_permute_case(TOKENS, CHANNELS, torch.bfloat16, META)
-    yield Floor(case, partial(add_norm_permute_triton, eps=EPS), elements, "element", _per_row)
+    yield Floor(case, add_norm_permute_triton, elements, "element", _per_row)
     entries = BLOCKS * BLOCK * BLOCK
     for make, launch in ((sinkhorn_case, sinkhorn_triton), (sinkhorn_backward_case, sinkhorn_backward_triton)):
         yield Floor(make(BLOCKS, BLOCK, META), launch, entries, "entry", lambda launch: (launch.numbers["rounds"],))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from permtriton.kernels.launch import Config
+from permtriton.kernels.tools.timing import relative_error
 from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 
@@ -33,12 +34,12 @@ class Case:
     make: Callable[[int], Arguments]  # seed -> inputs, on the case's device
     run: Callable[..., Any]  # the call
     reference: Callable[..., Any]  # the expected result from the same inputs, in plain torch
-    error: Callable[[Any, Any], float]  # (result, expected result) -> distance; 0 if equal
     limit: float  # largest error allowed
     bytes: int  # fewest bytes that the call can move: each input read once and each output written once
-    flops: int = 0  # operations that the call must do; 0 if memory decides the time
     # the configuration tables that the call reads on a GPU, by name
     tables: Mapping[str, Sequence[Config]] = field(default_factory=dict)
+    flops: int = 0  # operations that the call must do; 0 if memory decides the time
+    error: Callable[[Any, Any], float] = relative_error  # (result, expected result) -> distance; 0 if equal
 
     @property
     def name(self) -> str:

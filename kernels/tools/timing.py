@@ -78,11 +78,14 @@ def measure(
     return {name: Timing(tuple(samples[name]), how) for name, (_, _, how) in replays.items()}
 
 
-def relative_error(out: Tensor, expected: Tensor) -> float:
+def relative_error(out: Tensor | tuple[Tensor, ...], expected: Any) -> float:
     """Returns ``|out - expected| / |expected|`` in float64: the larger of the values by 2-norm and by maximum norm.
 
-    The maximum norm shows a single wrong row among thousands. Infinite if ``out`` holds a NaN or has another shape.
+    The maximum norm shows a single wrong row among thousands. Infinite if ``out`` holds a NaN or has another shape. Of
+    several results, the largest error.
     """
+    if isinstance(out, tuple):
+        return max(map(relative_error, out, expected))
     if out.shape != expected.shape:
         return math.inf
     if not out.numel():

@@ -88,8 +88,7 @@ class _PermutedNorm(_Indexed):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Returns ``norm(hidden_states)[..., index]``, with the shape of the input, ``[..., C]``."""
-        kind, eps, offset = self.variant.kind, self.variant.eps, self.variant.offset
-        return norm_permute(hidden_states, self.weight, self.bias, self.index, eps, offset, kind)
+        return norm_permute(hidden_states, self.weight, self.bias, self.index, self.variant)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
         _as_stored(self, state_dict, prefix)

@@ -2,11 +2,12 @@
 
 import copy
 import math
+from itertools import product
 
 import torch
 from torch import nn
 
-from permtriton.kernels.norm_permute import NormVariant, norm_reference, norm_variants
+from permtriton.kernels.norm_permute import KINDS, NormVariant, norm_reference
 
 
 def match_norm(module: nn.Module, channels: int) -> NormVariant | None:
@@ -31,7 +32,8 @@ def match_norm(module: nn.Module, channels: int) -> NormVariant | None:
     epsilons = {
         value for key, value in vars(module).items() if "eps" in key and isinstance(value, float) and value >= 0
     }
-    candidates = [variant for eps in sorted(epsilons) for variant in norm_variants(eps, "bias" in parameters)]
+    kinds = ("layer",) if "bias" in parameters else KINDS
+    candidates = [NormVariant(kind, *one) for *one, kind in product(sorted(epsilons), (0.0, 1.0), kinds)]
     probe = copy.deepcopy(module).to_empty(device="cpu").eval()
     try:
         with torch.device("cpu"):  # the caller may have made meta the default device
@@ -59,7 +61,7 @@ def _difference(norm: nn.Module, channels: int, variant: NormVariant) -> float:
         for name, parameter in norm.named_parameters():
             parameter.copy_(drawn[name])
         weight, bias = norm.get_parameter("weight"), norm._parameters.get("bias")
-        expected = norm_reference(x.to(dtype), weight, bias, variant.eps, variant.offset, variant.kind)
+        expected = norm_reference(x.to(dtype), weight, bias, variant)
         output = norm(x.to(dtype))
         if (output.shape, output.dtype) != (expected.shape, dtype):
             return math.inf

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from permtriton.checkpoint.quantization_config import METHOD
 from permtriton.errors import ModelError
-from permtriton.kernels.norm_permute import add_norm_permute, norm_permute
+from permtriton.kernels.norm_permute import NormVariant, add_norm_permute, norm_permute
 from permtriton.model.modules import check_index
 from permtriton.serving.order import USE_PORTABLE
 from permtriton.util.permutation import index_dtype
@@ -40,7 +40,7 @@ class VllmPermutedRMSNorm(RMSNorm):
         if not self.permutes:
             return super().forward(x, residual)
         if residual is None:
-            return norm_permute(x, self.weight, None, self.index, self.variance_epsilon, 0.0, "rms")
+            return norm_permute(x, self.weight, None, self.index, NormVariant("rms", self.variance_epsilon))
         return add_norm_permute(x, residual, self.weight, self.index, self.variance_epsilon)
 
     def _load_weight(self, parameter: nn.Parameter, tensor: Tensor) -> None:

@@ -10,7 +10,7 @@ from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_reference
-from permtriton.kernels.norm_permute import norm_permute
+from permtriton.kernels.norm_permute import NormVariant, norm_permute
 from permtriton.kernels.packing import pack
 from permtriton.kernels.permute import permute, permute_reference
 from permtriton.kernels.sinkhorn import sinkhorn, sinkhorn_reference
@@ -137,7 +137,7 @@ def test_norms_against_the_reference(kind, channels, device):
     x = torch.randn(33, channels, device=device, dtype=torch.bfloat16)
     weight = torch.randn(channels, device=device, dtype=torch.bfloat16)
     bias = weight.flip(0).contiguous() if kind == "layer" else None
-    arguments = (x, weight, bias, order(channels, device), 1e-5, 1.0, kind)
+    arguments = (x, weight, bias, order(channels, device), NormVariant(kind, 1e-5, 1.0))
     assert relative_error(norm_permute(*arguments), norm_permute.__wrapped__(*arguments)) < 5e-3
 
 
@@ -202,14 +202,14 @@ def test_operators_pass_opcheck(device):
     mask = (torch.randn(48, 64, device=device), 1, torch.rand(64, device=device), None, None, index, [64])
     swaps = [torch.rand(shape, device=device) for shape in (4 * [(8, 48)] + [(8,)] + 4 * [(9, 48)] + [(9,)])]
     for op, arguments in [
-        (ops.norm_permute_backward.default, (x.detach(), x.detach(), weight.detach(), None, index, 1e-5, 0.0, "rms")),
+        (ops.norm_permute_backward.default, (x.detach(), x.detach(), weight.detach(), None, index, "rms", 1e-5, 0.0)),
         (ops.sinkhorn_backward.default, (torch.rand(3, 32, 32, device=device), logits.detach(), scales, scales, 0.5)),
         (ops.nm_mask.default, (*mask[:6], torch.rand(64 * 64, device=device, requires_grad=True), [64], 2, 4, True)),
         (ops.nm_mask_backward.default, (torch.randn_like(mask[0]), *mask, 4, True)),
         (ops.swap_gains.default, swaps),
         (ops.unpack.default, (values, positions, 64, 2, 4)),
         (ops.permute.default, (x, index)),
-        (ops.norm_permute.default, (x, weight, None, index, 1e-5, 0.0, "rms")),
+        (ops.norm_permute.default, (x, weight, None, index, "rms", 1e-5, 0.0)),
         (ops.sinkhorn.default, (logits, 0.5, 5)),
         (ops.assignment.default, (logits.detach(),)),
         (ops.sparse_linear.default, (x, values, positions, None, index, 64, 2, 4)),
@@ -224,7 +224,7 @@ def test_compiled_without_a_break(device):
     values, positions = pack(Random(0, device).two_of_four(64, 128, torch.bfloat16), NMPattern(2, 4))
 
     def layer(x: Tensor) -> Tensor:
-        hidden = norm_permute(permute(x, index), weight, None, index, 1e-5, 0.0, "rms")
+        hidden = norm_permute(permute(x, index), weight, None, index, NormVariant("rms", 1e-5))
         return sparse_linear(hidden, values, positions, None, index, 128, NMPattern(2, 4)) * 2
 
     assert relative_error(torch.compile(layer, fullgraph=True)(x), layer(x)) < 1e-2

@@ -7,7 +7,9 @@ from permtriton.kernels import norm_permute as kernels
 from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CONFIGS,
+    KINDS,
     LONGEST,
+    NormVariant,
     add_norm_permute,
     add_norm_permute_triton,
     norm_backward_reference,
@@ -21,7 +23,8 @@ from permtriton.util.permutation import inverse
 from ..kernel_inputs import KERNEL_DTYPES, poison
 
 EPS = 1e-3
-VARIANTS = [("rms", 0.0), ("rms", 1.0), ("rms_float", 0.0), ("rms_float", 1.0), ("layer", 0.0), ("layer", 1.0)]
+RMS = NormVariant("rms", EPS)
+VARIANTS = [NormVariant(kind, EPS, offset) for kind in KINDS for offset in (0.0, 1.0)]
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -36,28 +39,28 @@ def inputs(rows: int, channels: int, dtype: torch.dtype, bias: bool) -> tuple[Te
     return x, torch.rand(channels).add(0.5).to(dtype), shift, torch.randperm(channels)
 
 
-def wide(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, offset: float, kind: str) -> Tensor:
+def wide(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> Tensor:
     shift = None if bias is None else bias.double()
-    return norm_reference(x.double(), weight.double(), shift, EPS, offset, kind, index.long(), torch.float64)
+    return norm_reference(x.double(), weight.double(), shift, variant, index.long(), torch.float64)
 
 
-def check_forward(x, weight, bias, index, offset, kind, config=None):
+def check_forward(x, weight, bias, index, variant, config=None):
     with autotune.forcing({"norm_permute": config} if config else {}):
-        y = norm_permute_triton(x, weight, bias, index, EPS, offset, kind)
-    reference = norm_permute(x, weight, bias, index, EPS, offset, kind)
+        y = norm_permute_triton(x, weight, bias, index, variant)
+    reference = norm_permute(x, weight, bias, index, variant)
     assert (y.dtype, y.shape, y.is_contiguous()) == (reference.dtype, x.shape, True)
     limit = max(ROUNDING[x.dtype], ROUNDING[y.dtype])
-    torch.testing.assert_close(y.double(), wide(x, weight, bias, index, offset, kind), rtol=limit, atol=limit)
+    torch.testing.assert_close(y.double(), wide(x, weight, bias, index, variant), rtol=limit, atol=limit)
 
 
-def check_backward(x, weight, bias, index, offset, kind, config=None):
+def check_backward(x, weight, bias, index, variant, config=None):
     grad = torch.randn(x.shape).to(x.dtype)
     with autotune.forcing({"norm_permute_backward": config} if config else {}):
-        found = norm_permute_backward_triton(grad, x, weight, bias, index, EPS, offset, kind)
-        again = norm_permute_backward_triton(grad, x, weight, bias, index, EPS, offset, kind)
+        found = norm_permute_backward_triton(grad, x, weight, bias, index, variant)
+        again = norm_permute_backward_triton(grad, x, weight, bias, index, variant)
     shift = None if bias is None else bias.double()
     ordered = grad.double()[..., inverse(index.long())]
-    expected = norm_backward_reference(ordered, x.double(), weight.double(), shift, EPS, offset, kind, torch.float64)
+    expected = norm_backward_reference(ordered, x.double(), weight.double(), shift, variant, torch.float64)
     for a, b, c, like in zip(found, again, expected, (x, weight, bias), strict=True):
         if like is None:
             assert a.numel() == 0
@@ -69,18 +72,18 @@ def check_backward(x, weight, bias, index, offset, kind, config=None):
 
 
 @pytest.mark.parametrize(
-    ("kind", "offset", "dtype", "bias"),
+    ("variant", "dtype", "bias"),
     [
-        *((*variant, dtype, False) for variant, dtype in zip(VARIANTS, 2 * KERNEL_DTYPES, strict=True)),
-        ("layer", 0.0, torch.float32, True),
-        ("layer", 1.0, torch.float16, True),
+        *((variant, dtype, False) for variant, dtype in zip(VARIANTS, 2 * KERNEL_DTYPES, strict=True)),
+        (NormVariant("layer", EPS), torch.float32, True),
+        (NormVariant("layer", EPS, 1.0), torch.float16, True),
     ],
 )
-def test_forward_and_backward(kind, offset, dtype, bias):
+def test_forward_and_backward(variant, dtype, bias):
     for shape in ((5, 40), (1, 33), (3, 1)):
         arguments = inputs(*shape, dtype, bias)
-        check_forward(*arguments, offset, kind)
-        check_backward(*arguments, offset, kind)
+        check_forward(*arguments, variant)
+        check_backward(*arguments, variant)
 
 
 @pytest.mark.parametrize(
@@ -97,16 +100,16 @@ def test_long_rows(kind, dtype, longest, monkeypatch):
     for name, value in (("HELD", 16), ("LONGEST", longest), ("LONGEST_BACKWARD", 16), ("LONG_TILE", 16)):
         monkeypatch.setattr(kernels, name, value)
     arguments = inputs(5, 41, dtype, kind == "layer")
-    check_forward(*arguments, 1.0, kind)
-    check_backward(*arguments, 1.0, kind)
+    for check in (check_forward, check_backward):
+        check(*arguments, NormVariant(kind, EPS, 1.0))
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 def test_every_configuration(kind):
     for config in CONFIGS:
-        check_forward(*inputs(3, 20, torch.float32, False), 0.0, kind, config)
+        check_forward(*inputs(3, 20, torch.float32, False), NormVariant(kind, EPS), config)
     for config in BACKWARD_CONFIGS:
-        check_backward(*inputs(3, 20, torch.float32, False), 0.0, kind, config)
+        check_backward(*inputs(3, 20, torch.float32, False), NormVariant(kind, EPS), config)
 
 
 VIEWS = [
@@ -124,8 +127,8 @@ def test_strided_input(view):
     x, weight, _, _ = inputs(6, 12, torch.float32, False)
     x = view(x)
     weight, index = weight.repeat(2)[::2][: x.shape[-1]], torch.randperm(x.shape[-1])
-    check_forward(x, weight, None, index.byte(), 0.0, "rms")
-    check_backward(x, weight, None, index.short(), 0.0, "rms")
+    check_forward(x, weight, None, index.byte(), RMS)
+    check_backward(x, weight, None, index.short(), RMS)
 
 
 def test_mixed_types():
@@ -133,21 +136,21 @@ def test_mixed_types():
     x, _, _, index = inputs(4, 24, torch.bfloat16, False)
     weight = torch.rand(24)
     for kind in ("rms", "rms_float"):
-        check_forward(x, weight, None, index, 0.0, kind)
-    assert norm_permute_triton(x, weight, None, index, EPS, 0.0, "rms").dtype == torch.float32
-    grad_x, grad_weight, _ = norm_permute_backward_triton(torch.randn(4, 24), x, weight, None, index, EPS, 0.0, "rms")
+        check_forward(x, weight, None, index, NormVariant(kind, EPS))
+    assert norm_permute_triton(x, weight, None, index, RMS).dtype == torch.float32
+    grad_x, grad_weight, _ = norm_permute_backward_triton(torch.randn(4, 24), x, weight, None, index, RMS)
     assert (grad_x.dtype, grad_weight.dtype) == (torch.bfloat16, torch.float32)
     stream, narrow = torch.randn(4, 24), torch.rand(24).half()  # T5 in float16
-    check_forward(stream, narrow, None, index, 0.0, "rms")
-    assert norm_permute_triton(stream, narrow, None, index, EPS, 0.0, "rms").dtype == torch.float16
+    check_forward(stream, narrow, None, index, RMS)
+    assert norm_permute_triton(stream, narrow, None, index, RMS).dtype == torch.float16
 
 
 @pytest.mark.parametrize("channels", [2 * LONGEST])
 def test_a_wide_stream_is_rounded_to_the_dtype_of_a_narrow_weight(channels):
     """As T5 in float16 does: only the last bits of the sums may make a rare difference."""
     stream, narrow, index = torch.randn(16, channels), torch.rand(channels).half() + 0.5, torch.randperm(channels)
-    found = norm_permute_triton(stream, narrow, None, index, EPS, 0.0, "rms")
-    expected = norm_reference(stream, narrow, None, EPS, 0.0, "rms", index)
+    found = norm_permute_triton(stream, narrow, None, index, RMS)
+    expected = norm_reference(stream, narrow, None, RMS, index)
     assert (found != expected).float().mean() < 0.01
 
 
@@ -156,10 +159,10 @@ def test_roundings_are_the_modules_own():
 
     (The interpreter cuts bfloat16 off where a GPU rounds.)
     """
-    for kind, offset in VARIANTS[:4]:
+    for variant in VARIANTS[:4]:
         arguments = inputs(16, 64, torch.float16, False)
-        y = norm_permute_triton(*arguments, EPS, offset, kind)
-        assert (y != norm_permute(*arguments, EPS, offset, kind)).float().mean() < 0.01
+        y = norm_permute_triton(*arguments, variant)
+        assert (y != norm_permute(*arguments, variant)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from permtriton.kernels import autotune
 from permtriton.kernels import norm_permute as norms
 from permtriton.kernels import quantize as kernels
 from permtriton.kernels.launch import tl
-from permtriton.kernels.norm_permute import KINDS, norm_permute, norm_quantize_triton
+from permtriton.kernels.norm_permute import KINDS, NormVariant, norm_permute, norm_quantize_triton
 from permtriton.kernels.quantize import CONFIGS, FLOAT8, quantize_tokens, quantize_triton
 
 from ..kernel_inputs import KERNEL_DTYPES, poison
@@ -98,7 +98,7 @@ def test_after_a_norm(kind, shape, dtype, monkeypatch):
     channels = shape[-1]
     x, weight = torch.randn(shape).to(dtype), torch.rand(channels).add(0.5).to(dtype)
     bias = torch.randn(channels).to(dtype) if kind == "layer" else None
-    arguments = (x, weight, bias, torch.randperm(channels), 1e-3, 1.0, kind)
+    arguments = (x, weight, bias, torch.randperm(channels), NormVariant(kind, 1e-3, 1.0))
     for longest in (norms.LONGEST, 16):
         monkeypatch.setattr(norms, "LONGEST", longest)
         check(norm_quantize_triton(*arguments), norms.norm_permute_triton(*arguments))
@@ -107,7 +107,7 @@ def test_after_a_norm(kind, shape, dtype, monkeypatch):
 
 def test_a_wide_stream_is_rounded_to_the_dtype_of_a_narrow_weight_first():
     x, weight, index = torch.randn(4, 24), torch.rand(24).half(), torch.randperm(24)
-    arguments = (x, weight, None, index, 1e-3, 0.0, "rms")
+    arguments = (x, weight, None, index, NormVariant("rms", 1e-3))
     check(norm_quantize_triton(*arguments), norms.norm_permute_triton(*arguments))
 
 

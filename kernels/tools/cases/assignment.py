@@ -31,6 +31,6 @@ def assignment_case(blocks: int, size: int, device: torch.device) -> Case:
 
     return Case(
         "assignment", f"{blocks}x{size}x{size}", torch.float32, make, lambda score: (score, assignment(score)),
-        lambda score: (score, assignment_reference(score)), error, 1e-4, blocks * size * (size * 4 + 4),
-        tables={"assignment": CONFIGS},
+        lambda score: (score, assignment_reference(score)), 1e-4, blocks * size * (size * 4 + 4),
+        {"assignment": CONFIGS}, error=error,
     )  # fmt: skip

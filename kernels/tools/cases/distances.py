@@ -8,7 +8,6 @@ from torch import Tensor
 from permtriton.kernels.distances import distances, distances_reference
 from permtriton.kernels.placement import CONFIGS
 from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, Shapes
-from permtriton.kernels.tools.timing import relative_error
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -28,6 +27,6 @@ def distances_case(out_features: int, blocks: int, device: torch.device) -> Case
 
     moved = 4 * blocks * BLOCK * (2 * out_features + BLOCK)
     return Case(
-        "distances", f"{blocks}x{BLOCK}x{out_features}", torch.float32, make, distances, reference, relative_error,
-        1e-4, moved, flops=3 * blocks * BLOCK * BLOCK * out_features, tables={"placement": CONFIGS},
+        "distances", f"{blocks}x{BLOCK}x{out_features}", torch.float32, make, distances, reference, 1e-4, moved,
+        {"placement": CONFIGS}, 3 * blocks * BLOCK * BLOCK * out_features,
     )  # fmt: skip

@@ -10,7 +10,6 @@ from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward, nm_mask_backward_reference, nm_mask_reference
 from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random, Shapes
-from permtriton.kernels.tools.timing import relative_error
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -31,8 +30,8 @@ def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype, device
     make = _mask_inputs(out_features, in_features, dtype, device)
     # Where scores tie under another rounding, another weight may be kept, as for a handful in 45 million.
     return Case(
-        "nm_mask", f"{out_features}x{in_features}", dtype, make, run, reference, relative_error, 1e-3, moved,
-        tables={"nm_mask": forward.CONFIGS},
+        "nm_mask", f"{out_features}x{in_features}", dtype, make, run, reference, 1e-3, moved,
+        {"nm_mask": forward.CONFIGS},
     )  # fmt: skip
 
 
@@ -49,8 +48,8 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
     moved = 2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4
     return Case(
         "nm_mask backward", f"{out_features}x{in_features}", dtype,
-        _mask_inputs(out_features, in_features, dtype, device), run, reference, relative_error, 2e-2, moved,
-        flops=2 * 2 * out_features * in_features * BLOCK, tables={"nm_mask_backward": backward.CONFIGS},
+        _mask_inputs(out_features, in_features, dtype, device), run, reference, 2e-2, moved,
+        {"nm_mask_backward": backward.CONFIGS}, 2 * 2 * out_features * in_features * BLOCK,
     )  # fmt: skip
 
 

@@ -5,11 +5,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from permtriton.kernels.norm_permute import BACKWARD_CONFIGS, CONFIGS, add_norm_permute, norm_permute, norm_reference
+from permtriton.kernels.norm_permute import (
+    BACKWARD_CONFIGS,
+    CONFIGS,
+    NormVariant,
+    add_norm_permute,
+    norm_permute,
+    norm_reference,
+)
 from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes, rounding
-from permtriton.kernels.tools.timing import relative_error
 
 EPS = 1e-5
+RMS = NormVariant("rms", EPS)
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -25,20 +32,18 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
         random = Random(seed, device)
         x, weight = random.normal(rows, channels, dtype=dtype), random.normal(channels, dtype=dtype)
         bias = random.normal(channels, dtype=dtype) if kind == "layer" else None
-        return x, weight, bias, random.stored_order(channels, False)
-
-    def run(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
-        return norm_permute(x, weight, bias, index, EPS, 0.0, kind)
-
-    def reference(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
-        wide = (x.double(), weight.double(), None if bias is None else bias.double())
-        return norm_reference(*wide, EPS, 0.0, kind, index.long(), torch.float64)
+        return x, weight, bias, random.stored_order(channels, False), NormVariant(kind, EPS)
 
     moved = 2 * rows * channels * dtype.itemsize
     return Case(
-        f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, run, reference, relative_error, rounding(dtype),
-        moved, tables={"norm_permute": CONFIGS},
+        f"norm_permute ({kind})", f"{rows}x{channels}", dtype, make, norm_permute, _wide, rounding(dtype), moved,
+        {"norm_permute": CONFIGS},
     )  # fmt: skip
+
+
+def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> Tensor:
+    wide = (x.double(), weight.double(), None if bias is None else bias.double())
+    return norm_reference(*wide, variant, index.long(), torch.float64)
 
 
 def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -47,24 +52,17 @@ def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: 
     def make(seed: int) -> Arguments:
         random = Random(seed, device)
         x, residual = (random.normal(rows, channels, dtype=dtype) for _ in range(2))
-        return x, residual, random.normal(channels, dtype=dtype), random.stored_order(channels, False)
+        return x, residual, random.normal(channels, dtype=dtype), random.stored_order(channels, False), EPS
 
-    def run(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        return add_norm_permute(x, residual, weight, index, EPS)
-
-    def reference(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def reference(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, _eps: float) -> tuple[Tensor, Tensor]:
         total = x.double() + residual.double()
-        return norm_reference(total, weight.double(), None, EPS, 0.0, "rms", index.long(), torch.float64), total
+        return _wide(total, weight, None, index, RMS), total
 
     moved = 4 * rows * channels * dtype.itemsize
     return Case(
-        "norm_permute of a sum", f"{rows}x{channels}", dtype, make, run, reference, _largest_error, rounding(dtype),
-        moved, tables={"norm_permute": CONFIGS},
+        "norm_permute of a sum", f"{rows}x{channels}", dtype, make, add_norm_permute, reference, rounding(dtype),
+        moved, {"norm_permute": CONFIGS},
     )  # fmt: skip
-
-
-def _largest_error(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    return max(map(relative_error, actual, expected))
 
 
 def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -78,16 +76,15 @@ def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, dev
 
     @torch.enable_grad()
     def run(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(norm_permute(x, weight, None, index, EPS, 0.0, "rms"), (x, weight), grad)
+        return torch.autograd.grad(norm_permute(x, weight, None, index, RMS), (x, weight), grad)
 
     @torch.enable_grad()
     def reference(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-        y = norm_reference(wide[0], wide[1], None, EPS, 0.0, "rms", index.long(), torch.float64)
-        return torch.autograd.grad(y, wide, grad.double())
+        return torch.autograd.grad(_wide(*wide, None, index, RMS), wide, grad.double())
 
     moved = 5 * rows * channels * dtype.itemsize
     return Case(
-        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, _largest_error,
-        rounding(dtype), moved, tables={"norm_permute": CONFIGS, "norm_permute_backward": BACKWARD_CONFIGS},
+        "norm_permute forward + backward", f"{rows}x{channels}", dtype, make, run, reference, rounding(dtype), moved,
+        {"norm_permute": CONFIGS, "norm_permute_backward": BACKWARD_CONFIGS},
     )  # fmt: skip

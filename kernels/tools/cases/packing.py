@@ -22,6 +22,7 @@ def unpack_case(out_features: int, in_features: int, dtype: torch.dtype, device:
 
     weights = out_features * in_features
     moved = weights * dtype.itemsize * 3 // 2 + weights // 8
-    shape = f"{out_features}x{in_features}"
-    tables = {"packing": CONFIGS}
-    return Case("packing", shape, dtype, make, unpack, unpack_reference, unequal, 0, moved, tables=tables)
+    return Case(
+        "packing", f"{out_features}x{in_features}", dtype, make, unpack, unpack_reference, 0, moved,
+        {"packing": CONFIGS}, error=unequal,
+    )  # fmt: skip

@@ -22,5 +22,7 @@ def permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.dev
 
     where = "in blocks" if in_blocks else "global"
     moved = 2 * rows * channels * dtype.itemsize
-    shape, tables = f"{rows}x{channels} {where}", {"permute": CONFIGS}
-    return Case("permute", shape, dtype, make, permute, permute_reference, unequal, 0, moved, tables=tables)
+    return Case(
+        "permute", f"{rows}x{channels} {where}", dtype, make, permute, permute_reference, 0, moved,
+        {"permute": CONFIGS}, error=unequal,
+    )  # fmt: skip

@@ -9,7 +9,6 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.placement import CONFIGS, placement, placement_reference
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random, Shapes
-from permtriton.kernels.tools.timing import relative_error
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -35,6 +34,6 @@ def placement_case(out_features: int, in_features: int, dtype: torch.dtype, devi
     moved = 2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4
     # Where scores tie in float32 but not in float64, another weight may be kept, as for a handful of weights.
     return Case(
-        "placement", f"{out_features}x{in_features}", dtype, make, placement, reference, relative_error, 2e-2, moved,
-        flops=3 * out_features * in_features * BLOCK, tables={"placement": CONFIGS},
+        "placement", f"{out_features}x{in_features}", dtype, make, placement, reference, 2e-2, moved,
+        {"placement": CONFIGS}, 3 * out_features * in_features * BLOCK,
     )  # fmt: skip

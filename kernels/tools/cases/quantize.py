@@ -11,7 +11,7 @@ from permtriton.kernels import norm_permute as norms
 from permtriton.kernels.permute import permute_reference
 from permtriton.kernels.quantize import CONFIGS, quantize, quantize_tokens, silu_quantize
 from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes
-from permtriton.kernels.tools.cases.norm_permute import EPS
+from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.timing import relative_error
 
 Quantized = tuple[Tensor, Tensor]
@@ -30,7 +30,7 @@ def quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.de
     def make(seed: int) -> Arguments:
         return Random(seed, device).normal(rows, channels, dtype=dtype), None
 
-    return _case("quantize", rows, channels, dtype, make, quantize, lambda x, _: quantize_tokens(x))
+    return _case("quantize", rows, channels, dtype, make, quantize, lambda x, _: x)
 
 
 def gathered_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -40,10 +40,7 @@ def gathered_case(rows: int, channels: int, dtype: torch.dtype, device: torch.de
         random = Random(seed, device)
         return random.normal(rows, channels, dtype=dtype), random.stored_order(channels, False)
 
-    def reference(x: Tensor, index: Tensor) -> Quantized:
-        return quantize_tokens(permute_reference(x, index))
-
-    return _case("quantize with gather", rows, channels, dtype, make, quantize, reference)
+    return _case("quantize with gather", rows, channels, dtype, make, quantize, permute_reference)
 
 
 def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
@@ -53,27 +50,18 @@ def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: tor
         random = Random(seed, device)
         return tuple(random.normal(rows, channels, dtype=dtype) for _ in range(2))
 
-    def reference(gate: Tensor, up: Tensor) -> Quantized:
-        return quantize_tokens(silu(gate) * up)
-
-    return _case("quantize (silu)", rows, channels, dtype, make, silu_quantize, reference, inputs=2)
+    case = _case("quantize (silu)", rows, channels, dtype, make, silu_quantize, lambda gate, up: silu(gate) * up)
+    return replace(case, bytes=case.bytes + rows * channels * dtype.itemsize)
 
 
 def norm_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
     """RMSNorm that writes a permuted order, quantized."""
 
-    def make(seed: int) -> Arguments:
-        random = Random(seed, device)
-        x, weight = random.normal(rows, channels, dtype=dtype), random.normal(channels, dtype=dtype)
-        return x, weight, random.stored_order(channels, False)
+    def reference(x: Tensor, weight: Tensor, bias: None, index: Tensor, variant: norms.NormVariant) -> Tensor:
+        return norms.norm_reference(x, weight, bias, variant, index.long())
 
-    def run(x: Tensor, weight: Tensor, index: Tensor) -> Quantized:
-        return norms.norm_quantize(x, weight, None, index, EPS, 0.0, "rms")
-
-    def reference(x: Tensor, weight: Tensor, index: Tensor) -> Quantized:
-        return quantize_tokens(norms.norm_reference(x, weight, None, EPS, 0.0, "rms", index.long()))
-
-    case = _case("quantize (norm)", rows, channels, dtype, make, run, reference)
+    make = norm_permute_case(rows, channels, dtype, device).make
+    case = _case("quantize (norm)", rows, channels, dtype, make, norms.norm_quantize, reference)
     return replace(case, tables={"norm_permute": norms.CONFIGS})
 
 
@@ -84,12 +72,16 @@ def _case(
     dtype: torch.dtype,
     make: Callable[[int], Arguments],
     run: Callable[..., Quantized],
-    reference: Callable[..., Quantized],
-    inputs: int = 1,
+    values: Callable[..., Tensor],
 ) -> Case:
-    moved = rows * channels * (inputs * dtype.itemsize + 1) + 4 * rows
+    """The case of an operator that quantizes ``values`` of its inputs, of which it reads one of that size."""
+
+    def reference(*inputs: object) -> Quantized:
+        return quantize_tokens(values(*inputs))
+
+    moved = rows * channels * (dtype.itemsize + 1) + 4 * rows
     return Case(
-        op, f"{rows}x{channels}", dtype, make, run, reference, _error, LIMIT, moved, tables={"quantize": CONFIGS}
+        op, f"{rows}x{channels}", dtype, make, run, reference, LIMIT, moved, {"quantize": CONFIGS}, error=_error
     )
 
 

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from permtriton.kernels import cusparselt
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels.launch import Config
 from permtriton.kernels.packing import pack, unpack_reference
 from permtriton.kernels.permute import permute_reference
 from permtriton.kernels.sparse_linear import ROUTE_CONFIGS, sparse_linear
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes, rounding
-from permtriton.kernels.tools.timing import relative_error
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -43,19 +41,12 @@ def sparse_linear_case(
     weights = out_features * in_features
     packed = weights * dtype.itemsize // 2 + weights // 8
     moved = packed + tokens * (in_features + out_features) * dtype.itemsize
-    return Case(
-        "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
-        make, run, reference, relative_error, rounding(dtype), moved, tokens * weights,  # 2 per kept weight
-        tables=_tables(tokens, out_features, in_features, dtype, device),
-    )  # fmt: skip
-
-
-def _tables(
-    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, tuple[Config, ...]]:
-    tables = {}
+    tables = {"sparse_linear_route": ROUTE_CONFIGS}
     if mma.takes(tokens, out_features, in_features, dtype, PATTERN):
         tables["sparse_linear_mma"] = mma.configs_for(tokens, in_features, mma.limits_of(device))
     if cusparselt.takes(dtype, out_features, in_features):
         tables["cusparselt"] = cusparselt.CONFIGS
-    return {**tables, "sparse_linear_route": ROUTE_CONFIGS}
+    return Case(
+        "sparse_linear" + (" with gather" if gather else ""), f"{tokens} tokens {out_features}x{in_features}", dtype,
+        make, run, reference, rounding(dtype), moved, tables, tokens * weights,  # 2 operations per kept weight
+    )  # fmt: skip
