@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +27,23 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `config_for`: which table, for which shape, and which configurations were forced then."""
+    """One call of `config_for`: for which entry of a cache file, and which configurations were forced then."""
 
+    key: str
     op: str
     configs: tuple[Config, ...]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    forced: Mapping[str, Config] = field(default_factory=dict, compare=False)
-
-    @property
-    def key(self) -> str:
-        """Returns the key of the request's entry in a cache file."""
-        return entry_key(self.op, self.shape, self.dtype)
+    forced: Mapping[str, Config]
 
 
 @dataclass
 class _State:
     """State of the process: entries read from the file, and configurations that are forced."""
 
-    measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Any] = field(default_factory=dict)
+    measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Config | None] = field(default_factory=dict)
     decisions: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # arguments of `decided` -> its result
-    entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> stored configuration
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> entry of the cache file
     forced: Mapping[str, Config] = field(default_factory=dict)
-    requests: list[Request] | None = None
+    requests: dict[str, Request] | None = None  # key -> request
     choices: dict[str, str] | None = None
 
     def forget(self) -> None:
@@ -74,39 +68,33 @@ def config_for(
         dtype: Dtype of the data moved.
         searched: Whether a library finds configurations by its own search, which ``configs`` need not hold.
     """
-    if _STATE.requests is not None:
-        return _requested(op, configs, shape, dtype)
-    config = _chosen(op, configs, shape, dtype, searched)
+    if _STATE.requests is not None:  # which get what is forced, or the default: no measurement alters later ones
+        key = entry_key(op, shape, dtype)
+        _STATE.requests.setdefault(key, Request(key, op, tuple(configs), _STATE.forced))
+        return _STATE.forced.get(op, configs[0])
+    if op in _STATE.forced:
+        config = _STATE.forced[op]
+    else:  # what was measured is used only if ``configs`` holds it: the table may have changed, or a call exclude it
+        best = _measured(op, shape, dtype)
+        config = best if best is not None and (searched or best in configs) else configs[0]
     if _STATE.choices is not None:
         _STATE.choices[entry_key(op, shape, dtype)] = describe(config)
     return config
 
 
-def _chosen(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype, searched: bool) -> Config:
-    if op in _STATE.forced:
-        return _STATE.forced[op]
-    entry = _measured(op, shape, dtype)
-    if entry is None:
-        return configs[0]
-    if searched:
-        return Config(**entry)
-    # A stored configuration is used only if ``configs`` holds it: the table may have changed, or a call exclude it.
-    return next((config for config in configs if stored(config) == entry), configs[0])
-
-
-def decided(key: tuple[Any, ...], decide: Callable[..., Any]) -> Any:
-    """Returns ``decide(*key)``, which calls `config_for`, and caches the result.
+def decided(decide: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns ``decide(*arguments)``, which calls `config_for`, and caches the result.
 
     While configurations are forced or collected, or a CUDA graph is captured, no result is cached, because it need not
     hold afterwards.
     """
-    state = _STATE
+    state, key = _STATE, (decide, *arguments)
     if state.forced or state.requests is not None or state.choices is not None:
-        return decide(*key)
+        return decide(*arguments)
     if key not in state.decisions:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return decide(*key)
-        state.decisions[key] = decide(*key)
+            return decide(*arguments)
+        state.decisions[key] = decide(*arguments)
     return state.decisions[key]
 
 
@@ -118,8 +106,8 @@ def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
 def keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
     """Stores a configuration that a library chose on this GPU, for this process and, if possible, for later ones."""
     with suppress(OutputError):
-        write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": stored(config)}})
-    _STATE.measured[op, bucket(shape), dtype, torch.cuda.current_device()] = stored(config)
+        write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": asdict(config)}})
+    _STATE.measured[op, bucket(shape), dtype, torch.cuda.current_device()] = config
 
 
 def bucket(shape: Sequence[int]) -> tuple[int, ...]:
@@ -150,19 +138,14 @@ def cache_file() -> Path:
     return cache_folder() / "autotune.json"
 
 
-def forced(op: str, config: Config) -> AbstractContextManager[Mapping[str, Config]]:
-    """Within the context, makes every launch that reads the table ``op`` use ``config``."""
-    return forcing({op: config})
-
-
-def forcing(configs: Mapping[str, Config]) -> AbstractContextManager[Mapping[str, Config]]:
+def forced(configs: Mapping[str, Config]) -> AbstractContextManager[Mapping[str, Config]]:
     """Within the context, makes launches use these configurations, by table."""
     return _within("forced", {**_STATE.forced, **configs})
 
 
-def requests() -> AbstractContextManager[list[Request]]:
-    """Within the context, collects the calls of `config_for`: each table and shape once, in order."""
-    return _within("requests", [])
+def requests() -> AbstractContextManager[dict[str, Request]]:
+    """Within the context, collects the calls of `config_for` by key: each table and shape once, in order."""
+    return _within("requests", {})
 
 
 def choices() -> AbstractContextManager[dict[str, str]]:
@@ -196,17 +179,12 @@ def describe(config: Config) -> str:
     return " ".join(f"{name}={value}" for name, value in config.arguments().items())
 
 
-def stored(config: Config) -> dict[str, Any]:
-    """Returns a configuration as cache files store it."""
-    return {"constants": dict(config.constants), "num_warps": config.num_warps, "num_stages": config.num_stages}
-
-
 def read_entries(path: Path, machine: str) -> dict[str, Any]:
     """Returns a cache file's entries for a machine; none if the file does not exist.
 
     A damaged file is ignored with a warning.
     """
-    return _read(path).get(machine, {})
+    return _machines(path).get(machine, {})
 
 
 def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
@@ -214,7 +192,7 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked_folder(path.parent):
-            machines = _read(path)
+            machines = _machines(path)
             machines.setdefault(machine, {}).update(entries)
             text = json.dumps({"version": VERSION, "machines": machines}, indent=1, sort_keys=True)
             replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -223,53 +201,30 @@ def write_entries(path: Path, machine: str, entries: Mapping[str, Any]) -> None:
     _STATE.forget()
 
 
-def _requested(op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype) -> Config:
-    """Records a request; returns the forced or default configuration, so that measurements do not alter later ones."""
-    assert _STATE.requests is not None
-    request = Request(op, tuple(configs), tuple(map(int, shape)), dtype, _STATE.forced)
-    if request.key not in {known.key for known in _STATE.requests}:
-        _STATE.requests.append(request)
-    return _STATE.forced.get(op, configs[0])
-
-
-def _measured(op: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any] | None:
+def _measured(op: str, shape: Sequence[int], dtype: torch.dtype) -> Config | None:
     """Returns the stored fastest configuration on the current GPU, or None; looks it up once."""
     if triton is None or not torch.cuda.is_initialized():
         return None
-    key = (op, bucket(shape), dtype, torch.cuda.current_device())
+    device = torch.cuda.current_device()
+    key = (op, bucket(shape), dtype, device)
     if key not in _STATE.measured:
-        _STATE.measured[key] = _look_up(*key)
+        if device not in _STATE.entries:
+            _STATE.entries[device] = read_entries(cache_file(), machine_key(device))
+        entry = _STATE.entries[device].get(entry_key(op, shape, dtype))
+        _STATE.measured[key] = None if entry is None else Config(**entry["config"])
     return _STATE.measured[key]
 
 
-def _look_up(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: int) -> dict[str, Any] | None:
-    if device not in _STATE.entries:
-        _STATE.entries[device] = _load(device)
-    return _STATE.entries[device].get(entry_key(op, shape, dtype))
-
-
-def _load(device: int) -> dict[str, Any]:
-    entries = read_entries(cache_file(), machine_key(device))
-    return {key: entry["config"] for key, entry in entries.items()}
-
-
-def _read(path: Path) -> dict[str, dict[str, Any]]:
+def _machines(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        content = json.loads(path.read_bytes())
+        if content["version"] == VERSION:
+            return dict(content["machines"])
+        why = f"it has version {content['version']!r}, this permtriton reads {VERSION}"
     except FileNotFoundError:
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        return _ignored(path, str(error))
-    try:
-        content = json.loads(text)
-        if content["version"] != VERSION:
-            return _ignored(path, f"it has version {content['version']!r}, this permtriton reads {VERSION}")
-        return dict(content["machines"])
-    except (ValueError, KeyError, TypeError) as error:
-        return _ignored(path, f"it is damaged ({type(error).__name__}: {error})")
-
-
-def _ignored(path: Path, why: str) -> dict[str, dict[str, Any]]:
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"it cannot be read ({type(error).__name__}: {error})"
     warnings.warn(
         f"{path}: {why}; its measured configurations are ignored: run permtriton autotune again, or delete the file",
         UserWarning,

@@ -89,14 +89,9 @@ def compress(weight_OC: Tensor) -> Tensor:
 def product(
     x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int, config: Config | None = None
 ) -> Tensor:
-    """Returns ``x W^T + bias`` for a compressed weight: ``[T, out_features]``, contiguous.
+    """Returns ``x W^T + bias`` for a weight from `compress`: ``[T, out_features]``, contiguous; ``x`` has its dtype.
 
-    Args:
-        x_TC: ``[T, C]``, in the weight's dtype.
-        compressed: The weight, from `compress`.
-        bias: ``[out_features]`` or None.
-        out_features: O.
-        config: The algorithm; by default the fastest one known.
+    ``config`` is the algorithm, by default the fastest one known.
     """
     _used_on(x_TC)
     tokens = x_TC.shape[0]
@@ -112,9 +107,9 @@ def product(
 
 def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
     shape, configs = (x_TC.shape[0], out_features, x_TC.shape[1]), [*CONFIGS]
-    if collecting() and (config := searched(x_TC, compressed, bias, out_features)) not in configs:
-        configs.append(config)
-    if not collecting() and is_open("cusparselt", shape, x_TC.dtype):
+    if collecting():
+        configs = list(dict.fromkeys([*CONFIGS, searched(x_TC, compressed, bias, out_features)]))
+    elif is_open("cusparselt", shape, x_TC.dtype):
         if not torch.cuda.is_current_stream_capturing():
             keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
         elif x_TC.dtype in SEARCHED:

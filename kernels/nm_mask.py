@@ -33,8 +33,8 @@ again, from the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from torch import Tensor
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
-from permtriton.kernels.nm_mask_backward_triton import FLOOR, nm_mask_backward_triton
+from permtriton.kernels.nm_mask_backward_triton import FLOOR, equal_blocks, nm_mask_backward_triton
 from permtriton.kernels.operator import operator
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
@@ -86,7 +86,7 @@ def nm_mask_reference(
     """The masked weight in plain torch, one tile of blocks at a time."""
     weight_CO = weight.t()
     masked = torch.empty_like(weight_CO, memory_format=torch.contiguous_format)
-    for start, size, count in _tiles(blocks, weight_CO):
+    for start, size, count, _ in equal_blocks(blocks, _most_channels(weight_CO)):
         tile = slice(start, start + size * count)
         inside = index[tile] - start
         scores = importance.of_channels(tile).scores(weight_CO[tile])
@@ -112,16 +112,13 @@ def nm_mask_backward_reference(
 
     Args:
         grad: dL/dW_eff, ``[O, C]``.
-        weight: ``[O, C]``; like all following arguments, the one that `nm_mask` takes.
+        weight, index, blocks, group_scale: as `nm_mask` takes them.
         importance: Factors of the weight's scores; the result has the dtype of ``importance.scale``.
-        index: int64 ``[C]``.
-        blocks: Sizes of the blocks.
         group: Number of channels of a group.
-        group_scale: Whether scores are divided by the mean of their group.
     """
     grad_CO, weight_CO = grad.t(), weight.t()
     products = []
-    for start, size, count in _tiles(blocks, weight_CO):
+    for start, size, count, _ in equal_blocks(blocks, _most_channels(weight_CO)):
         tile = slice(start, start + size * count)
         inside = index[tile] - start
         agreement = grad_CO[tile].to(importance.scale.dtype) * weight_CO[tile]  # A
@@ -155,17 +152,9 @@ def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
 TILE = 1 << 19  # weights per tile on a CPU: temporaries stay in the cache, five times faster than whole weights
 
 
-def _tiles(blocks: Sequence[int], weight_CO: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yields (first channel, block size, number of blocks) of runs of equal blocks, about `TILE` weights on a CPU."""
-    start = 0
-    for size, run in groupby(blocks):
-        left = len(list(run))
-        most = max(TILE // (size * max(weight_CO.shape[1], 1)), 1) if weight_CO.device.type == "cpu" else left
-        while left:
-            count = min(left, most)
-            yield start, size, count
-            start += size * count
-            left -= count
+def _most_channels(weight_CO: Tensor) -> int:
+    channels, out_features = weight_CO.shape
+    return TILE // max(out_features, 1) if weight_CO.device.type == "cpu" else channels
 
 
 @jit
@@ -283,9 +272,10 @@ def nm_mask_triton(
     kept, group = pattern.kept, pattern.group
     options = {"KEPT": kept, "GROUP": group, "POWER": factors.power, "STATISTICS": factors.row is not None}
     if group > MOST_SLOTS:
-        config = _wide_config(group)
-        grid = (channels // group, triton.cdiv(rows, config.constants["TILE_O"]))
-        _nm_mask_fwd_wide_kernel[grid](*tensors, rows, *weight.stride(), rows, **config.arguments(), **options)
+        padded = triton.next_power_of_2(group)
+        options |= {"PADDED": padded, "TILE_O": WIDE_TILE // padded, "num_warps": 4, "num_stages": 1}
+        grid = (channels // group, triton.cdiv(rows, options["TILE_O"]))
+        _nm_mask_fwd_wide_kernel[grid](*tensors, rows, *weight.stride(), rows, **options)
         return masked.t()
     config = ROW_MAJOR
     if weight.stride(0) == 1:
@@ -301,11 +291,6 @@ def supports(weight: Tensor, scale: Tensor) -> bool:
     return weight.dtype in DTYPES and scale.dtype == torch.float32
 
 
-def _wide_config(group: int) -> Config:
-    padded = triton.next_power_of_2(group)
-    return Config({"PADDED": padded, "TILE_O": WIDE_TILE // padded}, num_warps=4, num_stages=1)
-
-
 nm_mask_backward = operator(
     "nm_mask_backward",
     lambda grad, weight, importance, index, blocks, *_: importance.scale.new_empty(sum(size**2 for size in blocks)),
@@ -314,16 +299,9 @@ nm_mask_backward = operator(
 )(nm_mask_backward_reference)
 
 
-def _gradient(
-    grad: Tensor,
-    weight: Tensor,
-    importance: ImportanceFactors,
-    index: Tensor,
-    blocks: Sequence[int],
-    pattern: NMPattern,
-    group_scale: bool,
-) -> dict[str, Tensor]:
-    return {"soft": nm_mask_backward(grad, weight, importance, index, blocks, pattern.group, group_scale)}
+def _gradient(grad: Tensor, *kept: Any) -> dict[str, Tensor]:
+    *inputs, pattern, group_scale = kept
+    return {"soft": nm_mask_backward(grad, *inputs, pattern.group, group_scale)}
 
 
 @operator(

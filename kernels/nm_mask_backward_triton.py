@@ -31,7 +31,7 @@ are left out of the softmax.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -279,27 +279,40 @@ def nm_mask_backward_triton(
     aligned = grad.stride(0) == weight.stride(0) == 1 and not any(
         number % ALIGN for number in (rows, grad.stride(1), weight.stride(1), *blocks)
     )
-    runs = [(size, len(list(run)), *_launch(config, size, group, aligned, weight)) for size, run in groupby(blocks)]
+    launches = [(run, *_launch(config, run[1], group, aligned, weight)) for run in equal_blocks(blocks, sum(blocks))]
     options = {
         "POWER": factors.power, "STATISTICS": factors.row is not None, "GROUP_SCALE": group_scale, "FLOOR": FLOOR,
         "EXACT": weight.dtype == torch.float32 or not group_scale, "LONG": max(map(_extent, (grad, weight))) >= 2**31,
         "INTERPRETED": triton.knobs.runtime.interpret,
     }  # fmt: skip
-    programs = sum(count * tiles for _, count, _, tiles in runs)
+    programs = sum(count * tiles for (_, _, count, _), _, tiles in launches)
     splits = max(min(config.constants["PROGRAMS"] // programs, triton.cdiv(rows, LEAST_ROWS)), 1)
     steps = triton.cdiv(triton.cdiv(rows, splits), ROWS_STEP)
     splits = triton.cdiv(rows, steps * ROWS_STEP)
     partial = torch.empty((splits, total), dtype=torch.float32, device=weight.device)
-    tensors, first, offset = (grad, weight, *factors.contiguous(), index.contiguous(), partial), 0, 0
-    for size, count, launch, tiles in runs:
+    tensors = (grad, weight, *factors.contiguous(), index.contiguous(), partial)
+    for (first, size, count, offset), launch, tiles in launches:
         align = launch.constants["ALIGN"]
         _nm_mask_bwd_kernel[(count, splits, tiles)](
             *tensors, first // align, size // align, rows // align, steps, offset // align, total // align,
             grad.stride(0), grad.stride(1) // align, weight.stride(0), weight.stride(1) // align,
             **options, **launch.arguments(),
         )  # fmt: skip
-        first, offset = first + size * count, offset + size * size * count
     return partial.sum(0) if splits > 1 else partial[0]
+
+
+def equal_blocks(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (first channel, block size, number of blocks, first entry of their matrices) of runs of equal blocks.
+
+    A run has at most ``most`` channels; a larger block is a run of its own.
+    """
+    first = offset = 0
+    for size, run in groupby(blocks):
+        left = len(list(run))
+        while left:
+            count = min(left, max(most // size, 1))
+            yield first, size, count, offset
+            first, offset, left = first + size * count, offset + size * size * count, left - count
 
 
 def _extent(values: Tensor) -> int:

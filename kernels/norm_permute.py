@@ -59,6 +59,7 @@ from permtriton.kernels.quantize import (
     FLOAT8,
     are_aligned,
     empty_quantized,
+    holds,
     quantize_tokens,
     quantize_triton,
     rows_of,
@@ -69,7 +70,6 @@ from permtriton.util.permutation import inverse
 
 KINDS = ("rms", "rms_float", "layer")  # KIND in a kernel is the index in this tuple
 
-LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
 LONGEST_BACKWARD = 4096  # padded channels; longer rows are read in tiles
 LONG_TILE = 2048
 HELD = 8192  # padded channels up to which a program holds weight and index; beyond, it reads them for every row
@@ -371,11 +371,6 @@ def norm_permute_triton(
         HOLD=block <= HELD, ADD=added is not None, QUANTIZE=token_scale is not None, num_warps=warps, **shared,
     )  # fmt: skip
     return y
-
-
-def holds(hidden: Tensor) -> bool:
-    """Whether a program holds a row of ``[rows, C]`` in registers."""
-    return triton.next_power_of_2(hidden.shape[1]) <= (LONGEST if are_aligned(hidden) else LONGEST // 2)
 
 
 def norm_quantize_triton(

@@ -22,13 +22,17 @@ Gradient = Callable[..., Mapping[str, Tensor | Callable[[], Tensor] | None]]
 _has_kernels = functools.cache(has_kernels)
 
 
+def _accept(*_: Any) -> bool:
+    return True
+
+
 def operator(
     name: str,
     fake: Callable[..., Any],
     *,
-    check: Callable[..., None] | None = None,
+    check: Callable[..., object] = _accept,
     launcher: Callable[..., Any] | None = None,
-    supports: Callable[..., bool] | None = None,
+    supports: Callable[..., bool] = _accept,
     gradient: Gradient | None = None,
     keeps: Sequence[str | int] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -52,22 +56,30 @@ def operator(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         parameters = _Parameters(function)
 
+        def on_gpu(*arguments: Any) -> Any:
+            device = arguments[0].device
+            for one in arguments:  # a kernel would take another device's pointer for one of its own GPU
+                if isinstance(one, Tensor) and one.device != device:
+                    raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
+            with torch.cuda.device(device):
+                launches = launcher is not None and _has_kernels(device) and supports(*arguments)
+                return (launcher if launches else function)(*arguments)  # type: ignore[misc]
+
         reference = parameters.flattened(function, check)
         made: Any = torch.library.custom_op(f"permtriton::{name}", reference, mutates_args=())
         made.register_fake(parameters.flattened(fake, check))
-        on_gpu = None
-        if launcher is not None and triton is not None:
-            on_gpu = _on_the_gpu_of_its_arguments(name, function, launcher, check, supports)
-            flat_on_gpu = parameters.flattened(on_gpu, None)
+        has_launcher = launcher is not None and triton is not None
+        if has_launcher:
+            flat_on_gpu = parameters.flattened(on_gpu, check)
             made.register_kernel("cuda")(lambda *flat: flat_on_gpu(*flat))
         if gradient is not None:
             _register_gradient(made, parameters, gradient, keeps)
-        count = len(parameters.types) if on_gpu is not None and not parameters.hold_tensors else -1
+        count = len(parameters.types) if has_launcher and not parameters.hold_tensors else -1
 
         @functools.wraps(function)
         def call(*arguments: P.args, **named: P.kwargs) -> R:
             if len(arguments) == count and _is_plain(arguments):
-                assert on_gpu is not None
+                check(*arguments)
                 return on_gpu(*arguments)
             if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
                 return function(*arguments, **named)  # ONNX export supports torch's own operators only
@@ -76,29 +88,6 @@ def operator(
         return call
 
     return decorate
-
-
-def _on_the_gpu_of_its_arguments(
-    name: str,
-    function: Callable[..., Any],
-    launcher: Callable[..., Any],
-    check: Callable[..., None] | None,
-    supports: Callable[..., bool] | None,
-) -> Callable[..., Any]:
-    """Returns a function with the arguments of ``function`` that runs the operator on the GPU of the first of them."""
-
-    def on_gpu(*arguments: Any) -> Any:
-        if check is not None:
-            check(*arguments)
-        device = arguments[0].device
-        for one in arguments:  # a kernel would take another device's pointer for one of its own GPU
-            if isinstance(one, Tensor) and one.device != device:
-                raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
-        with torch.cuda.device(device):
-            launches = _has_kernels(device) and (supports is None or supports(*arguments))
-            return (launcher if launches else function)(*arguments)
-
-    return on_gpu
 
 
 def _on_gpu(tensor: Tensor) -> bool:
@@ -141,13 +130,12 @@ class _Parameters:
         inner = [self.flat_types[f"{name}_{part}"] for name, parts in self.parts.items() for part in parts]
         return any(kind is Tensor or Tensor in get_args(kind) for kind in inner)
 
-    def flattened(self, run: Callable[..., Any], check: Callable[..., None] | None) -> Callable[..., Any]:
+    def flattened(self, run: Callable[..., Any], check: Callable[..., object]) -> Callable[..., Any]:
         """Returns ``run``, after ``check``, as a function of the operator's arguments with the signature for torch."""
 
         def of_flat(*flat: Any) -> Any:
             arguments = self.structured(flat).values()
-            if check is not None:
-                check(*arguments)
+            check(*arguments)
             return run(*arguments)
 
         made = [

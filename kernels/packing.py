@@ -20,7 +20,8 @@ decompresses them in registers, so that only packed bytes are read of W.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,11 +49,7 @@ CONFIGS: tuple[Config, ...] = (
 
 
 def packed_shapes(out_features: int, in_features: int, pattern: NMPattern) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the shapes of the values, ``[O, C / M * N]``, and of the positions, ``[O, bytes]``, of a packed weight.
-
-    Raises:
-        ModelError: ``in_features`` is not a multiple of the group.
-    """
+    """Returns the shapes of a packed weight: of the values, ``[O, C / M * N]``, and the positions, ``[O, bytes]``."""
     if in_features % pattern.group:
         raise ModelError(
             f"{in_features} input channels cannot be packed at {pattern}: expected a multiple of {pattern.group}"
@@ -93,15 +90,9 @@ def unpack_positions(positions: Tensor, count: int, group: int) -> Tensor:
 
 def _chosen(grouped: Tensor, kept: int) -> Tensor:
     """Returns bool ``[rows, groups, group]``: the places of all nonzero weights, and of zeros to make up ``kept``."""
-    nonzero = grouped != 0
-    free = ~nonzero
-    spare = kept - nonzero.sum(2, keepdim=True, dtype=torch.int8)
-    return nonzero | (free & (free.cumsum(2, dtype=torch.int8) <= spare))
-
-
-def _starts(in_features: int, pattern: NMPattern, device: torch.device) -> Tensor:
-    """Returns int64 ``[in_features / group * kept]``: the first channel of the group of each kept value."""
-    return torch.arange(0, in_features, pattern.group, device=device).repeat_interleave(pattern.kept)
+    free = grouped == 0
+    spare = kept - grouped.shape[2] + free.sum(2, keepdim=True, dtype=torch.int8)
+    return ~free | (free.cumsum(2, dtype=torch.int8) <= spare)
 
 
 def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
@@ -110,37 +101,17 @@ def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows))
 
 
-def _refuse(rows: slice, faults: Mapping[str, Tensor]) -> None:
-    """Raises ModelError for the first fault of a chunk of rows; ``faults``: words -> bool, rows first, where it is."""
-    for what, bad in faults.items():
-        if bool(bad.any()):
-            raise ModelError(f"row {rows.start + int(bad.nonzero()[0, 0])}: {what}")
-
-
 def check_packed_shapes(
-    values: Tensor,
-    positions: Tensor,
-    out_features: int,
-    in_features: int,
-    pattern: NMPattern,
-    dtypes: Sequence[torch.dtype] = DTYPES,
+    values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
-    """Refuses values and positions whose shapes or dtypes do not fit the weight; does not look at their content.
-
-    Raises:
-        ModelError: naming what was found and what was expected.
-    """
-    expected_values, expected_positions = packed_shapes(out_features, in_features, pattern)
-    if values.dtype not in dtypes or positions.dtype != torch.uint8:
+    """Refuses values and positions that do not fit each other and the weight; does not look at their content."""
+    shapes = packed_shapes(values.shape[0], in_features, pattern)
+    fits = values.dtype in dtypes and positions.dtype == torch.uint8
+    if not fits or (tuple(values.shape), tuple(positions.shape)) != shapes:
         raise ModelError(
-            f"packed values of {values.dtype} with positions of {positions.dtype}: expected values of "
-            f"{', '.join(map(str, dtypes))} with positions of torch.uint8"
-        )
-    if (tuple(values.shape), tuple(positions.shape)) != (expected_values, expected_positions):
-        raise ModelError(
-            f"packed values of shape {list(values.shape)} with positions of shape {list(positions.shape)}: expected "
-            f"{list(expected_values)} and {list(expected_positions)} for a weight [{out_features}, {in_features}] at "
-            f"{pattern}"
+            f"packed values of {values.dtype} {list(values.shape)} with positions of {positions.dtype} "
+            f"{list(positions.shape)}: expected {' or '.join(map(str, dtypes))} {list(shapes[0])} with torch.uint8 "
+            f"{list(shapes[1])} for {in_features} channels at {pattern}"
         )
 
 
@@ -172,11 +143,13 @@ def pack(weight_OC: Tensor, pattern: NMPattern) -> tuple[Tensor, Tensor]:
         weight = weight_OC[rows].contiguous()  # masked weights are transposed views, slow to sum in groups
         chosen = _chosen(weight.unflatten(1, (-1, pattern.group)), pattern.kept)
         too_many = chosen.sum(2, dtype=torch.int8) > pattern.kept
-        _refuse(rows, {
-            "a weight that is not finite": ~weight.isfinite(),
-            "a weight of -0.0: store 0.0": (weight == 0) & weight.signbit(),
-            f"more nonzero weights in a group than {pattern} keeps: prune before packing": too_many,
-        })  # fmt: skip
+        for what, bad in (
+            ("a weight that is not finite", ~weight.isfinite()),
+            ("a weight of -0.0: store 0.0", (weight == 0) & weight.signbit()),
+            (f"more nonzero weights in a group than {pattern} keeps: prune before packing", too_many),
+        ):
+            if bool(bad.any()):
+                raise ModelError(f"row {rows.start + int(bad.nonzero()[0, 0])}: {what}")
         kept = weight.shape[0] * values.shape[1]
         places = torch.nonzero_static(chosen.flatten(), size=kept).view(-1, values.shape[1])
         values[rows] = weight.reshape(-1)[places]
@@ -189,7 +162,8 @@ def unpack_reference(values: Tensor, positions: Tensor, in_features: int, patter
     if values.dtype == FLOAT8:  # torch does not scatter float8, so its bytes are unpacked
         return unpack_reference(values.view(torch.uint8), positions, in_features, pattern).view(FLOAT8)
     weight_OC = values.new_zeros(values.shape[0], in_features)
-    starts = _starts(in_features, pattern, values.device)
+    # the first channel of the group of each kept value
+    starts = torch.arange(0, in_features, pattern.group, device=values.device).repeat_interleave(pattern.kept)
     for rows in _row_chunks(values.shape[0], in_features):
         channels = unpack_positions(positions[rows], values.shape[1], pattern.group).long().add_(starts)
         weight_OC[rows].scatter_(1, channels, values[rows])
@@ -225,10 +199,10 @@ def supports(dtype: torch.dtype, in_features: int, pattern: NMPattern) -> bool:
     return pattern == PATTERN and in_features % WORD == 0 and dtype in (*TRITON_DTYPES, FLOAT8)
 
 
-def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor:
+def unpack_triton(values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern) -> Tensor:
     """Computes `unpack_reference` of a weight that `supports` accepts: the same bits."""
     if values.dtype == FLOAT8:
-        return unpack_triton(values.view(torch.int8), positions, in_features).view(FLOAT8)
+        return unpack_triton(values.view(torch.int8), positions, in_features, pattern).view(FLOAT8)
     out_features = values.shape[0]
     weight = torch.empty((out_features, in_features), dtype=values.dtype, device=values.device)
     if not weight.numel():
@@ -245,9 +219,7 @@ def unpack_triton(values: Tensor, positions: Tensor, in_features: int) -> Tensor
 unpack = operator(
     "unpack",
     lambda values, positions, in_features, pattern: values.new_empty(values.shape[0], in_features),
-    check=lambda values, positions, in_features, pattern: check_packed_shapes(
-        values, positions, values.shape[0], in_features, pattern, (*DTYPES, FLOAT8)
-    ),
-    launcher=lambda values, positions, in_features, pattern: unpack_triton(values, positions, in_features),
+    check=partial(check_packed_shapes, dtypes=(*DTYPES, FLOAT8)),
+    launcher=unpack_triton,
     supports=lambda values, positions, in_features, pattern: supports(values.dtype, in_features, pattern),
 )(unpack_reference)

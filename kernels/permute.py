@@ -141,12 +141,7 @@ def programs_for(x: Tensor, tiles: int, per_processor: int) -> int:
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Returns ``x[:, index]``, contiguous.
-
-    Args:
-        x: ``[rows, C]``, not empty, any strides, values of 8, 16, 32 or 64 bits.
-        index: ``[C]``, any integer dtype.
-    """
+    """Returns ``x[:, index]``, contiguous; ``x`` is not empty, of any strides, with values of 8, 16, 32 or 64 bits."""
     (rows, channels), size = x.shape, x.element_size()
     y = torch.empty((rows, channels), dtype=x.dtype, device=x.device)
     word, block = WORDS[size], triton.next_power_of_2(channels)

@@ -23,15 +23,15 @@ computed in torch. In the reference the rival wins a tie of scores; in the kerne
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from permtriton.kernels.autotune import config_for
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
-from permtriton.kernels.nm_mask import group_ranks
+from permtriton.kernels.launch import Config, jit, tl, triton
+from permtriton.kernels.nm_mask import group_ranks, supports
+from permtriton.kernels.nm_mask_backward_triton import equal_blocks
 from permtriton.kernels.operator import operator
 from permtriton.kernels.swap_gains import ALIGN, RankOneCurvature, SwapTerms, _added, for_each, row_major, swap_terms
 from permtriton.util.sparsity import NMPattern
@@ -57,19 +57,13 @@ def placement_reference(
 ) -> Tensor:
     """Returns dP, flat ``[sum of sizes^2]``: float32, or float64 for float64 weights.
 
-    Args:
-        grad: dL/dW_eff, ``[O, C]`` in base order.
-        weight: ``[O, C]`` in base order.
-        importance: Factors of the weight's scores.
-        index: int64 ``[C]``, the present order, which moves channels inside blocks.
-        blocks: Sizes of the blocks, multiples of the pattern's group.
-        pattern: N:M pattern of the mask.
-        curvature: Curvature of the loss, scaled as ``grad`` is.
+    ``grad`` (dL/dW_eff) and ``weight`` are ``[O, C]`` in base order; ``index``, int64 ``[C]``, is the present order,
+    which moves channels inside ``blocks``, whose sizes are multiples of the group; ``curvature`` is scaled as ``grad``.
     """
     on_cpu = weight.device.type == "cpu"
     dtype = torch.promote_types(weight.dtype, torch.float32)
     result = torch.empty(sum(size * size for size in blocks), dtype=dtype, device=weight.device)
-    tiles = list(_tiles(blocks, (AT_ONCE if on_cpu else GPU_AT_ONCE) // max(weight.shape[0], 1)))
+    tiles = list(equal_blocks(blocks, (AT_ONCE if on_cpu else GPU_AT_ONCE) // max(weight.shape[0], 1)))
 
     def fill(tile: tuple[int, int, int, int]) -> None:
         start, size, count, offset = tile
@@ -87,22 +81,6 @@ def placement_reference(
 
     for_each(tiles, fill, on_cpu)
     return result
-
-
-def _tiles(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first channel, block size, number of blocks, first entry of the result) of runs of equal blocks.
-
-    Args:
-        blocks: Sizes of the blocks.
-        most: Most channels of a run; a larger block is a run of its own.
-    """
-    start = offset = 0
-    for size, run in groupby(blocks):
-        left = len(list(run))
-        while left:
-            count = min(left, max(most // size, 1))
-            yield start, size, count, offset
-            start, offset, left = start + size * count, offset + size * size * count, left - count
 
 
 def _by_block(
@@ -178,11 +156,6 @@ def _placement_kernel(
     tl.store(partial_ptr + places, moved, mask=i_valid[:, None] & j_valid[None, :])
 
 
-def supports(weight: Tensor, scale: Tensor) -> bool:
-    """Whether the kernel supports the dtypes: bfloat16, float16 or float32 weights with a float32 ``scale``."""
-    return weight.dtype in DTYPES and scale.dtype == torch.float32
-
-
 def placement_triton(
     grad: Tensor,
     weight: Tensor,
@@ -194,7 +167,7 @@ def placement_triton(
 ) -> Tensor:
     """Computes `placement_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
     parts = [torch.empty(0, dtype=torch.float32, device=weight.device)]
-    for start, size, count, _ in _tiles(blocks, GPU_AT_ONCE // max(weight.shape[0], 1)):
+    for start, size, count, _ in equal_blocks(blocks, GPU_AT_ONCE // max(weight.shape[0], 1)):
         there = slice(start, start + size * count)
         curved, inside = RankOneCurvature(curvature.row, curvature.column[there]), index[there] - start
         factors = importance.of_channels(there)

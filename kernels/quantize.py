@@ -167,7 +167,7 @@ def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = 
     other = hidden if up is None else rows_of(up)
     results, sizes = (y, scale), (rows, channels, hidden.stride(0), other.stride(0))
     block = triton.next_power_of_2(channels)
-    if block > (LONGEST if are_aligned(hidden) else LONGEST // 2):
+    if not holds(hidden):
         if index is not None:
             return quantize_triton(permute(x, index))
         grid = (programs_for(x, rows, 4),)
@@ -186,6 +186,11 @@ def quantize_triton(x: Tensor, index: Tensor | None = None, up: Tensor | None = 
 def are_aligned(rows: Tensor) -> bool:
     """Whether C and the stride of rows ``[rows, C]`` are multiples of 16."""
     return rows.shape[1] % 16 == 0 and rows.stride(0) % 16 == 0
+
+
+def holds(rows: Tensor) -> bool:
+    """Whether a program holds a row of ``[rows, C]`` in registers."""
+    return triton.next_power_of_2(rows.shape[1]) <= (LONGEST if are_aligned(rows) else LONGEST // 2)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -209,7 +214,7 @@ def supports(x: Tensor, *_: Any) -> bool:
 @operator(
     "quantize",
     empty_quantized,
-    check=lambda x, index: None if index is None else check_shapes(x, index),
+    check=lambda x, index: index is None or check_shapes(x, index),
     launcher=quantize_triton,
     supports=supports,
 )

@@ -35,7 +35,6 @@ Deterministic: no atomics, every sum in a fixed order. Inputs that are not conti
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ BACKWARD_CONFIGS: tuple[Config, ...] = (Config({"WIDTH": 32}, num_warps=2), Conf
 
 
 def sinkhorn_reference(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (soft, row scales, column scales)."""
+    """Returns (soft ``[n, B, B]``, row scales, column scales ``[rounds, n, B]``)."""
     e = _exponentials(logits, tau)
     n, b, _ = e.shape
     column = e.new_ones(n, b, 1)
@@ -248,11 +247,7 @@ def _sinkhorn_bwd_kernel(
 
 
 def sinkhorn_triton(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `sinkhorn_reference` of logits that `supports` accepts.
-
-    Returns:
-        (soft ``[n, B, B]``, row scales, column scales ``[rounds, n, B]``), all float32.
-    """
+    """Computes `sinkhorn_reference` of logits that `supports` accepts, in float32."""
     blocks, size, _ = logits.shape
     soft = torch.empty((blocks, size, size), dtype=torch.float32, device=logits.device)
     rows, columns = (torch.empty((rounds, blocks, size), dtype=torch.float32, device=logits.device) for _ in range(2))
@@ -303,10 +298,6 @@ def _fake(logits: Tensor, tau: float, rounds: int) -> tuple[Tensor, Tensor, Tens
     return logits.new_empty(logits.shape, dtype=dtype), scales, torch.empty_like(scales)
 
 
-def _gradient(grad: Tensor, *kept: Any) -> dict[str, Tensor]:
-    return {"logits": sinkhorn_backward(grad, *kept)}
-
-
 sinkhorn_backward = operator(
     "sinkhorn_backward",
     lambda grad, logits, *_: logits.new_empty(logits.shape),
@@ -319,7 +310,7 @@ _sinkhorn = operator(
     _fake,
     launcher=sinkhorn_triton,
     supports=lambda logits, *_: supports(logits),
-    gradient=_gradient,
+    gradient=lambda grad, *kept: {"logits": sinkhorn_backward(grad, *kept)},
     keeps=("logits", 1, 2, "tau"),
 )(sinkhorn_reference)
 

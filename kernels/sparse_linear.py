@@ -16,6 +16,7 @@ an H200 (benchmarks/NOTES.md) and on no other GPU.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from permtriton.kernels import sparse_linear_mma as mma
 from permtriton.kernels.autotune import config_for, decided, note
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
-from permtriton.kernels.packing import PATTERN, check_packed_shapes, unpack
+from permtriton.kernels.packing import DTYPES, PATTERN, check_packed_shapes, unpack
 from permtriton.kernels.permute import check_shapes, permute
 from permtriton.util.permutation import inverse
 from permtriton.util.sparsity import NMPattern
@@ -36,20 +37,6 @@ CUSPARSELT, DENSE, MMA = 1, 2, 3
 MMA_TOKENS = 64  # most tokens for which mma is the default route without wgmma
 ROUTES = {CUSPARSELT: "cusparselt", DENSE: "dense", MMA: "mma"}
 ROUTE_CONFIGS: tuple[Config, ...] = tuple(Config({"ROUTE": route}) for route in (MMA, CUSPARSELT, DENSE))
-
-
-def sparse_linear_reference(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    in_features: int,
-    pattern: NMPattern,
-) -> Tensor:
-    """Unpacks the weight and multiplies densely: the same bits as the product with the weight before packing."""
-    x = x if index is None else permute(x, index)
-    return linear(x, unpack(values, positions, in_features, pattern), bias)
 
 
 def routed(
@@ -63,52 +50,52 @@ def routed(
     compressed: Tensor | None,
 ) -> Tensor:
     """Computes the product on a GPU by the fastest measured route, or else by the default one."""
-    tokens = x.numel() // max(in_features, 1)
-    shape = (tokens, values.shape[0], in_features, x.dtype)
+    tokens, out_features = x.numel() // max(in_features, 1), values.shape[0]
     has_form = compressed is not None and tokens > 0 and pattern == PATTERN and cusparselt.serves(x.device)
-    route, variant = decided(("sparse_linear", shape, x.device, pattern, has_form), _decide)
+    route, variant = decided(_decide, (tokens, out_features, in_features, x.dtype), x.device, pattern, has_form)
+    x = x if index is None else permute(x, index)
     if route == MMA:
-        return mma.sparse_linear_mma(x, values, positions, bias, index, in_features, pattern, variant)
+        return variant.launch(x, values, positions, bias)
     if route == CUSPARSELT:
         assert compressed is not None
-        return _by_cusparselt(x, compressed, bias, index, values.shape[0])
-    return sparse_linear_reference(x, values, positions, bias, index, in_features, pattern)
+        y = cusparselt.product(x.reshape(-1, in_features), compressed, bias, out_features)
+        return y.view(*x.shape[:-1], out_features)
+    return linear(x, unpack(values, positions, in_features, pattern), bias)
 
 
 def _decide(
-    _: str, shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern, has_form: bool
+    shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern, has_form: bool
 ) -> tuple[int, mma.Variant | None]:
     """Returns the route of a product ``(tokens, O, C, dtype)``, and the variant of its kernel."""
-    tokens, out_features, in_features, _dtype = shape
-    by_mma = mma.runs_on(device) and mma.takes(*shape, pattern)
-    possible = [route for route, can in ((MMA, by_mma), (CUSPARSELT, has_form), (DENSE, True)) if can]
-    first = MMA if tokens <= (mma.MAX_TOKENS if mma.is_wide(in_features, device) else MMA_TOKENS) else CUSPARSELT
-    route, variant = _route(*shape, first, possible), None
-    if route == MMA and (variant := mma.chosen(*shape, device)) is None:  # the kernel failed its check
-        route = _route(*shape, first, [other for other in possible if other != MMA])
+    tokens, out_features, in_features, _ = shape
+    possible = {MMA: mma.runs_on(device) and mma.takes(*shape, pattern), CUSPARSELT: has_form, DENSE: True}
+    few = tokens <= (mma.MAX_TOKENS if mma.limits_of(device).is_wide(in_features) else MMA_TOKENS)
+    routes = (MMA, CUSPARSELT, DENSE) if few else (CUSPARSELT, MMA, DENSE)
+    route, variant = choose_route("sparse_linear_route", [one for one in routes if possible[one]], shape, device)
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
     return route, variant
 
 
-def _route(
-    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, first: int, possible: Sequence[int]
-) -> int:
-    configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
-    configs.sort(key=lambda config: config.constants["ROUTE"] != first)
-    config = configs[0]
-    if len(configs) > 1:
-        config = config_for("sparse_linear_route", configs, (tokens, out_features, in_features), dtype)
-    return config.constants["ROUTE"]
+def choose_route(
+    table: str,
+    routes: Sequence[int],
+    shape: tuple[int, int, int, torch.dtype],
+    device: torch.device,
+    fp8: bool = False,
+) -> tuple[int, mma.Variant | None]:
+    """Returns the fastest measured route, or else the first one; and the variant of the kernel if that is `MMA`."""
+    route = routes[0]
+    if len(routes) > 1:
+        configs = [Config({"ROUTE": one}) for one in routes]
+        route = config_for(table, configs, shape[:3], shape[3]).constants["ROUTE"]
+    if route != MMA:
+        return route, None
+    if (variant := mma.chosen(*shape, device, fp8)) is None:  # the kernel failed its check
+        return choose_route(table, [one for one in routes if one != MMA], shape, device)
+    return route, variant
 
 
-def _by_cusparselt(
-    x: Tensor, compressed: Tensor, bias: Tensor | None, index: Tensor | None, out_features: int
-) -> Tensor:
-    rows = (x if index is None else permute(x, index)).reshape(-1, x.shape[-1])
-    return cusparselt.product(rows, compressed, bias, out_features).view(*x.shape[:-1], out_features)
-
-
-def _check(
+def check_product(
     x: Tensor,
     values: Tensor,
     positions: Tensor,
@@ -116,17 +103,21 @@ def _check(
     index: Tensor | None,
     in_features: int,
     pattern: NMPattern,
-    _compressed: Tensor | None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
-    if values.dim() != 2 or not x.dim() or x.shape[-1] != in_features or x.dtype != values.dtype:
-        raise ModelError(
-            f"sparse_linear: a {x.dtype} input of shape {list(x.shape)} for {values.dtype} values of shape "
-            f"{list(values.shape)}: expected [..., {in_features}] and two dimensions of one dtype"
-        )
-    check_packed_shapes(values, positions, values.shape[0], in_features, pattern)
-    assert bias is None or (bias.shape, bias.dtype) == (values.shape[:1], values.dtype), f"{bias.dtype} {bias.shape}"
+    """Refuses an input and a packed weight that do not fit each other, or kernels would read beyond their ends."""
+    if not x.dim() or x.shape[-1] != in_features:
+        raise ModelError(f"a packed linear: an input of shape {list(x.shape)}: expected [..., {in_features}]")
+    check_packed_shapes(values, positions, in_features, pattern, dtypes)
+    assert bias is None or (bias.shape, bias.dtype) == (values.shape[:1], x.dtype), f"{bias.dtype} {bias.shape}"
     if index is not None:
         check_shapes(x, index)
+
+
+def _check(x: Tensor, values: Tensor, *others: Any) -> None:
+    if x.dtype != values.dtype:
+        raise ModelError(f"a packed linear: a {x.dtype} input for values of {values.dtype}: expected one dtype")
+    check_product(x, values, *others[:-1])  # all but the compressed form
 
 
 def _gradient(
@@ -169,4 +160,4 @@ def sparse_linear(
         pattern: N:M pattern of the weight.
         compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
     """
-    return sparse_linear_reference(x, values, positions, bias, index, in_features, pattern)
+    return linear(x if index is None else permute(x, index), unpack(values, positions, in_features, pattern), bias)

@@ -24,24 +24,24 @@ says so.
 
 import functools
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from permtriton.errors import ModelError
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels.autotune import config_for, decided, note
+from permtriton.kernels.autotune import decided, note
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
-from permtriton.kernels.packing import check_packed_shapes, pack, unpack
-from permtriton.kernels.permute import check_shapes, permute
+from permtriton.kernels.packing import pack, unpack
+from permtriton.kernels.permute import permute
 from permtriton.kernels.quantize import FLOAT8, has_float8, quantize, quantize_tokens, round_to_fp8
+from permtriton.kernels.sparse_linear import MMA, check_product, choose_route
 from permtriton.util.sparsity import NMPattern
 
-DENSE, DEQUANTIZED, MMA = 1, 2, 3
+DENSE, DEQUANTIZED = 1, 2
 ROUTES = {DENSE: "dense FP8", DEQUANTIZED: "dequantized", MMA: "mma FP8"}
 ROUTE_CONFIGS = tuple(Config({"ROUTE": route}) for route in (MMA, DENSE, DEQUANTIZED))
 DENSE_MULTIPLE = 16  # of both dimensions, for `_scaled_mm`
@@ -59,22 +59,6 @@ def unpack_fp8(values: Tensor, positions: Tensor, scale: Tensor, in_features: in
     return unpack(values, positions, in_features, pattern).float() * scale.unsqueeze(1)
 
 
-def sparse_linear_fp8_reference(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    in_features: int,
-    pattern: NMPattern,
-) -> Tensor:
-    """Unpacks the weight, quantizes the input, and multiplies densely in float32."""
-    quantized, token_scale = quantize_tokens(x if index is None else permute(x, index))
-    y = linear(quantized.float(), unpack_fp8(values, positions, scale, in_features, pattern)) * token_scale
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
 def routed(
     x: Tensor,
     values: Tensor,
@@ -88,11 +72,9 @@ def routed(
     """Computes the product on a GPU by the fastest measured route, or else by the first possible one."""
     quantized, token_scale = quantize(x, index)
     shape = (x.numel() // max(in_features, 1), values.shape[0], in_features, x.dtype)
-    route, variant = decided(("sparse_linear_fp8", shape, x.device, pattern), _decide)
+    route, variant = decided(_decide, shape, x.device, pattern)
     if route == MMA:
-        y = torch.empty((*x.shape[:-1], values.shape[0]), dtype=x.dtype, device=x.device)
-        variant.launch(quantized, values, positions, bias, y, (scale.contiguous(), token_scale))
-        return y
+        return variant.launch(quantized, values, positions, bias, (scale.contiguous(), token_scale))
     if route == DENSE:
         weight, tokens = unpack(values, positions, in_features, pattern), quantized.view(-1, in_features)
         scales = (token_scale.view(-1, 1), scale.view(1, -1))
@@ -103,28 +85,18 @@ def routed(
 
 
 def _decide(
-    _: str, shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern
+    shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern
 ) -> tuple[int, mma.Variant | None]:
     """Returns the route of a product ``(tokens, O, C, dtype)``, and the variant of its kernel."""
     tokens, out_features, in_features, dtype = shape
     whole = out_features % DENSE_MULTIPLE == 0 and in_features % DENSE_MULTIPLE == 0
     dense = tokens > 0 and dtype == torch.bfloat16 and whole and _multiplies_float8(device)
-    possible = [MMA] * mma.takes_fp8(*shape, pattern, device) + [DENSE] * dense + [DEQUANTIZED]
-    route, variant = _route(*shape, possible), None
-    if route == MMA and (variant := mma.chosen(*shape, device, fp8=True)) is None:  # the kernel failed its check
-        route = _route(*shape, possible[1:])
+    routes = [MMA] * mma.takes_fp8(*shape, pattern, device) + [DENSE] * dense + [DEQUANTIZED]
+    route, variant = choose_route("sparse_linear_fp8_route", routes, shape, device, fp8=True)
     note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
-    if 0 < tokens <= mma.MAX_TOKENS and possible[0] != MMA:
+    if 0 < tokens <= mma.MAX_TOKENS and MMA not in routes:
         _warn_once(ROUTES[route])
     return route, variant
-
-
-def _route(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, possible: Sequence[int]) -> int:
-    configs = [config for config in ROUTE_CONFIGS if config.constants["ROUTE"] in possible]
-    config = configs[0]
-    if len(configs) > 1:
-        config = config_for("sparse_linear_fp8_route", configs, (tokens, out_features, in_features), dtype)
-    return config.constants["ROUTE"]
 
 
 @functools.cache
@@ -150,30 +122,9 @@ def _warn_once(route: str) -> None:
     )
 
 
-def _check(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    in_features: int,
-    pattern: NMPattern,
-) -> None:
-    rows = values.shape[:1]
-    if values.dim() != 2 or not x.dim() or x.shape[-1] != in_features:
-        raise ModelError(
-            f"sparse_linear_fp8: an input of shape {list(x.shape)} for values of shape {list(values.shape)}: expected "
-            f"[..., {in_features}] and two dimensions"
-        )
-    check_packed_shapes(values, positions, values.shape[0], in_features, pattern, (FLOAT8,))
-    if scale.shape != rows or scale.dtype != torch.float32:
-        raise ModelError(
-            f"sparse_linear_fp8: a scale of {scale.dtype} {list(scale.shape)}: expected torch.float32 {list(rows)}"
-        )
-    assert bias is None or (bias.shape, bias.dtype) == (rows, x.dtype), f"{bias.dtype} {bias.shape}"
-    if index is not None:
-        check_shapes(x, index)
+def _check(x: Tensor, values: Tensor, positions: Tensor, scale: Tensor, *others: Any) -> None:
+    check_product(x, values, positions, *others, dtypes=(FLOAT8,))
+    assert (scale.shape, scale.dtype) == (values.shape[:1], torch.float32), f"{scale.dtype} {scale.shape}"
 
 
 @operator(
@@ -200,11 +151,8 @@ def sparse_linear_fp8(
         positions: uint8, from `permtriton.kernels.packing.pack`. Their content is trusted.
         scale: float32 ``[O]``.
         bias: ``[O]`` in the dtype of ``x``, or None.
-        index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
-        in_features: C.
-        pattern: N:M pattern of the weight.
-
-    Raises:
-        ModelError: ``x``, the packed weight or its scale have another shape or dtype.
+        index, in_features, pattern: as `sparse_linear` takes them.
     """
-    return sparse_linear_fp8_reference(x, values, positions, scale, bias, index, in_features, pattern)
+    quantized, token_scale = quantize_tokens(x if index is None else permute(x, index))
+    y = linear(quantized.float(), unpack_fp8(values, positions, scale, in_features, pattern)) * token_scale
+    return (y if bias is None else y + bias).to(x.dtype)

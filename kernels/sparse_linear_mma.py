@@ -49,7 +49,6 @@ from permtriton.kernels.autotune import config_for, note
 from permtriton.kernels.cuda.runtime import CudaKernel
 from permtriton.kernels.launch import Config, has_kernels
 from permtriton.kernels.packing import PATTERN, pack
-from permtriton.kernels.permute import permute
 from permtriton.util.sparsity import NMPattern
 
 DTYPES, FP8 = (torch.bfloat16, torch.float16), torch.float8_e4m3fn
@@ -87,21 +86,17 @@ WIDE_CONFIGS: tuple[Config, ...] = tuple(
 
 @dataclass(frozen=True)
 class GpuLimits:
-    """The properties of a GPU that a launch depends on; by default those of an H200, but without wgmma.
-
-    Attributes:
-        multiprocessors: Number of multiprocessors.
-        shared_bytes: Shared memory of one multiprocessor.
-        block_bytes: Shared memory that one block may have.
-        has_clusters: Whether blocks of a cluster read each other's shared memory (sm_90 and newer).
-        has_wgmma: Whether four warps multiply matrices in shared memory (sm_90 alone).
-    """
+    """The properties of a GPU that a launch depends on; by default those of an H200, but without wgmma."""
 
     multiprocessors: int
-    shared_bytes: int = 228 << 10
-    block_bytes: int = 227 << 10
-    has_clusters: bool = True
-    has_wgmma: bool = False
+    shared_bytes: int = 228 << 10  # shared memory of one multiprocessor
+    block_bytes: int = 227 << 10  # shared memory that one block may have
+    has_clusters: bool = True  # whether blocks of a cluster read each other's shared memory (sm_90 and newer)
+    has_wgmma: bool = False  # whether four warps multiply matrices in shared memory (sm_90 alone)
+
+    def is_wide(self, in_features: int) -> bool:
+        """Whether wgmma is the default: where there is one, if ``in_features`` is a multiple of a stage."""
+        return self.has_wgmma and in_features % WIDE_CHUNK == 0
 
 
 def configs_for(tokens: int, in_features: int, gpu: GpuLimits, fp8: bool = False) -> tuple[Config, ...]:
@@ -109,12 +104,7 @@ def configs_for(tokens: int, in_features: int, gpu: GpuLimits, fp8: bool = False
     if fp8:
         return WIDE_CONFIGS
     configs = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
-    return (*WIDE_CONFIGS, configs[0]) if gpu.has_wgmma and in_features % WIDE_CHUNK == 0 else configs
-
-
-def is_wide(in_features: int, device: torch.device) -> bool:
-    """Whether wgmma is the default: on Hopper, if ``in_features`` is a multiple of a stage, 128 channels."""
-    return limits_of(device).has_wgmma and in_features % WIDE_CHUNK == 0
+    return (*WIDE_CONFIGS, configs[0]) if gpu.is_wide(in_features) else configs
 
 
 def limits_of(device: torch.device) -> GpuLimits:
@@ -154,33 +144,19 @@ def runs_on(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Variant:
-    """The kernel's template arguments.
+    """The kernel's template arguments."""
 
-    Attributes:
-        dtype: Of the result and, unless ``fp8``, of what is multiplied: bfloat16 or float16.
-        rows: Output features per block.
-        tokens: Tokens that a block has room for: 8, 16, 32 or 64, by wgmma also 128.
-        chunk: Channels that are copied and multiplied at once.
-        stages: Chunks of a team in shared memory.
-        warps: Warps per block.
-        row_warps: Warps per team: they split the rows; the teams split the channels.
-        splits: Blocks per cluster; they split the channels too.
-        early: Whether a launch may begin while the kernel before it ends; no template argument.
-        wide: Whether the kernel multiplies by Hopper's wgmma; then its warps are one team, and ``chunk`` is 128.
-        fp8: Whether the kernel multiplies float8 e4m3, with scales; then ``wide`` is set, and ``chunk`` is 256.
-    """
-
-    dtype: torch.dtype
-    rows: int
-    tokens: int
-    chunk: int
-    stages: int
-    warps: int
-    row_warps: int
-    splits: int
-    early: bool = False
-    wide: bool = False
-    fp8: bool = False
+    dtype: torch.dtype  # of the result and, unless ``fp8``, of what is multiplied: bfloat16 or float16
+    rows: int  # output features per block
+    tokens: int  # tokens that a block has room for: 8, 16, 32 or 64, by wgmma also 128
+    chunk: int  # channels that are copied and multiplied at once
+    stages: int  # chunks of a team in shared memory
+    warps: int  # warps per block
+    row_warps: int  # warps per team: they split the rows; the teams split the channels
+    splits: int  # blocks per cluster; they split the channels too
+    early: bool = False  # whether a launch may begin while the kernel before it ends; no template argument
+    wide: bool = False  # whether the kernel multiplies by Hopper's wgmma; then its warps are one team, ``chunk`` is 128
+    fp8: bool = False  # whether the kernel multiplies float8 e4m3, with scales; then it is wide, and ``chunk`` is 256
 
     @property
     def teams(self) -> int:
@@ -228,21 +204,28 @@ class Variant:
         values: Tensor,
         positions: Tensor,
         bias: Tensor | None,
-        y: Tensor,
         scales: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """Writes the product into ``y``, contiguous; ``x`` is in the order of the weight's channels.
+        y: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the product, `dtype` ``[..., O]``, contiguous; copies what is not contiguous or not aligned.
 
-        In float8, ``scales`` are (scales of the rows of the weight, scales of the tokens), float32 and contiguous.
+        Args:
+            x: ``[..., C]`` in `operands`, its channels in the weight's order, of a shape that `takes` accepts.
+            values, positions, bias: as `sparse_linear` takes them.
+            scales: In float8, of the rows of the weight and of the tokens, float32 and contiguous.
+            y: The result's memory; by default new.
         """
-        out_features, in_features = y.shape[-1], x.shape[-1]
+        out_features, in_features = values.shape[0], x.shape[-1]
         tokens = x.numel() // in_features
+        if y is None:
+            y = torch.empty((*x.shape[:-1], out_features), dtype=self.dtype, device=x.device)
         unread = (values, values) if self.wide else ()
         self.kernel(
             self.grid(tokens, out_features), _aligned(x), _aligned(values), _aligned(positions),
             values if bias is None else bias.contiguous(), *(scales or unread), y,
             tokens=tokens, out_features=out_features, in_features=in_features, has_bias=int(bias is not None),
         )  # fmt: skip
+        return y
 
 
 @functools.cache
@@ -308,7 +291,7 @@ def chosen(
     """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if none passes its check.
 
     Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant that begins early
-    fails its check, the same one without ``early`` is tried.
+    fails its check, or is untried while a graph is captured, the same one without ``early`` is tried.
     """
     shape, gpu = (tokens, out_features, in_features), limits_of(device)
     table = "sparse_linear_fp8" if fp8 else "sparse_linear_mma"
@@ -316,11 +299,10 @@ def chosen(
     variant = variant_of(config, *shape, dtype, gpu, fp8)
     variant = _in_clusters_that_fit(variant, tokens, out_features, device)
     what = f"{tokens}x{out_features}x{in_features}" + " in float8" * fp8
-    if is_trusted(variant, device) or (variant.early and is_trusted(replace(variant, early=False), device)):
-        early = variant.early and _TRUSTED.get((variant, device), False)  # untried while a graph is captured
-        variant = replace(variant, early=early)
-        note(f"variant {what}", variant.kernel.name + ", early" * variant.early)
-        return variant
+    for one in dict.fromkeys((variant, replace(variant, early=False))):
+        if is_trusted(one, device):
+            note(f"variant {what}", one.kernel.name + ", early" * one.early)
+            return one
     note(f"rejected {what}", variant.kernel.name)
     return None
 
@@ -350,28 +332,6 @@ def _fits(variant: Variant, tokens: int, out_features: int) -> bool:
     with suppress(PermTritonError):  # clusters of this size cannot be scheduled; a kernel that fails is reported later
         return variant.kernel.active_clusters(grid) >= grid[0] * grid[2]
     return False
-
-
-def sparse_linear_mma(
-    x: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    bias: Tensor | None,
-    index: Tensor | None,
-    in_features: int,
-    pattern: NMPattern,
-    variant: Variant | None = None,
-) -> Tensor:
-    """Computes `sparse_linear_reference` of inputs that `takes` accepts, by ``variant``, by default the `chosen` one.
-
-    Brings ``x`` into the order of ``index`` first; copies what is not contiguous or not aligned to 16 bytes.
-    """
-    out_features = values.shape[0]
-    variant = variant or chosen(x.numel() // in_features, out_features, in_features, x.dtype, x.device)
-    assert variant is not None
-    y = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype, device=x.device)
-    variant.launch(x if index is None else permute(x, index), values, positions, bias, y)
-    return y
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -430,12 +390,11 @@ def is_right(variant: Variant, device: torch.device) -> bool:
     weight = (integers(out_features, in_features // 4, 4) * (order < 2)).flatten(1)
     x, bias = integers(2 * variant.tokens - 1, in_features), integers(out_features)
     sides = (out_features, len(x))
-    scales = [2.0 ** integers(side) if variant.fp8 else torch.ones(side, device="cpu") for side in sides]
-    expected = (x.double() @ weight.double().t() * scales[0] * scales[1].view(-1, 1) + bias).to(variant.dtype)
+    rows, tokens = (2.0 ** integers(side) if variant.fp8 else torch.ones(side, device="cpu") for side in sides)
+    expected = (x.double() @ weight.double().t() * rows * tokens.view(-1, 1) + bias).to(variant.dtype)
     values, positions = pack(weight.to(variant.dtype), PATTERN)
     y = torch.full(expected.shape, torch.nan, dtype=variant.dtype, device=device)
     x, values = (tensor.to(device, variant.operands) for tensor in (x, values))
-    rows, tokens = (scale.to(device, torch.float32) for scale in scales)
-    arguments = (positions.to(device), bias.to(device, y.dtype), y, (rows, tokens) if variant.fp8 else None)
-    variant.launch(x, values, *arguments)
+    scales = (rows.to(device, torch.float32), tokens.to(device, torch.float32)) if variant.fp8 else None
+    variant.launch(x, values, positions.to(device), bias.to(device, y.dtype), scales, y)
     return torch.equal(y.cpu(), expected)

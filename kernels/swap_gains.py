@@ -113,13 +113,8 @@ def swap_terms(
     the swap prunes or restores. Whether a weight changes so is linear in whether its channel is kept at the new
     position, so the same operator computes these gains from terms that include the rise.
 
-    Args:
-        weight: ``[O, C]`` in base order, any strides.
-        importance: Factors of the weight's scores.
-        gradient: dL/dW_eff, ``[O, C]`` in base order, any strides and any float dtype.
-        index: int64 ``[C]``, the present order.
-        pattern: N:M pattern of the mask; its group divides C.
-        curvature: Curvature of the loss; None for gains to first order only.
+    ``weight`` and ``gradient`` (dL/dW_eff, any float dtype) are ``[O, C]`` in base order, of any strides; ``index`` is
+    int64 ``[C]``, and the group divides C.
     """
     out_features, channels = weight.shape
     fits = gradient.shape == weight.shape and index.shape == (channels,) and channels % pattern.group == 0
@@ -197,12 +192,7 @@ def swap_gains_reference(left: SwapTerms, right: SwapTerms) -> Tensor:
 
         sum_o [S_oi > t_oj] (A_oi - a_oj) = sum_o lerp(a_oj, A_oi, mask_oij) - sum_o a_oj
 
-    Args:
-        left: Terms of I positions.
-        right: Terms of J positions, of the same rows and dtype.
-
-    Returns:
-        ``[I, J]`` in the dtype of the terms. On a CPU, temporaries take some MiB per thread.
+    The result is ``[I, J]`` in the dtype of the terms. On a CPU, temporaries take some MiB per thread.
     """
     columns, rows = right.scores.shape
     on_cpu = right.scores.device.type == "cpu"
@@ -305,34 +295,23 @@ def _swap_gains_kernel(
     tl.store(gains_ptr + places, own_i[:, None] + own_j[None, :] - moved, mask=i_valid[:, None] & j_valid[None, :])
 
 
-def supports(dtype: torch.dtype) -> bool:
-    """Whether the kernel supports the terms: float32."""
-    return dtype == torch.float32
-
-
 def swap_gains_triton(left: SwapTerms, right: SwapTerms) -> Tensor:
-    """Computes `swap_gains_reference` of terms that `supports` accepts."""
+    """Computes `swap_gains_reference` of float32 terms."""
     (lines, rows), columns = left.scores.shape, right.scores.shape[0]
     if not lines * columns * rows:
         return left.own.unsqueeze(1) + right.own
     gains = torch.empty((lines, columns), dtype=torch.float32, device=left.own.device)
     by_row = [row_major(side.tensors()[:4]) for side in (left, right)]
     sizes = [lines, columns, *(side[0].stride(0) for side in by_row)]
-    options = _launch(config_for("swap_gains", CONFIGS, (rows,), torch.float32), sizes)
+    options = {"ALIGN": ALIGN, **config_for("swap_gains", CONFIGS, (rows,), torch.float32).arguments()}
+    if any(size % ALIGN for size in sizes):
+        options |= {"ALIGN": 1, "TILE_J": min(options["TILE_J"], 64)}
     grid = (triton.cdiv(columns, options["TILE_J"]), triton.cdiv(lines, options["TILE_I"]))
     _swap_gains_kernel[grid](
         *by_row[0], left.own.contiguous(), *by_row[1], right.own.contiguous(), gains,
         rows, *(size // options["ALIGN"] for size in sizes), **options,
     )  # fmt: skip
     return gains
-
-
-def _launch(config: Config, sizes: Sequence[int]) -> dict[str, int]:
-    """Returns the options of a launch; ``sizes`` are the numbers of positions and the strides, see `ALIGN`."""
-    arguments = config.arguments()
-    if not any(size % ALIGN for size in sizes):
-        return {"ALIGN": ALIGN, **arguments}
-    return {"ALIGN": 1, **arguments, "TILE_J": min(arguments["TILE_J"], 64)}
 
 
 def row_major(parts: Sequence[Tensor]) -> list[Tensor]:
@@ -347,5 +326,5 @@ swap_gains = operator(
     "swap_gains",
     lambda left, right: left.scores.new_empty(left.scores.shape[0], right.scores.shape[0]),
     launcher=swap_gains_triton,
-    supports=lambda left, right: supports(left.scores.dtype),
+    supports=lambda left, right: left.scores.dtype == torch.float32,
 )(swap_gains_reference)

@@ -18,6 +18,14 @@ PATTERNS = [
 ]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 KERNEL_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+VIEWS = [  # of a matrix of six rows, as layouts of activations
+    lambda x: x.mT.contiguous().mT,
+    lambda x: x[:, ::2],
+    lambda x: x[::2],
+    lambda x: x[0],
+    lambda x: x.unflatten(0, (2, 3)).transpose(0, 1),
+    lambda x: x[:1].expand_as(x),
+]
 
 
 def rng(seed: int = 0) -> torch.Generator:

@@ -4,6 +4,7 @@ import importlib
 import json
 import pkgutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from permtriton import kernels
 from permtriton.cli.main import app
 from permtriton.errors import OutputError
 from permtriton.kernels import autotune, sparse_linear_mma
-from permtriton.kernels.autotune import config_for, entry_key, stored
+from permtriton.kernels.autotune import config_for, entry_key
 from permtriton.kernels.launch import Config, triton
 from permtriton.kernels.sparse_linear_mma import GpuLimits
 from permtriton.kernels.tools import tuning
@@ -50,7 +51,7 @@ def gpu(monkeypatch) -> str:
 
 
 def keep(machine: str, config: Config, key: str = KEY, path: Path | None = None) -> None:
-    autotune.write_entries(path or autotune.cache_file(), machine, {key: {"config": stored(config)}})
+    autotune.write_entries(path or autotune.cache_file(), machine, {key: {"config": asdict(config)}})
 
 
 def chosen(rows: int = 16, dtype: torch.dtype = torch.bfloat16) -> Config:
@@ -60,32 +61,32 @@ def chosen(rows: int = 16, dtype: torch.dtype = torch.bfloat16) -> Config:
 class TestChoice:
     def test_without_a_gpu_the_default(self):
         keep("NVIDIA H200, triton 3.9.0, torch 2.13.0", TABLE[1])
-        assert chosen() is TABLE[0]
+        assert chosen() == TABLE[0]
 
     def test_a_winner_is_used(self, gpu):
         keep(gpu, TABLE[2])
-        assert chosen() is TABLE[2]
-        assert chosen(dtype=torch.float32) is TABLE[0]
-        assert config_for("scatter", TABLE, (16, 4096), torch.bfloat16) is TABLE[0]
+        assert chosen() == TABLE[2]
+        assert chosen(dtype=torch.float32) == TABLE[0]
+        assert config_for("scatter", TABLE, (16, 4096), torch.bfloat16) == TABLE[0]
 
     def test_neighbouring_rows_share_it(self, gpu):
         keep(gpu, TABLE[1])
-        assert [chosen(rows) is TABLE[1] for rows in (8, 9, 16, 17)] == [False, True, True, False]
+        assert [chosen(rows) == TABLE[1] for rows in (8, 9, 16, 17)] == [False, True, True, False]
         assert autotune.bucket((0, 3)) == (1, 3)
 
     @pytest.mark.parametrize("change", [("H200", "H100"), ("torch ", "torch 1"), ("triton ", "triton 1")])
     def test_of_another_machine_it_is_not(self, gpu, change):
         keep(gpu.replace(*change), TABLE[1])
-        assert chosen() is TABLE[0]
+        assert chosen() == TABLE[0]
 
     def test_of_another_cusparselt_it_is_not(self, gpu, monkeypatch):
         monkeypatch.setattr(torch.backends.cusparselt, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.cusparselt, "version", lambda: 801)
         keep(gpu, TABLE[1])
-        assert chosen() is TABLE[0]
+        assert chosen() == TABLE[0]
         keep(f"{gpu}, cuSPARSELt 801", TABLE[1])
         autotune._STATE.forget()
-        assert chosen() is TABLE[1]
+        assert chosen() == TABLE[1]
 
     def test_what_a_library_found_needs_no_table(self, gpu):
         keep(gpu, TABLE[1])
@@ -95,24 +96,24 @@ class TestChoice:
     def test_each_call_chooses_of_what_it_can_use(self, gpu):
         """Calls of one shape may differ in that: a layer with cuSPARSELt's form of its weight, and one without."""
         keep(gpu, TABLE[1])
-        assert chosen() is TABLE[1]
-        assert config_for("gather", (TABLE[0], TABLE[2]), (16, 4096), torch.bfloat16) is TABLE[0]
-        assert chosen() is TABLE[1]
+        assert chosen() == TABLE[1]
+        assert config_for("gather", (TABLE[0], TABLE[2]), (16, 4096), torch.bfloat16) == TABLE[0]
+        assert chosen() == TABLE[1]
 
     def test_forced_and_requested(self, gpu):
         keep(gpu, TABLE[1])
         with autotune.requests() as requested:
             assert [chosen(), chosen()] == [TABLE[0]] * 2
-            with autotune.forced("gather", TABLE[2]):
-                assert chosen() is TABLE[2]
-                assert config_for("scatter", TABLE, (1,), torch.int8) is TABLE[0]
-        assert [request.key for request in requested] == [KEY, "scatter 1 int8"]
-        assert chosen() is TABLE[1]
+            with autotune.forced({"gather": TABLE[2]}):
+                assert chosen() == TABLE[2]
+                assert config_for("scatter", TABLE, (1,), torch.int8) == TABLE[0]
+        assert list(requested) == [KEY, "scatter 1 int8"]
+        assert chosen() == TABLE[1]
 
     def test_what_ran_is_collected(self, gpu):
         keep(gpu, TABLE[1])
         with autotune.choices() as ran:
-            assert chosen() is TABLE[1]
+            assert chosen() == TABLE[1]
             autotune.note("route", "dense")
         chosen(64)
         assert ran == {KEY: "SIZE=128 num_warps=4 num_stages=2", "route": "dense"}
@@ -145,10 +146,10 @@ class TestFile:
         path.parent.mkdir(parents=True)
         path.write_bytes(text.encode(errors="surrogateescape"))
         with pytest.warns(UserWarning, match=r"autotune\.json"):
-            assert chosen() is TABLE[0]
+            assert chosen() == TABLE[0]
         with pytest.warns(UserWarning, match=r"autotune\.json"):
             keep(gpu, TABLE[1])
-        assert chosen() is TABLE[1]
+        assert chosen() == TABLE[1]
 
     def test_an_interrupted_write_leaves_the_old_one_whole(self, monkeypatch):
         keep("one", TABLE[1])
@@ -195,13 +196,13 @@ class TestSearch:
     def test_the_fastest_wins(self, monkeypatch):
         tuned = Tuned(monkeypatch, {64: 3.0, 128: 1.0, 256: 2.0})
         entry = tuned.tune()[KEY]
-        assert entry["config"] == stored(TABLE[1])
+        assert entry["config"] == asdict(TABLE[1])
         assert entry["gain"] == 3.0
         assert autotune.read_entries(autotune.cache_file(), "here") == {KEY: entry}
 
     def test_what_is_wrong_is_not_timed(self, monkeypatch):
         entry = Tuned(monkeypatch, {64: 3.0, 256: 2.0}, wrong=(128,)).tune()[KEY]
-        assert entry["config"] == stored(TABLE[2])
+        assert entry["config"] == asdict(TABLE[2])
         assert "wrong" in entry["trials"][autotune.describe(TABLE[1])]["error"]
 
     def test_an_interrupted_run_goes_on(self, monkeypatch):
@@ -223,7 +224,7 @@ class TestSearch:
         trials = []
         tuning.tune([again.case], torch.device("cpu"), "here", autotune.cache_file(), trials.append)
         assert [trial.known for trial in trials] == [True, False, False]
-        assert autotune.read_entries(autotune.cache_file(), "here")[KEY]["config"] == stored(TABLE[1])
+        assert autotune.read_entries(autotune.cache_file(), "here")[KEY]["config"] == asdict(TABLE[1])
 
 
 class TestCommand:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from permtriton.errors import PermTritonError
-from permtriton.kernels import autotune
 from permtriton.kernels.cuda import runtime
 from permtriton.kernels.cuda.runtime import CudaKernel, compiled, machine_code
 
@@ -23,7 +22,6 @@ class Libraries:
         self.launched: list[dict] = []
         self.errors: dict[str, int] = {}
         self.missing = ""
-        self.refused = None  # machine code that the driver does not load
         self.opened: list[str] = []
 
     def __call__(self, name: str) -> "Libraries":
@@ -58,9 +56,8 @@ class Libraries:
     def _nvrtcgetprogramlog(self, program, to) -> None:
         to.value = b"no such instruction"
 
-    def _cumoduleloaddata(self, module, code) -> int:
+    def _cumoduleloaddata(self, module, code) -> None:
         self.loaded = code
-        return 200 if code == self.refused else 0
 
     def _cugeterrorstring(self, code, words) -> None:
         words._obj.value = b"too many blocks"
@@ -122,16 +119,6 @@ def test_the_driver_is_asked_about_clusters_in_the_kernels_context(libraries):
     """The thread may be a new one, whose first call to CUDA it is."""
     KERNEL.active_clusters((2, 4, 1))
     assert libraries.calls.index("cuCtxSetCurrent") < libraries.calls.index("cuOccupancyMaxActiveClusters")
-
-
-def test_damaged_machine_code_is_compiled_again(libraries):
-    machine_code(KERNEL, "sm_90a")
-    (file,) = (autotune.cache_folder() / "cuda").iterdir()
-    file.write_bytes(SYMBOL + b"\ndamaged")
-    libraries.refused = b"damaged"
-    KERNEL((1, 1, 1), *(torch.ones(1),) * 2)
-    assert libraries.loaded == CODE
-    assert file.read_bytes() == SYMBOL + b"\n" + CODE
 
 
 def test_nvrtc_is_found_where_pip_installs_it(libraries, monkeypatch, tmp_path):

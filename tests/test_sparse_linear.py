@@ -93,20 +93,19 @@ class Routes:
         self.weight, self.taken, self.requested = weight, [], []
         monkeypatch.setattr(autotune, "_STATE", autotune._State(choices={}))  # every call is decided anew
         monkeypatch.setattr(mma, "runs_on", lambda device: True)
-        monkeypatch.setattr(mma, "sparse_linear_mma", self.by_mma)
         monkeypatch.setattr(mma, "chosen", lambda *_: self.right)
         monkeypatch.setattr(cusparselt, "product", self.product)
         monkeypatch.setattr(sparse_linear_file, "unpack", self.unpack)
         monkeypatch.setattr(sparse_linear_file, "config_for", self.config_for)
-        self.prefer, self.right = None, "a variant"
+        self.prefer, self.right = None, SimpleNamespace(launch=self.by_mma)
 
     def config_for(self, op, configs, shape, dtype):
         self.requested.append((op, [config.constants["ROUTE"] for config in configs], shape, dtype))
         return next((config for config in configs if config.constants["ROUTE"] == self.prefer), configs[0])
 
-    def by_mma(self, x, values, positions, bias, index, *_):
+    def by_mma(self, x, values, positions, bias):
         self.taken.append(MMA)
-        return linear(x if index is None else x[..., index.long()], self.weight, bias)
+        return linear(x, self.weight, bias)
 
     def product(self, x_TC, compressed, bias, out_features):
         self.taken.append(CUSPARSELT)
@@ -152,7 +151,7 @@ def test_every_possible_route_gives_the_product(dtype, tokens, compressed, possi
 def test_nothing_is_asked_of_an_amd_gpu_that_only_nvidia_says(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: pytest.fail("asked"))
-    assert not mma.is_wide(128, torch.device("cuda", 0))
+    assert not mma.limits_of(torch.device("cuda", 0)).is_wide(128)
 
 
 def test_a_kernel_that_is_not_right_leaves_the_choice_to_the_others(monkeypatch):
@@ -225,7 +224,7 @@ def test_a_route_is_decided_once(monkeypatch):
 
     assert [run(2), run(2), run(3)] == [1, 1, 2]
     routes.prefer = DENSE
-    with autotune.forced("another", Config({})):
+    with autotune.forced({"another": Config({})}):
         assert run(2) == 3
         assert routes.taken[-1] == DENSE
     assert run(2) == 3

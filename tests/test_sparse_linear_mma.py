@@ -23,7 +23,6 @@ from permtriton.kernels.sparse_linear_mma import (
     configs_for,
     is_right,
     is_trusted,
-    sparse_linear_mma,
     variant_of,
 )
 
@@ -170,7 +169,7 @@ def test_the_product_in_float64(emulated, variant, monkeypatch):
     bias, index = torch.randn(2 * rows).to(variant.dtype)[::2], torch.randperm(channels).short()
     unaligned = torch.empty(values.numel() + 1, dtype=values.dtype)[1:].view(values.shape).copy_(values)
     for kept, b, i in ((values, None, None), (unaligned, bias, index), (values.t().contiguous().t(), bias, None)):
-        found = sparse_linear_mma(x, kept, positions, b, i, channels, TWO_FOUR, variant)
+        found = variant.launch(x if i is None else x[..., i.long()], kept, positions, b)
         expected, eps = product(x, weight, b, i), torch.finfo(variant.dtype).eps
         assert (found.dtype, found.shape) == (variant.dtype, (tokens, 1, rows))
         torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=4 * eps * expected.abs().max().item())
@@ -185,9 +184,7 @@ def test_an_infinite_input_reaches_the_rows_that_keep_its_channel(emulated, vari
     weight[0, 0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
     x = torch.ones(3, channels)
     x[1, 0] = torch.inf
-    y = torch.zeros(3, rows, dtype=variant.dtype)
-    packed = pack(weight.flatten(1).to(variant.dtype), TWO_FOUR)
-    variant.launch(x.to(variant.dtype), *packed, None, y)
+    y = variant.launch(x.to(variant.dtype), *pack(weight.flatten(1).to(variant.dtype), TWO_FOUR), None)
     expected = torch.full((3, rows), channels / 2)
     expected[1, 1:] = torch.inf
     assert torch.equal(y.float(), expected)
@@ -197,7 +194,7 @@ def in_fp8(variant, x, weight, bias, scales):
     """The kernel's result, and the terms' sum in float64; both operands are float8, scales those of rows and tokens."""
     values, positions = pack(weight.float(), TWO_FOUR)
     y = torch.full((len(x), len(weight)), torch.nan, dtype=variant.dtype)
-    variant.launch(x, values.to(mma.FP8), positions, bias, y, scales)
+    variant.launch(x, values.to(mma.FP8), positions, bias, scales, y)
     dense = x.double() @ weight.double().t() * scales[0] * scales[1].view(-1, 1)
     return y.double(), dense + (0 if bias is None else bias.double())
 

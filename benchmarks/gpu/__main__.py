@@ -35,7 +35,7 @@ from benchmarks.gpu.bench import DEAD, Bench, Settings, commit, finished, save
 from benchmarks.gpu.table import AHEAD_SECONDS, CALL_SECONDS, ROWS, read
 from benchmarks.gpu.tune import tune
 from permtriton.kernels import cusparselt
-from permtriton.kernels.autotune import forcing
+from permtriton.kernels.autotune import forced
 from permtriton.kernels.launch import triton
 
 MEASURED = Path(__file__).resolve().parents[1] / "results" / "gpu.json"
@@ -110,7 +110,7 @@ def run(name: str, settings: Settings) -> None:
     transformers.logging.disable_progress_bar()
     bench, started = Bench(name, settings), time.perf_counter()
     # What cuSPARSELt's own search finds is kept: no search beside other processes.
-    quiet = forcing({"cusparselt": cusparselt.CONFIGS[0]}) if settings.ahead else nullcontext()
+    quiet = forced({"cusparselt": cusparselt.CONFIGS[0]}) if settings.ahead else nullcontext()
     try:
         with quiet:
             MEASURES[name](bench)

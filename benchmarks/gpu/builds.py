@@ -78,7 +78,7 @@ def builds_of(
         aligned: Whether the launcher chooses these kernels only where sizes and strides are multiples of 16.
     """
     for number, config in enumerate(configs or (None,)):
-        with forced(table, config) if config else nullcontext(), torch.device("meta"), recorded() as launches:
+        with forced({table: config}) if config else nullcontext(), torch.device("meta"), recorded() as launches:
             call()
         constants = "".join(f" {name}={value}" for name, value in config.constants.items()) if config else ""
         for launch in launches:
@@ -136,16 +136,16 @@ def _norm_permute() -> Iterator[Build]:
         about = f"of a sum {name_of(dtype)} x 4096"
         yield from builds_of(about, partial(add, dtype, 4096), "norm_permute", norms.CONFIGS)
     there, back = partial(run, norms.norm_permute_triton, 1), partial(run, norms.norm_permute_backward_triton, 2)
-    short, long = (128, 4096, norms.HELD), (4096, norms.LONGEST)
+    short, long = (128, 4096, norms.HELD), (4096, quantize.LONGEST)
     for kind, dtype in (*product(norms.KINDS, (torch.bfloat16,)), ("rms", torch.float32), ("layer", torch.float32)):
         for block in short if dtype == torch.bfloat16 else long:
             about, of = f"{kind} {name_of(dtype)} x {block}", (kind, dtype, block)
-            aligned = block == norms.LONGEST
+            aligned = block == quantize.LONGEST
             yield from builds_of(about, partial(there, *of), "norm_permute", norms.CONFIGS, aligned=aligned)
             if block <= norms.LONGEST_BACKWARD:
                 yield from builds_of(about, partial(back, *of), "norm_permute_backward", norms.BACKWARD_CONFIGS)
         for either in (there, back):
-            yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * norms.LONGEST))
+            yield from builds_of(f"{kind} {name_of(dtype)}", partial(either, kind, dtype, 4 * quantize.LONGEST))
 
 
 def _quantize() -> Iterator[Build]:
@@ -292,7 +292,7 @@ def _packing() -> Iterator[Build]:
 
     def unpacked(dtype: torch.dtype) -> object:
         positions = torch.empty(4096, 512, dtype=torch.uint8)
-        return packing.unpack_triton(torch.empty(4096, 2048, dtype=dtype), positions, 4096)
+        return packing.unpack_triton(torch.empty(4096, 2048, dtype=dtype), positions, 4096, PATTERN)
 
     for dtype in (torch.float8_e4m3fn, torch.bfloat16, torch.float32):
         yield from builds_of(name_of(dtype), partial(unpacked, dtype), "packing", packing.CONFIGS)

@@ -53,7 +53,7 @@ def floors(gpu: Gpu) -> Iterator[Floor]:
     yield _of_placements()
     yield _of_swaps()
     case = unpack_case(ROWS, CHANNELS, torch.bfloat16, META)
-    yield Floor(case, lambda *packed: unpack_triton(*packed[:3]), ROWS * CHANNELS, "weight", lambda launch: ())
+    yield Floor(case, unpack_triton, ROWS * CHANNELS, "weight", lambda launch: ())
     for tokens in (16, 64):
         yield floor_of(tokens, ROWS, CHANNELS, gpu)
 
@@ -103,7 +103,7 @@ def floor_of(tokens: int, rows: int, channels: int, gpu: Gpu) -> Floor:
     variant = mma.variant_of(config, tokens, rows, channels, torch.bfloat16, gpu.limits)
 
     def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
-        return mma.sparse_linear_mma(x, values, positions, None, index, x.shape[1], PATTERN, variant)
+        return variant.launch(x, values, positions, None)
 
     case = sparse_linear_case(tokens, rows, channels, torch.bfloat16, META)
     case = replace(case, op=f"{case.op} mma")

@@ -62,5 +62,5 @@ def run_every_configuration(case: Case) -> None:
     """Runs a case in each configuration that tuning will try, so that all of them are compiled."""
     for request in tuning.requests_of(case):
         for config in request.configs:
-            with suppress(Exception), torch.no_grad(), autotune.forcing({**request.forced, request.op: config}):
+            with suppress(Exception), torch.no_grad(), autotune.forced({**request.forced, request.op: config}):
                 case.run(*case.make(0))

@@ -50,10 +50,8 @@ class CudaKernel:
     def __call__(self, grid: tuple[int, int, int], *tensors: Tensor, **numbers: int) -> None:
         """Launches the kernel on the current GPU and stream; compiles it first, once per process and GPU.
 
-        Args:
-            grid: Blocks in each direction.
-            tensors: The kernel's pointers, in its order: contiguous tensors on the current GPU.
-            numbers: Its 32-bit integers, which come after the pointers, in its order.
+        ``grid`` are the blocks in each direction. ``tensors``, contiguous and on this GPU, are the kernel's pointers,
+        and ``numbers`` its 32-bit integers, which come after them, both in its order.
         """
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
         # An argument takes 8 bytes, of which an integer is the lower half. Array types are cached by their length.
@@ -115,26 +113,19 @@ def compiled(kernel: CudaKernel, device: int) -> Loaded:
         raise PermTritonError(f"{kernel.source}: it runs on an NVIDIA GPU, and torch sees none on this machine")
     major, minor = torch.cuda.get_device_capability(device)
     architecture = f"sm_{major}{minor}" + "a" * (major == 9)  # wgmma is sm_90a's alone
+    code, symbol = machine_code(kernel, architecture)
+    context, module, function, driver = _Pointer(), _Pointer(), _Pointer(), _driver()
     torch.cuda.current_stream().synchronize()  # makes the GPU's context the current one
-    context, function = _Pointer(), _Pointer()
-    problem = _refusal(_driver().cuCtxGetCurrent(ctypes.byref(context))) or _load(kernel, architecture, function)
-    if problem:  # the cached machine code may be damaged
-        problem = _load(kernel, architecture, function, again=True)
+    problem = (
+        _refusal(driver.cuCtxGetCurrent(ctypes.byref(context)))
+        or _refusal(driver.cuModuleLoadData(ctypes.byref(module), code))
+        or _refusal(driver.cuModuleGetFunction(ctypes.byref(function), module, symbol))
+        or _refusal(driver.cuFuncSetAttribute(function, MOST_DYNAMIC_SHARED, kernel.shared_bytes))
+    )
     if problem:
         raise PermTritonError(f"{kernel.source}: {kernel.name} could not be loaded: {problem}")
     attributes = (_Attribute(EARLY, 0, 1),) if kernel.early and major >= 9 else ()
     return Loaded(context, function, (_Attribute * len(attributes))(*attributes))
-
-
-def _load(kernel: CudaKernel, architecture: str, function: Any, *, again: bool = False) -> str | None:
-    """Loads a kernel into the current context; returns why the driver refused it, or None if it did not."""
-    code, symbol = machine_code(kernel, architecture, again=again)
-    module, driver = _Pointer(), _driver()
-    return (
-        _refusal(driver.cuModuleLoadData(ctypes.byref(module), code))
-        or _refusal(driver.cuModuleGetFunction(ctypes.byref(function), module, symbol))
-        or _refusal(driver.cuFuncSetAttribute(function, MOST_DYNAMIC_SHARED, kernel.shared_bytes))
-    )
 
 
 def _nvrtc() -> Any:
@@ -149,13 +140,10 @@ def _nvrtc() -> Any:
     return ctypes.CDLL(files[-1] if files else name)
 
 
-def machine_code(kernel: CudaKernel, architecture: str, *, again: bool = False) -> tuple[bytes, bytes]:
-    """Returns a kernel's machine code and its name there, from the cache folder or compiled; no GPU is needed.
+def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
+    """Returns a kernel's machine code for ``sm_90a``, say, and its name there; no GPU is needed.
 
-    Args:
-        kernel: The kernel.
-        architecture: Such as ``sm_90a``.
-        again: Whether to compile the kernel although its machine code is cached.
+    The code is in the cache folder, where it can be deleted at any time, or else compiled.
     """
     try:
         library = _nvrtc()
@@ -169,8 +157,6 @@ def machine_code(kernel: CudaKernel, architecture: str, *, again: bool = False) 
     key = repr((kernel.name, options, [part.value for part in number])).encode() + source
     file = cache_folder() / "cuda" / f"{hashlib.sha256(key).hexdigest()}.cubin"
     with suppress(OSError):
-        if again:
-            file.unlink()
         symbol, _, code = file.read_bytes().partition(b"\n")
         return code, symbol
     code, symbol = _by_nvrtc(library, kernel, source, options)

@@ -102,15 +102,12 @@ def larger_half(weight: Tensor) -> Tensor:
 def _poisoned() -> Iterator[None]:
     """Within the context, fills new memory with NaN, or the largest integer, so that what is not written shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    switches: Any = torch.utils.deterministic
-    filled, switches.fill_uninitialized_memory = switches.fill_uninitialized_memory, True
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # in which torch fills memory, unless told otherwise
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
-        switches.fill_uninitialized_memory = filled
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 

@@ -66,9 +66,8 @@ def measure(
     """
     replays = {name: _replay(list(calls), device, name not in streamed) for name, calls in runs.items()}
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    for name, (run, _, _) in replays.items():  # a graph's first replay uploads it
+    for run, _, _ in replays.values():  # a graph's first replay uploads it
         _timed(run, device)
-        samples[name].clear()
     started = time.perf_counter()
     for repeat in range(repeats):
         if repeat >= 3 and time.perf_counter() - started > seconds:

@@ -6,9 +6,9 @@ how a kernel is launched. Every trial is written to the cache file as it ends: a
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def tune(
     device: torch.device,
     machine: str,
     file: Path,
-    on_trial: Callable[[Trial], None] | None = None,
+    on_trial: Callable[[Trial], object] = lambda _: None,
     until: float = math.inf,
 ) -> dict[str, Any] | None:
     """Tries every configuration of every table that the cases read; returns the entries of the cache file.
@@ -97,14 +97,16 @@ def tune(
             # An entry that a library's own search made has no trials.
             entry = entries[request.key] = {"case": case.name, "trials": {}, **known.get(request.key, {})}
             later = {other.op: other.configs[0] for other in requests[number + 1 :]}
-            with autotune.forcing({**later, **request.forced}):  # else a route chosen earlier might bypass this kernel
-                for trial in _trials(case, request, entry, device):
-                    if on_trial is not None:
-                        on_trial(trial)
-                    if not trial.known:
+            with autotune.forced({**later, **request.forced}):  # else a route chosen earlier might bypass this kernel
+                for config in request.configs:
+                    name, trials = autotune.describe(config), entry["trials"]
+                    if not (is_known := name in trials):
+                        trials[name] = _try(case, request, config, device)
                         entry.pop("gain", None)
-                        entry["config"] = autotune.stored(_winner(request.configs, entry["trials"]))
+                        entry["config"] = asdict(_winner(request.configs, trials))
                         autotune.write_entries(file, machine, {request.key: entry})
+                    is_default = config == request.configs[0]
+                    on_trial(Trial(case.name, request.key, name, is_default, trials[name], is_known))
                     if time.monotonic() > until:
                         return None
                 _confirm(case, request, entry, device)
@@ -114,36 +116,26 @@ def tune(
 
 def requests_of(case: Case) -> list[Request]:
     """Returns a case's requests for configurations, on every route that it can take; runs the case once per route."""
-    requests = _asked(case)
+    requests = _requested(case)
     for choice in list(requests.values()):
         if "ROUTE" in choice.configs[0].constants:
             for config in choice.configs:
-                with suppress(Exception), autotune.forced(choice.op, config):  # the route's own trial reports why
-                    requests = _asked(case) | requests
+                with suppress(Exception), autotune.forced({choice.op: config}):  # the route's own trial reports why
+                    requests = _requested(case) | requests
     # Last request first, so that a choice between kernels is tuned after the kernels.
     return [request for request in reversed(requests.values()) if len(request.configs) > 1]
 
 
-def _asked(case: Case) -> dict[str, Request]:
+def _requested(case: Case) -> dict[str, Request]:
     with autotune.requests() as requests, torch.no_grad():
         case.run(*case.make(0))
-    return {request.key: request for request in requests}
-
-
-def _trials(case: Case, request: Request, entry: dict[str, Any], device: torch.device) -> Iterator[Trial]:
-    trials, default = entry["trials"], request.configs[0]
-    for config in request.configs:
-        name = autotune.describe(config)
-        known = name in trials
-        if not known:
-            trials[name] = _try(case, request, config, device)
-        yield Trial(case.name, request.key, name, config == default, trials[name], known)
+    return requests
 
 
 def _try(case: Case, request: Request, config: Config, device: torch.device) -> dict[str, Any]:
     """Checks one configuration, then times it."""
     try:
-        with autotune.forced(request.op, config):
+        with autotune.forced({request.op: config}):
             wrong = case.check(seed=1)
             if wrong is not None:
                 return {"error": f"wrong: {wrong}"}
@@ -172,18 +164,14 @@ def _confirm(case: Case, request: Request, entry: dict[str, Any], device: torch.
     default, winner = request.configs[0], _winner(request.configs, entry["trials"])
     if winner == default or "error" in entry["trials"][autotune.describe(default)] or "gain" in entry:
         return
-    calls = _calls(case, device)
 
-    def with_config(config: Config, call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> object:
-            with autotune.forced(request.op, config):
-                return call()
+    def run(config: Config, call: Callable[[], object]) -> object:
+        with autotune.forced({request.op: config}):
+            return call()
 
-        return run
-
-    runs = {name: [with_config(config, call) for call in calls] for name, config in
-            (("default", default), ("winner", winner))}  # fmt: skip
+    calls, configs = _calls(case, device), {"default": default, "winner": winner}
+    runs = {name: [partial(run, config, call) for call in calls] for name, config in configs.items()}
     times = measure(runs, device, 2 * SECONDS)
     gain = times["default"].quantile(0.5) / times["winner"].quantile(0.5)
     entry["gain"] = round(gain, 4)
-    entry["config"] = autotune.stored(winner if gain > 1 else default)
+    entry["config"] = asdict(winner if gain > 1 else default)

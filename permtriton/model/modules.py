@@ -217,9 +217,13 @@ class SparseLinear(GatheredLinear):
         dtype = self.weight_values.dtype
         if torch.is_autocast_enabled(x.device.type) or x.dtype.itemsize < dtype.itemsize:
             x = x.to(dtype)  # as autocast does before a dense product, and T5 in float16 before its float32 `wo`
-        index = None if self.gather is None else self.gather.index
+        return self.packed_product(x, self.bias, None if self.gather is None else self.gather.index)
+
+    def packed_product(self, x: Tensor, bias: Tensor | None, index: Tensor | None) -> Tensor:
+        """Returns ``x[..., index] W^T + bias`` in the packed state."""
+        assert self.pattern is not None
         packed = (self.weight_values, self.weight_positions)
-        return sparse_linear(x, *packed, self.bias, index, self.in_features, self.pattern, self.weight_compressed)
+        return sparse_linear(x, *packed, bias, index, self.in_features, self.pattern, self.weight_compressed)
 
     def pack(self, pattern: NMPattern) -> Self:
         """Changes to the packed state; `unpack` restores the same weight bit for bit.
@@ -312,9 +316,13 @@ class SparseLinearFp8(SparseLinear):
         """Returns ``[..., out_features]`` in the dtype of ``x``."""
         if self.pattern is None:
             return super().forward(x)
-        index = None if self.gather is None else self.gather.index
-        packed = (self.weight_values, self.weight_positions, self.weight_scale)
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        return self.packed_product(x, bias, None if self.gather is None else self.gather.index)
+
+    def packed_product(self, x: Tensor, bias: Tensor | None, index: Tensor | None) -> Tensor:
+        """Returns ``x[..., index] W^T + bias`` in the packed state, in the dtype of ``x``."""
+        assert self.pattern is not None
+        packed = (self.weight_values, self.weight_positions, self.weight_scale)
         return sparse_linear_fp8(x, *packed, bias, index, self.in_features, self.pattern)
 
     def pack(self, pattern: NMPattern) -> Self:

@@ -17,22 +17,15 @@ from permtriton.errors import ModelError
 from permtriton.kernels.packing import packed_shapes, position_bits
 from permtriton.kernels.permute import permute
 from permtriton.kernels.quantize import FLOAT8
-from permtriton.kernels.sparse_linear import sparse_linear
-from permtriton.kernels.sparse_linear_fp8 import sparse_linear_fp8
 from permtriton.model.modules import SparseLinear, SparseLinearFp8
 from permtriton.serving.order import Order
 from permtriton.util.sparsity import NMPattern
 
 
 class Stored(NamedTuple):
-    """How a packed weight is stored.
+    """How a packed weight is stored."""
 
-    Attributes:
-        dtype: dtype of the stored values.
-        pattern: N:M pattern of the weight.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of its values
     pattern: NMPattern
 
 
@@ -65,24 +58,23 @@ class PermTritonLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Adds the parameters that vLLM loads.
-
-        Raises:
-            ModelError: tensor parallelism would divide a group or a byte of positions.
-        """
+        """Adds the parameters that vLLM loads."""
         load = extra_weight_attrs.pop("weight_loader")
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         self.rows, self.columns, self.dtype = rows, columns, params_dtype
         if self.gathers:
             layer.gather = Order(self.name, input_size)
         stored = self.stored
-        if stored is None:
-            weight = torch.empty(rows, columns, dtype=params_dtype)
-            self._add(layer, "weight", weight, self._unwrapped(load))
+        if stored is None:  # a linear that gathers: its stored weight has an additional first dimension
+
+            def load_rows(parameter: nn.Parameter, tensor: Tensor, *part: Any) -> None:
+                load(parameter, tensor.squeeze(0), *part)
+
+            self._add(layer, "weight", torch.empty(rows, columns, dtype=params_dtype), load_rows)
             return
         self._refuse_division(input_size, stored.pattern)
         values, positions = packed_shapes(rows, columns, stored.pattern)
-        self._add(layer, "weight", torch.empty(0, dtype=stored.dtype), self._skip)
+        self._add(layer, "weight", torch.empty(0, dtype=stored.dtype), lambda *_: None)  # what is stored is empty
         self._add(layer, "weight_values", torch.empty(values, dtype=stored.dtype), load)
         self._add(layer, "weight_positions", torch.empty(positions, dtype=torch.uint8), load)
         if stored.dtype == FLOAT8:
@@ -90,11 +82,7 @@ class PermTritonLinearMethod(LinearMethodBase):
             layer.register_parameter("weight_scale", scale)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Converts the loaded weight to the form that `apply` multiplies.
-
-        Raises:
-            ModelError: the gather is no permutation or crosses the columns of several ranks.
-        """
+        """Converts the loaded weight to the form that `apply` multiplies."""
         if self.gathers:
             layer.gather.finish(layer.tp_rank * self.columns, self.columns)
         if self.stored is not None:
@@ -120,31 +108,12 @@ class PermTritonLinearMethod(LinearMethodBase):
         packed: SparseLinear | None = getattr(layer, "packed", None)
         index = layer.gather.index if self.gathers else None
         if packed is not None:
-            assert packed.pattern is not None
-            weight = (packed.weight_values, packed.weight_positions)
-            if isinstance(packed, SparseLinearFp8):
-                return sparse_linear_fp8(x, *weight, packed.weight_scale, bias, index, self.columns, packed.pattern)
-            return sparse_linear(x, *weight, bias, index, self.columns, packed.pattern, packed.weight_compressed)
+            return packed.packed_product(x, bias, index)
         return self.dense.apply(layer, x if index is None else permute(x, index), bias)
 
     def _add(self, layer: Any, name: str, data: Tensor, load: Callable[..., None]) -> None:
         parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
         layer.register_parameter(name, parameter)
-
-    def _skip(self, _: nn.Parameter, tensor: Tensor, *__: Any) -> None:
-        """Ignores the tensor that is stored under the name of a packed parameter, and refuses one that is not empty."""
-        if tensor.numel():
-            raise ModelError(f"{self.name}: a dense weight {list(tensor.shape)} stands beside the packed one")
-
-    def _unwrapped(self, load: Callable[..., None]) -> Callable[..., None]:
-        """Returns a loader that drops the additional first dimension of the stored weight of a gathering linear."""
-
-        def load_rows(parameter: nn.Parameter, tensor: Tensor, *part: Any) -> None:
-            if tensor.dim() != 3 or tensor.shape[0] != 1:
-                raise ModelError(f"{self.name}: a weight of shape {list(tensor.shape)}: expected [1, out, in]")
-            load(parameter, tensor[0], *part)
-
-        return load_rows
 
     def _refuse_division(self, input_size: int, pattern: NMPattern) -> None:
         kept = self.columns // pattern.group * pattern.kept

@@ -27,6 +27,7 @@ class VllmPermutedRMSNorm(RMSNorm):
 
     def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(hidden_size, *args, **kwargs)
+        self.variant = NormVariant("rms", self.variance_epsilon)
         config = get_current_vllm_config_or_none()
         quant_config = None if config is None else config.quant_config
         if quant_config is None or quant_config.get_name() != METHOD or not self.has_weight:
@@ -40,12 +41,10 @@ class VllmPermutedRMSNorm(RMSNorm):
         if not self.permutes:
             return super().forward(x, residual)
         if residual is None:
-            return norm_permute(x, self.weight, None, self.index, NormVariant("rms", self.variance_epsilon))
+            return norm_permute(x, self.weight, None, self.index, self.variant)
         return add_norm_permute(x, residual, self.weight, self.index, self.variance_epsilon)
 
     def _load_weight(self, parameter: nn.Parameter, tensor: Tensor) -> None:
-        if tensor.shape not in (parameter.shape, (1, *parameter.shape)):
-            raise ModelError(f"a norm's weight has shape {list(tensor.shape)}, expected {list(parameter.shape)}")
         self.permutes = tensor.dim() == 2
         parameter.data.copy_(tensor.view(parameter.shape))
 

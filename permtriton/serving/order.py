@@ -13,16 +13,10 @@ USE_PORTABLE = "compile the model with --layout portable"
 class Order(nn.Module):
     """Holds an index: a parameter without elements until it is loaded.
 
-    vLLM accepts a checkpoint that lacks a parameter without elements.
-
-    Attributes:
-        index: ``[channels]`` once it is loaded.
-
-    Args:
-        name: name of the module that permutes, for errors.
+    vLLM accepts a checkpoint that lacks a parameter without elements. Errors call the module that permutes ``name``.
     """
 
-    index: Tensor
+    index: Tensor  # ``[channels]`` once it is loaded
 
     def __init__(self, name: str, channels: int) -> None:
         super().__init__()

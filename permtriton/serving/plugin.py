@@ -5,7 +5,6 @@ vLLM finds `register` by the entry point ``vllm.general_plugins`` and calls it i
 starts, and returns how each layer holds its weight.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,16 +36,12 @@ class PermTritonConfig(QuantizationConfig):
         super().__init__()
         self.packed: dict[str, Stored] = {}  # packed parameter -> how it is stored
         self.gathers: dict[str, int] = {}  # linear that gathers its input -> number of its input channels
-        self.norms: dict[str, Any] = {}  # norm that permutes its output -> its entry in the config
-        self.folder: Path | None = None  # set, like the three above, when the folder is checked
+        self.has_norms = False  # whether norms permute their output
+        self.is_checked = False  # whether the folder was, which sets the three above
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PermTritonConfig":
-        """Checks the entries of ``quantization_config``.
-
-        Raises:
-            ModelError: as `PermTritonQuantizationConfig`.
-        """
+        """Checks the entries of ``quantization_config``."""
         PermTritonQuantizationConfig(**config)
         return cls()
 
@@ -65,14 +60,9 @@ class PermTritonConfig(QuantizationConfig):
         return []
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Checks the folder, hashes included; vLLM calls this before it starts an engine.
-
-        Raises:
-            ModelError: as `check_folder` and `refuse_unservable`.
-        """
+        """Checks the folder, hashes included; vLLM calls this before it starts an engine."""
         folder = check_folder(model_name)
         refuse_unservable(folder)
-        self.folder = folder.path
         self.packed = {
             name: Stored(
                 FLOAT8 if "values" in entry else DTYPES[folder.stored[f"{name}_values"].dtype],
@@ -80,20 +70,16 @@ class PermTritonConfig(QuantizationConfig):
             )
             for name, entry in folder.packed.items()
         }
-        self.gathers, self.norms = dict(folder.entries.gathers), dict(folder.entries.norms)
+        self.gathers, self.has_norms = dict(folder.entries.gathers), bool(folder.entries.norms)
+        self.is_checked = True
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Gives parameters and modules the names that they have in vLLM's model."""
         self.packed = hf_to_vllm_mapper.apply_dict(self.packed)
         self.gathers = hf_to_vllm_mapper.apply_dict(self.gathers)
-        self.norms = hf_to_vllm_mapper.apply_dict(self.norms)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns the method of a linear, which holds its weight; None for other layers, which vLLM runs as always.
-
-        Raises:
-            ModelError: a layer that is packed or gathers in a way that vLLM's layer cannot have.
-        """
+        """Returns the method of a linear, which holds its weight; None for other layers, which vLLM runs as always."""
         self._prepare()
         if not isinstance(layer, LinearBase):
             inside = (name for name in (*self.packed, *self.gathers) if f"{name}.".startswith(f"{prefix}."))
@@ -122,7 +108,7 @@ class PermTritonConfig(QuantizationConfig):
 
     def _prepare(self) -> None:
         """Checks load format and model class in the process that builds the model, and registers norms that permute."""
-        if self.folder is None:
+        if not self.is_checked:
             raise ModelError("vLLM did not let permtriton check the folder before this: expected vLLM 0.32 or newer")
         config = get_current_vllm_config()
         if config.load_config.load_format not in LOAD_FORMATS:
@@ -130,8 +116,8 @@ class PermTritonConfig(QuantizationConfig):
                 f"load format {config.load_config.load_format}: expected one of {', '.join(LOAD_FORMATS)}, which read "
                 "the files that permtriton checked"
             )
-        refuse_unknown_class(config.model_config.architecture, permuted=bool(self.norms or self.gathers))
-        if self.norms:
+        refuse_unknown_class(config.model_config.architecture, permuted=self.has_norms or bool(self.gathers))
+        if self.has_norms:
             use_permuted_norms()
 
     def _parts(self, prefix: str) -> list[str]:

@@ -27,11 +27,7 @@ SERVED = {
 
 
 def check_folder(name: str) -> Folder:
-    """Checks the hashes of a folder, and that it holds every tensor of its model in the form that config.json says.
-
-    Args:
-        name: the folder as the engine was given it.
-    """
+    """Checks the hashes of a folder, and that it holds every tensor of its model in the form that config.json says."""
     path = Path(os.path.abspath(name))
     if not path.is_dir():
         raise ModelError(

@@ -70,7 +70,7 @@ def test_every_configuration_is_right(kernel, device):
     for case in tuning.cases_for([(256, 512)], [16], torch.bfloat16, device, kernel):
         for request in tuning.requests_of(case):
             for config in request.configs:
-                with autotune.forcing({**request.forced, request.op: config}):
+                with autotune.forced({**request.forced, request.op: config}):
                     try:
                         problem = case.check()
                     except Exception as error:

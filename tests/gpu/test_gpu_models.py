@@ -102,7 +102,7 @@ def test_every_route_gives_the_product(tokens, bias, device):
     for config in ROUTE_CONFIGS:
         if config.constants["ROUTE"] in impossible:
             continue
-        with autotune.forced("sparse_linear_route", config):
+        with autotune.forced({"sparse_linear_route": config}):
             found = routed(*arguments, packed.weight_compressed)
         assert relative_error(found, expected) < 1e-2, config
 
@@ -126,7 +126,7 @@ def test_cusparselts_form_shares_memory_with_the_packed_one_if_their_values_are_
     arguments = (x, layer.weight_values, layer.weight_positions, None, None, 512, 2, 4, layer.weight_compressed)
     for config in ROUTE_CONFIGS:
         if config.constants["ROUTE"] == CUSPARSELT:
-            with autotune.forced("sparse_linear_route", config):
+            with autotune.forced({"sparse_linear_route": config}):
                 assert relative_error(torch.ops.permtriton.sparse_linear(*arguments), expected) < 1e-2, config
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.permtriton.sparse_linear.default, arguments, test_utils=checks)

@@ -8,6 +8,8 @@ import os
 import pytest
 import torch
 
+from ..kernel_inputs import poison
+
 
 def pytest_configure():
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -20,5 +22,6 @@ def _one_thread():
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _seeded_and_poisoned(monkeypatch):
     torch.manual_seed(0)
+    poison(monkeypatch)

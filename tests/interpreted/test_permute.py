@@ -7,8 +7,6 @@ from permtriton.kernels import permute as permute_file
 from permtriton.kernels.launch import Config
 from permtriton.kernels.permute import CONFIGS, permute_triton
 
-from ..kernel_inputs import poison
-
 DTYPES = [
     torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64,
 ]  # fmt: skip
@@ -27,7 +25,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def same(x: Tensor, index: Tensor, config: Config | None = None) -> None:
-    with autotune.forcing({"permute": config} if config else {}):
+    with autotune.forced({"permute": config} if config else {}):
         y = permute_triton(x, index)
     values = x.contiguous()
     values = values.view(torch.uint8) if x.element_size() == 1 else values  # torch does not index all 8-bit types
@@ -42,14 +40,8 @@ def packs_few_rows(monkeypatch):
     monkeypatch.setattr(permute_file, "PACKED_ROWS", 2)
 
 
-@pytest.fixture
-def poisoned(monkeypatch):
-    poison(monkeypatch)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.usefixtures("poisoned")
 def test_every_type_bit_for_bit(dtype, packed, monkeypatch):
     """Rows that share words are aligned: a multiple of 16 channels."""
     monkeypatch.setattr(permute_file, "PACKED_ROWS", 2 if packed else 1000)
@@ -57,7 +49,7 @@ def test_every_type_bit_for_bit(dtype, packed, monkeypatch):
         same(random(*shape, dtype=dtype), torch.randperm(shape[-1]), SMALL)
 
 
-@pytest.mark.usefixtures("packs_few_rows", "poisoned")
+@pytest.mark.usefixtures("packs_few_rows")
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("channels", [208, 300])
 def test_every_configuration(config, channels):
@@ -66,13 +58,11 @@ def test_every_configuration(config, channels):
         same(random(rows, channels, dtype=torch.bfloat16), torch.randperm(channels), config)
 
 
-@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_an_index_of_any_whole_numbers(dtype):
     same(random(3, 100), torch.randperm(100).to(dtype))
 
 
-@pytest.mark.usefixtures("poisoned")
 def test_rows_longer_than_a_program_holds(monkeypatch):
     """Half as long where rows are not aligned."""
     monkeypatch.setattr(permute_file, "STAGED", 64)

@@ -8,7 +8,7 @@ from permtriton.kernels.placement import placement_reference
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.util.sparsity import NMPattern
 
-from ..kernel_inputs import KERNEL_DTYPES, TWO_FOUR, block_index, poison, rng
+from ..kernel_inputs import KERNEL_DTYPES, TWO_FOUR, block_index, rng
 
 
 def check(
@@ -31,14 +31,12 @@ def check(
 @pytest.mark.parametrize("number", range(len(file.CONFIGS)))
 @pytest.mark.parametrize("sizes", [[64, 64, 16], [12, 12, 8]])
 def test_every_configuration(number, sizes, monkeypatch):
-    poison(monkeypatch)
     monkeypatch.setattr(file, "config_for", lambda op, configs, shape, dtype: configs[number])
     check(sizes, 5)
 
 
 @pytest.mark.parametrize("programs", [1, 4, 64])
 def test_the_rows_are_split(programs, monkeypatch):
-    poison(monkeypatch)
     constants = {**file.CONFIGS[0].constants, "PROGRAMS": programs}
     monkeypatch.setattr(file, "config_for", lambda *of: file.Config(constants, num_warps=1, num_stages=1))
     monkeypatch.setattr(file, "LEAST_ROWS", 2)

@@ -11,12 +11,7 @@ from permtriton.kernels.launch import tl
 from permtriton.kernels.norm_permute import KINDS, NormVariant, norm_permute, norm_quantize_triton
 from permtriton.kernels.quantize import CONFIGS, FLOAT8, quantize_tokens, quantize_triton
 
-from ..kernel_inputs import KERNEL_DTYPES, poison
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch):
-    poison(monkeypatch)
+from ..kernel_inputs import KERNEL_DTYPES, VIEWS
 
 
 @pytest.fixture(autouse=True)
@@ -42,19 +37,8 @@ def check(found, expected_values):
     assert (q.float() != expected_q.float()).float().mean() < 0.01
 
 
-VIEWS = [
-    lambda x: x,
-    lambda x: x.mT.contiguous().mT,
-    lambda x: x[:, ::2],
-    lambda x: x[::2],
-    lambda x: x[0],
-    lambda x: x.view(2, 3, 20).transpose(0, 1),
-    lambda x: x[:1].expand(6, 20),
-]
-
-
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("view", [lambda x: x, *VIEWS])
 def test_rows_of_any_strides(view, dtype):
     x, up = (view(torch.randn(6, 20).mul(20).to(dtype)) for _ in range(2))
     index = torch.randperm(x.shape[-1])
@@ -71,7 +55,7 @@ def test_any_size_in_every_configuration(channels, config):
     x = torch.randn(5, channels) * torch.logspace(-6, 6, 5).unsqueeze(1)
     x[1] = 0.0
     index = torch.randperm(channels)
-    with autotune.forced("quantize", config):
+    with autotune.forced({"quantize": config}):
         check(quantize_triton(x), x)
         check(quantize_triton(x, index), x[:, index])
 
@@ -99,8 +83,8 @@ def test_after_a_norm(kind, shape, dtype, monkeypatch):
     x, weight = torch.randn(shape).to(dtype), torch.rand(channels).add(0.5).to(dtype)
     bias = torch.randn(channels).to(dtype) if kind == "layer" else None
     arguments = (x, weight, bias, torch.randperm(channels), NormVariant(kind, 1e-3, 1.0))
-    for longest in (norms.LONGEST, 16):
-        monkeypatch.setattr(norms, "LONGEST", longest)
+    for longest in (kernels.LONGEST, 16):
+        monkeypatch.setattr(kernels, "LONGEST", longest)
         check(norm_quantize_triton(*arguments), norms.norm_permute_triton(*arguments))
     assert torch.allclose(norm_quantize_triton(*arguments)[1], quantize_tokens(norm_permute(*arguments))[1], rtol=4e-3)
 

