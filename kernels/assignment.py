@@ -55,12 +55,9 @@ CONFIGS: tuple[Config, ...] = (
 
 
 def assignment_reference(score: Tensor) -> Tensor:
-    """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total score.
+    """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total score, of any dtype.
 
     Blocks are solved by scipy's ``linear_sum_assignment`` in one thread per core: the solver releases the GIL.
-
-    Args:
-        score: ``[n, B, B]``, any float dtype, no NaN.
     """
     host = score.detach().to("cpu", torch.float64).numpy()
     index = np.empty(host.shape[:2], np.int32)

@@ -57,7 +57,11 @@ _STATE = _State()
 
 
 def config_for(
-    op: str, configs: Sequence[Config], shape: Sequence[int], dtype: torch.dtype, searched: bool = False
+    op: str,
+    configs: Sequence[Config],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    search: Callable[[], Config | None] | None = None,
 ) -> Config:
     """Returns the configuration to launch a kernel in.
 
@@ -66,17 +70,21 @@ def config_for(
         configs: The table; the first configuration is the default.
         shape: The numbers that the choice depends on, rows or tokens first.
         dtype: Dtype of the data moved.
-        searched: Whether a library finds configurations by its own search, which ``configs`` need not hold.
+        search: Finds a library's configuration, which ``configs`` need not hold, or None; called on a GPU where
+            nothing was measured or forced, and its result is kept.
     """
     if _STATE.requests is not None:  # which get what is forced, or the default: no measurement alters later ones
-        key = entry_key(op, shape, dtype)
-        _STATE.requests.setdefault(key, Request(key, op, tuple(configs), _STATE.forced))
+        key, found = entry_key(op, shape, dtype), search() if search is not None else None
+        tried = tuple(dict.fromkeys(filter(None, [*configs, found])))
+        _STATE.requests.setdefault(key, Request(key, op, tried, _STATE.forced))
         return _STATE.forced.get(op, configs[0])
     if op in _STATE.forced:
         config = _STATE.forced[op]
     else:  # what was measured is used only if ``configs`` holds it: the table may have changed, or a call exclude it
         best = _measured(op, shape, dtype)
-        config = best if best is not None and (searched or best in configs) else configs[0]
+        if best is None and search is not None and torch.cuda.is_initialized() and (best := search()) is not None:
+            _keep(op, shape, dtype, best)
+        config = best if best is not None and (search is not None or best in configs) else configs[0]
     if _STATE.choices is not None:
         _STATE.choices[entry_key(op, shape, dtype)] = describe(config)
     return config
@@ -98,12 +106,7 @@ def decided(decide: Callable[..., Any], *arguments: Any) -> Any:
     return state.decisions[key]
 
 
-def is_open(op: str, shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether CUDA is in use, and a configuration was neither measured on this GPU nor forced."""
-    return op not in _STATE.forced and torch.cuda.is_initialized() and _measured(op, shape, dtype) is None
-
-
-def keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
+def _keep(op: str, shape: Sequence[int], dtype: torch.dtype, config: Config) -> None:
     """Stores a configuration that a library chose on this GPU, for this process and, if possible, for later ones."""
     with suppress(OutputError):
         write_entries(cache_file(), machine_key(), {entry_key(op, shape, dtype): {"config": asdict(config)}})
@@ -167,11 +170,6 @@ def note(what: str, choice: str) -> None:
     """Adds an entry inside the context of `choices`, such as ``note("route 16x4096x4096", "mma")``."""
     if _STATE.choices is not None:
         _STATE.choices[what] = choice
-
-
-def collecting() -> bool:
-    """Whether this is inside the context of `requests`, in which tuning collects what to try."""
-    return _STATE.requests is not None
 
 
 def describe(config: Config) -> str:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from permtriton.kernels.autotune import bucket, collecting, config_for, is_open, keep
+from permtriton.kernels.autotune import bucket, config_for
 from permtriton.kernels.launch import Config, has_kernels
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -106,19 +106,20 @@ def product(
 
 
 def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
-    shape, configs = (x_TC.shape[0], out_features, x_TC.shape[1]), [*CONFIGS]
-    if collecting():
-        configs = list(dict.fromkeys([*CONFIGS, searched(x_TC, compressed, bias, out_features)]))
-    elif is_open("cusparselt", shape, x_TC.dtype):
+    shape = x_TC.shape[0], out_features, x_TC.shape[1]
+
+    def search() -> Config | None:
         if not torch.cuda.is_current_stream_capturing():
-            keep("cusparselt", shape, x_TC.dtype, searched(x_TC, compressed, bias, out_features))
-        elif x_TC.dtype in SEARCHED:
+            return searched(x_TC, compressed, bias, out_features)
+        if x_TC.dtype in SEARCHED:
             _warn_once(
                 f"cuSPARSELt's algorithm for {'x'.join(map(str, bucket(shape)))} was not searched before this CUDA "
                 "graph is captured, so that the graph keeps its default, which may be 1.5 times slower: run each "
                 "number of tokens once before"
             )
-    return config_for("cusparselt", configs, shape, x_TC.dtype, searched=True)
+        return None
+
+    return config_for("cusparselt", CONFIGS, shape, x_TC.dtype, search)
 
 
 def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:

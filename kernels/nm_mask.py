@@ -34,7 +34,6 @@ again, from the cache.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,13 +107,8 @@ def nm_mask_backward_reference(
     """Returns dP, flat ``[sum of sizes^2]``, without autograd; dP is linear in ``grad``.
 
     dP is the gradient of a softmax over whole groups, so that it does not depend on how many weights a group keeps.
-    One tile of blocks is computed at a time.
-
-    Args:
-        grad: dL/dW_eff, ``[O, C]``.
-        weight, index, blocks, group_scale: as `nm_mask` takes them.
-        importance: Factors of the weight's scores; the result has the dtype of ``importance.scale``.
-        group: Number of channels of a group.
+    One tile of blocks is computed at a time. ``grad`` is dL/dW_eff, ``[O, C]``; the others are as `nm_mask` takes them,
+    and the result has the dtype of ``importance.scale``.
     """
     grad_CO, weight_CO = grad.t(), weight.t()
     products = []
@@ -299,11 +293,6 @@ nm_mask_backward = operator(
 )(nm_mask_backward_reference)
 
 
-def _gradient(grad: Tensor, *kept: Any) -> dict[str, Tensor]:
-    *inputs, pattern, group_scale = kept
-    return {"soft": nm_mask_backward(grad, *inputs, pattern.group, group_scale)}
-
-
 @operator(
     "nm_mask",
     lambda weight, *_: weight.new_empty(weight.shape[::-1]).t(),
@@ -311,7 +300,9 @@ def _gradient(grad: Tensor, *kept: Any) -> dict[str, Tensor]:
         weight, importance, index, blocks, pattern
     ),
     supports=lambda weight, importance, *_: supports(weight, importance.scale),
-    gradient=_gradient,
+    gradient=lambda grad, weight, importance, index, blocks, pattern, group_scale: {
+        "soft": nm_mask_backward(grad, weight, importance, index, blocks, pattern.group, group_scale)
+    },
     keeps=("weight", "importance", "index", "blocks", "pattern", "group_scale"),
 )
 def nm_mask(

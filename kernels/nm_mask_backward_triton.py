@@ -282,7 +282,7 @@ def nm_mask_backward_triton(
     launches = [(run, *_launch(config, run[1], group, aligned, weight)) for run in equal_blocks(blocks, sum(blocks))]
     options = {
         "POWER": factors.power, "STATISTICS": factors.row is not None, "GROUP_SCALE": group_scale, "FLOOR": FLOOR,
-        "EXACT": weight.dtype == torch.float32 or not group_scale, "LONG": max(map(_extent, (grad, weight))) >= 2**31,
+        "EXACT": weight.dtype == torch.float32 or not group_scale, "LONG": any(map(_is_long, (grad, weight))),
         "INTERPRETED": triton.knobs.runtime.interpret,
     }  # fmt: skip
     programs = sum(count * tiles for (_, _, count, _), _, tiles in launches)
@@ -315,9 +315,9 @@ def equal_blocks(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, i
             first, offset, left = first + size * count, offset + size * size * count, left - count
 
 
-def _extent(values: Tensor) -> int:
-    """Returns how far the last element lies from the first, in elements."""
-    return sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+def _is_long(matrix: Tensor) -> bool:
+    """Whether its last element lies so far from the first, in elements, that offsets take 64 bits."""
+    return sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True)) >= 2**31
 
 
 def _launch(config: Config, size: int, group: int, aligned: bool, weight: Tensor) -> tuple[Config, int]:

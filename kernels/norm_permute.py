@@ -461,15 +461,14 @@ def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor]:
 def norm_permute(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> Tensor:
     """Returns ``norm(x)[..., index]``; differentiable in ``x``, ``weight`` and ``bias``.
 
+    The result is contiguous, in the dtype of ``x``, or of the weight for "rms", as the modules do.
+
     Args:
         x: ``[..., C]``, floating point.
         weight: ``[C]``, in the order of ``x``.
         bias: ``[C]`` or None; None for the RMS kinds.
         index: ``[C]``, a permutation, any integer dtype.
         variant: The norm.
-
-    Returns:
-        ``[..., C]``, contiguous, in the dtype of ``x``, or of the weight for "rms", as the modules do.
     """
     return norm_reference(x, weight, bias, variant, index.long())
 

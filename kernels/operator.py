@@ -63,7 +63,8 @@ def operator(
                     raise ModelError(f"{name}: tensors on {device} and {one.device}: move them to one device")
             with torch.cuda.device(device):
                 launches = launcher is not None and _has_kernels(device) and supports(*arguments)
-                return (launcher if launches else function)(*arguments)  # type: ignore[misc]
+                run: Any = launcher if launches else function
+                return run(*arguments)
 
         reference = parameters.flattened(function, check)
         made: Any = torch.library.custom_op(f"permtriton::{name}", reference, mutates_args=())
@@ -119,16 +120,12 @@ class _Parameters:
         self.defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
         self.parts: dict[str, tuple[str, ...]] = {}  # names of fields; empty for a parameter that is no dataclass
         self.flat_types: dict[str, Any] = {}
+        self.hold_tensors = False  # whether any of the parameters is a dataclass with a tensor as a field
         for name, kind in self.types.items():
             self.parts[name] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
             inner = get_type_hints(kind) if self.parts[name] else {}
             self.flat_types |= {f"{name}_{part}": inner[part] for part in self.parts[name]} or {name: kind}
-
-    @property
-    def hold_tensors(self) -> bool:
-        """Whether any of the parameters is a dataclass with a tensor as a field."""
-        inner = [self.flat_types[f"{name}_{part}"] for name, parts in self.parts.items() for part in parts]
-        return any(kind is Tensor or Tensor in get_args(kind) for kind in inner)
+            self.hold_tensors |= any(part is Tensor or Tensor in get_args(part) for part in inner.values())
 
     def flattened(self, run: Callable[..., Any], check: Callable[..., object]) -> Callable[..., Any]:
         """Returns ``run``, after ``check``, as a function of the operator's arguments with the signature for torch."""

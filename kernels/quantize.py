@@ -214,7 +214,7 @@ def supports(x: Tensor, *_: Any) -> bool:
 @operator(
     "quantize",
     empty_quantized,
-    check=lambda x, index: index is None or check_shapes(x, index),
+    check=lambda x, index: None if index is None else check_shapes(x, index),
     launcher=quantize_triton,
     supports=supports,
 )

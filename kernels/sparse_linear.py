@@ -103,6 +103,7 @@ def check_product(
     index: Tensor | None,
     in_features: int,
     pattern: NMPattern,
+    *,
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
     """Refuses an input and a packed weight that do not fit each other, or kernels would read beyond their ends."""
@@ -156,8 +157,7 @@ def sparse_linear(
         positions: uint8, from `pack`. Their content is trusted.
         bias: ``[O]`` in the dtype of ``values``, or None.
         index: ``[in_features]``, any integer dtype, or None: the order into which ``x`` is brought first.
-        in_features: C.
-        pattern: N:M pattern of the weight.
+        in_features, pattern: C, and the N:M pattern of the weight.
         compressed: The same weight from `permtriton.kernels.cusparselt.compress`, or None; used on a GPU.
     """
     return linear(x if index is None else permute(x, index), unpack(values, positions, in_features, pattern), bias)

@@ -46,15 +46,7 @@ def cases_for(
     device: torch.device,
     kernel: str | None = None,
 ) -> list[Case]:
-    """Returns the cases that are tuned for linears of these shapes.
-
-    Args:
-        shapes: (out, in) features of each linear.
-        tokens: Numbers of tokens per call.
-        dtype: Dtype of weights and activations.
-        device: The GPU.
-        kernel: Name of one of `KERNELS`, to tune only this one.
-    """
+    """Returns the cases that are tuned for linears of these shapes (out, in); ``kernel`` names the only one to tune."""
     named = {module.__name__.rpartition(".")[2]: module for module in KERNELS}
     if kernel not in (None, *named):
         raise ConfigError(f"kernel {kernel!r} is unknown: choose one of {', '.join(named)}")

@@ -37,14 +37,10 @@ class PermTritonLinearMethod(LinearMethodBase):
 
     Rows and columns are divided among the ranks of tensor parallelism as vLLM divides dense weights: rows of values and
     positions are those of the weight, and columns are divided between groups, in whole bytes of positions.
-
-    Args:
-        name: vLLM's name of the linear, for errors.
-        stored: how the packed weight is stored; None if it is dense.
-        gathers: whether the linear gathers its input first.
     """
 
     def __init__(self, name: str, stored: Stored | None, gathers: bool) -> None:
+        """``name`` is vLLM's, for errors; ``stored`` is None if the weight is dense; ``gathers``: its input, first."""
         self.name, self.stored, self.gathers = name, stored, gathers
         self.dense = UnquantizedLinearMethod()
 

@@ -27,13 +27,16 @@ def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype, device
     # Where scores tie under another rounding, another weight may be kept, as for a handful in 45 million.
     return Case(
         "nm_mask", f"{out_features}x{in_features}", dtype, make, run,
-        lambda *inputs: nm_mask_reference(*inputs[:4], PATTERN), 1e-3, 2 * out_features * in_features * dtype.itemsize,
-        {"nm_mask": forward.CONFIGS},
+        lambda weight, factors, index, sizes, _: nm_mask_reference(weight, factors, index, sizes, PATTERN), 1e-3,
+        2 * out_features * in_features * dtype.itemsize, {"nm_mask": forward.CONFIGS},
     )  # fmt: skip
 
 
 def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
     """The gradient of the soft permutation."""
+
+    def run(weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
+        return nm_mask_backward(grad, weight, factors, index, sizes, PATTERN.group, True)
 
     def reference(weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
         wide = ImportanceFactors(1, factors.scale.double())
@@ -42,8 +45,7 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
     moved = 2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4
     return Case(
         "nm_mask backward", f"{out_features}x{in_features}", dtype,
-        _mask_inputs(out_features, in_features, dtype, device),
-        lambda *inputs: nm_mask_backward(inputs[4], *inputs[:4], PATTERN.group, True), reference, 2e-2, moved,
+        _mask_inputs(out_features, in_features, dtype, device), run, reference, 2e-2, moved,
         {"nm_mask_backward": backward.CONFIGS}, 2 * 2 * out_features * in_features * BLOCK,
     )  # fmt: skip
 

@@ -81,7 +81,7 @@ def norm_permute_backward_case(rows: int, channels: int, dtype: torch.dtype, dev
     @torch.enable_grad()
     def reference(x: Tensor, weight: Tensor, index: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         wide = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
-        return torch.autograd.grad(_wide(*wide, None, index, RMS), wide, grad.double())
+        return torch.autograd.grad(_wide(wide[0], wide[1], None, index, RMS), wide, grad.double())
 
     moved = 5 * rows * channels * dtype.itemsize
     return Case(
