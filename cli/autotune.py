@@ -2,9 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -13,7 +13,7 @@ from permtriton.cli.console import out, print_json, show
 from permtriton.cli.options import Json
 from permtriton.errors import ConfigError
 from permtriton.kernels import autotune as cache
-from permtriton.kernels.launch import triton
+from permtriton.kernels.launch import Config, triton
 from permtriton.kernels.tools import tuning
 from permtriton.kernels.tools.case import Case
 from permtriton.kernels.tools.tuning import Trial
@@ -132,17 +132,14 @@ def _tune(cases: Sequence[Case], device: torch.device, json: bool) -> None:
     if json:
         print_json({"machine": machine, "entries": entries})
         return
-    rows = (_row(trial, entries[trial.key]["config"]) for trial in trials)
+    rows = (_row(trial, Config(**entries[trial.key]["config"])) for trial in trials)
     show("Configurations", rows, "case", "configuration", *FIGURES.values(), "")
 
 
-def _row(trial: Trial, chosen: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the row of a trial; ``chosen`` is the stored configuration."""
-    figures = dict(trial.measured)
+def _row(trial: Trial, chosen: Config) -> tuple[str, ...]:
+    figures, named = trial.measured, (trial.case, cache.describe(trial.config))
     if "error" in figures:
-        return trial.case, trial.config, *("-" for _ in FIGURES), figures["error"]
-    rest = {name: value for name, value in chosen.items() if name != "constants"}
-    described = [f"{name}={value}" for name, value in {**chosen["constants"], **rest}.items()]
-    marks = {"default": trial.default, "chosen": sorted(described) == sorted(trial.config.split())}
+        return *named, *("-" for _ in FIGURES), figures["error"]
+    marks = {"default": trial.default, "chosen": trial.config == chosen}
     numbers = (f"{figures[name]:.1f}" for name in FIGURES)
-    return trial.case, trial.config, *numbers, ", ".join(mark for mark, holds in marks.items() if holds)
+    return *named, *numbers, ", ".join(mark for mark, holds in marks.items() if holds)

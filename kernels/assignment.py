@@ -199,7 +199,6 @@ def launched(score: Tensor) -> Tensor:
 
 
 def refusal(score: Tensor) -> ModelError:
-    """Returns the error of scores that have no assignment with a finite total."""
     nans = int(score.isnan().sum())
     why = f"{nans} of them are NaN" if nans else "some are infinite and leave no assignment with a finite total"
     return ModelError(f"assignment of {tuple(score.shape)} scores: {why}")

@@ -25,12 +25,10 @@ class ImportanceFactors:
         return scores.mul_(self.scale.unsqueeze(1))
 
     def of_channels(self, channels: slice | Tensor) -> "ImportanceFactors":
-        """Returns the factors of the input channels in a slice or with the given indices."""
         column = None if self.column is None else self.column[channels]
         return ImportanceFactors(self.power, self.scale[channels], self.row, column)
 
     def of_rows(self, rows: slice, device: torch.device) -> "ImportanceFactors":
-        """Returns the factors of the output rows in a slice, on ``device``."""
         row = None if self.row is None else self.row[rows].to(device)
         column = None if self.column is None else self.column.to(device)
         return ImportanceFactors(self.power, self.scale.to(device), row, column)

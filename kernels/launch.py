@@ -43,7 +43,6 @@ class Config:
     num_stages: int = 2  # software pipeline depth of the kernel's loops
 
     def arguments(self) -> dict[str, int]:
-        """Returns the keyword arguments of a launch."""
         return {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 

@@ -160,12 +160,10 @@ class Variant:
 
     @property
     def teams(self) -> int:
-        """Teams per block."""
         return self.warps // self.row_warps
 
     @property
     def operands(self) -> torch.dtype:
-        """The dtype of what is multiplied."""
         return FP8 if self.fp8 else self.dtype
 
     @property

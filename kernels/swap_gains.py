@@ -84,7 +84,6 @@ class SwapTerms:
     own: Tensor  # D[j, j], ``[positions]``
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Returns the attributes in their order."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def of_positions(self, positions: slice | Tensor) -> SwapTerms:

@@ -101,7 +101,6 @@ class Loaded:
     attributes: Any  # array of the driver's attributes of its launches
 
     def setup(self, grid: Sequence[int], threads: int, shared_bytes: int, stream: int) -> _Setup:
-        """Returns the driver's configuration of a launch."""
         count = len(self.attributes)
         return _Setup((*grid,), (threads, 1, 1), shared_bytes, stream, self.attributes if count else None, count)
 

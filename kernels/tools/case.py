@@ -7,7 +7,7 @@ chosen by the call whose time is reported.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,6 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Returns op, shape and dtype."""
         return f"{self.op} {self.shape} {str(self.dtype).removeprefix('torch.')}"
 
     def check(self, seed: int = 0) -> str | None:
@@ -64,11 +63,9 @@ class Random:
         self._generator = torch.Generator("cpu" if device.type == "meta" else device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns standard normal values."""
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def uniform(self, count: int) -> Tensor:
-        """Returns float32 numbers of 0 to 1."""
         return torch.rand(count, generator=self._generator, device=self.device)
 
     def near_identity(self, blocks: int, size: int) -> Tensor:
@@ -96,6 +93,19 @@ def larger_half(weight: Tensor) -> Tensor:
     grouped = weight.unflatten(1, (-1, 4))
     dropped = grouped.abs().topk(2, dim=2, largest=False, sorted=False).indices
     return grouped.scatter(2, dropped, 0.0).flatten(1)
+
+
+def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of the same inputs that computes in float64, with tensors in dataclasses, too."""
+
+    def widened(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.double()
+        if is_dataclass(value) and not isinstance(value, type):
+            return replace(value, **{part.name: widened(getattr(value, part.name)) for part in fields(value)})
+        return value
+
+    return lambda *inputs: function(*map(widened, inputs))
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class Trial:
 
     case: str  # name of the case that was run
     key: str  # table and shape, as in the cache file
-    config: str  # configuration, as people read it
+    config: Config
     default: bool  # whether it is the first of its table
     measured: Mapping[str, Any]  # quantiles in microseconds, GB/s and TFLOP/s; or ``error``
     known: bool  # whether an earlier run measured it
@@ -98,7 +98,7 @@ def tune(
                         entry["config"] = asdict(_winner(request.configs, trials))
                         autotune.write_entries(file, machine, {request.key: entry})
                     is_default = config == request.configs[0]
-                    on_trial(Trial(case.name, request.key, name, is_default, trials[name], is_known))
+                    on_trial(Trial(case.name, request.key, config, is_default, trials[name], is_known))
                     if time.monotonic() > until:
                         return None
                 _confirm(case, request, entry, device)
@@ -125,7 +125,6 @@ def _requested(case: Case) -> dict[str, Request]:
 
 
 def _try(case: Case, request: Request, config: Config, device: torch.device) -> dict[str, Any]:
-    """Checks one configuration, then times it."""
     try:
         with autotune.forced({request.op: config}):
             wrong = case.check(seed=1)

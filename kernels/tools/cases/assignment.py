@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.assignment`."""
-
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +9,6 @@ from permtriton.kernels.tools.case import BLOCK, Arguments, Case, Random, Shapes
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the case of all blocks at once."""
     return [assignment_case(blocks_of(shapes), BLOCK, device)]
 
 

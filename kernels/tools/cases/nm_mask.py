@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.nm_mask`."""
-
 from collections.abc import Callable, Sequence
 
 import torch
@@ -9,11 +7,10 @@ from permtriton.kernels import nm_mask as forward
 from permtriton.kernels import nm_mask_backward_triton as backward
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask, nm_mask_backward, nm_mask_backward_reference, nm_mask_reference
-from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random, Shapes
+from permtriton.kernels.tools.case import BLOCK, PATTERN, Arguments, Case, Random, Shapes, in_float64
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the cases of each linear, forward and backward."""
     return [make(o, c, dtype, device) for o, c in shapes for make in (nm_mask_case, nm_mask_backward_case)]
 
 
@@ -39,13 +36,12 @@ def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtyp
         return nm_mask_backward(grad, weight, factors, index, sizes, PATTERN.group, True)
 
     def reference(weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
-        wide = ImportanceFactors(1, factors.scale.double())
-        return nm_mask_backward_reference(grad.double(), weight.double(), wide, index, sizes, PATTERN.group, True)
+        return nm_mask_backward_reference(grad, weight, factors, index, sizes, PATTERN.group, True)
 
     moved = 2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4
     return Case(
         "nm_mask backward", f"{out_features}x{in_features}", dtype,
-        _mask_inputs(out_features, in_features, dtype, device), run, reference, 2e-2, moved,
+        _mask_inputs(out_features, in_features, dtype, device), run, in_float64(reference), 2e-2, moved,
         {"nm_mask_backward": backward.CONFIGS}, 2 * 2 * out_features * in_features * BLOCK,
     )  # fmt: skip
 

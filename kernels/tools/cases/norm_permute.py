@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.norm_permute`."""
-
 from collections.abc import Sequence
 
 import torch
@@ -13,14 +11,13 @@ from permtriton.kernels.norm_permute import (
     norm_permute,
     norm_reference,
 )
-from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes, rounding
+from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes, in_float64, rounding
 
 EPS = 1e-5
 RMS = NormVariant("rms", EPS)
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the cases of the norm before each linear: alone, with an addition, and with the backward pass."""
     makers = (norm_permute_case, add_norm_permute_case, norm_permute_backward_case)
     return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]
 
@@ -41,9 +38,9 @@ def norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torc
     )  # fmt: skip
 
 
+@in_float64
 def _wide(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> Tensor:
-    wide = (x.double(), weight.double(), None if bias is None else bias.double())
-    return norm_reference(*wide, variant, index.long(), torch.float64)
+    return norm_reference(x, weight, bias, variant, index.long(), torch.float64)
 
 
 def add_norm_permute_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:

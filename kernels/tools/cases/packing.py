@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.packing`."""
-
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +7,6 @@ from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shap
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the case of each linear."""
     return [unpack_case(o, c, dtype, device) for o, c in shapes]
 
 

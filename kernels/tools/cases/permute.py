@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.permute`."""
-
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +7,6 @@ from permtriton.kernels.tools.case import Arguments, Case, Random, Shapes, unequ
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the cases of each linear's input."""
     return [permute_case(t, c, dtype, device) for t in tokens for _, c in shapes]
 
 

@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.quantize`, and of the norm that quantizes."""
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -19,7 +17,6 @@ LIMIT = 1e-2  # a value in the middle between two of float8 may be rounded to ei
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the cases of each linear's input: as it is, gathered, after a gate, and after a norm."""
     makers = (quantize_case, gathered_case, silu_quantize_case, norm_quantize_case)
     return [make(t, c, dtype, device) for t in tokens for _, c in shapes for make in makers]
 

@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.sparse_linear`."""
-
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +12,6 @@ from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shap
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the cases of each linear and number of tokens."""
     return [sparse_linear_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
 
 

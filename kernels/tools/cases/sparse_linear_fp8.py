@@ -1,5 +1,3 @@
-"""Cases of `permtriton.kernels.sparse_linear_fp8`."""
-
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +12,6 @@ LIMIT = 1e-2  # a value in the middle between two of float8 may be rounded to ei
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the cases of each linear and number of tokens."""
     return [sparse_linear_fp8_case(t, o, c, dtype, device) for t in tokens for o, c in shapes]
 
 

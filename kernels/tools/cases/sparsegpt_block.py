@@ -1,12 +1,9 @@
-"""Cases of `permtriton.kernels.sparsegpt_block`."""
-
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from permtriton.kernels.sparsegpt_block import CONFIGS, sparsegpt_block, sparsegpt_block_reference
-from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes, in_float64
 
 CHANNELS = 128
 
@@ -21,17 +18,13 @@ def sparsegpt_block_case(out_features: int, device: torch.device) -> Case:
 
     def make(seed: int) -> Arguments:
         random = Random(seed, device)
-        block = random.normal(CHANNELS, out_features, dtype=torch.float32)
-        factor = random.normal(CHANNELS, CHANNELS, dtype=torch.float32).triu_() / CHANNELS
+        block, factor = random.normal(CHANNELS, out_features), random.normal(CHANNELS, CHANNELS).triu_() / CHANNELS
         factor.diagonal().abs_().add_(0.5)
         keep = random.two_of_four(out_features, CHANNELS, torch.float32).t() != 0
         return block, factor, keep, PATTERN
 
-    def in_float64(block: Tensor, factor: Tensor, keep: Tensor, pattern: object) -> tuple[Tensor, Tensor]:
-        return sparsegpt_block_reference(block.double(), factor.double(), keep, PATTERN)
-
     weights = out_features * CHANNELS
     return Case(
-        "sparsegpt_block", f"{CHANNELS}x{out_features}", torch.float32, make, sparsegpt_block, in_float64,
-        1e-5, 13 * weights, {"sparsegpt_block": CONFIGS}, CHANNELS * weights,
+        "sparsegpt_block", f"{CHANNELS}x{out_features}", torch.float32, make, sparsegpt_block,
+        in_float64(sparsegpt_block_reference), 1e-5, 13 * weights, {"sparsegpt_block": CONFIGS}, CHANNELS * weights,
     )  # fmt: skip

@@ -1,19 +1,15 @@
-"""Cases of `permtriton.kernels.swap_gains`."""
-
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.kernels.swap_gains import CONFIGS, SwapTerms, swap_gains, swap_gains_reference, swap_terms
-from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
+from permtriton.kernels.swap_gains import CONFIGS, swap_gains, swap_gains_reference, swap_terms
+from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes, in_float64
 
 POSITIONS = 1024  # most positions of the left side, as a search goes through an order in parts
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the case of each linear."""
     return [swap_gains_case(o, c, device) for o, c in shapes]
 
 
@@ -28,11 +24,9 @@ def swap_gains_case(out_features: int, in_features: int, device: torch.device) -
         terms = swap_terms(weight, factors, gradient, random.order(in_features, False), PATTERN)
         return terms.of_positions(slice(0, positions)), terms
 
-    def reference(left: SwapTerms, right: SwapTerms) -> Tensor:
-        return swap_gains_reference(*(SwapTerms(*(part.double() for part in side.tensors())) for side in (left, right)))
-
     moved = (positions + in_features) * out_features * 16 + positions * in_features * 4
     return Case(
-        "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains, reference,
-        1e-4, moved, {"swap_gains": CONFIGS}, 6 * positions * in_features * out_features,
+        "swap_gains", f"{positions}x{in_features}x{out_features}", torch.float32, make, swap_gains,
+        in_float64(swap_gains_reference), 1e-4, moved, {"swap_gains": CONFIGS},
+        6 * positions * in_features * out_features,
     )  # fmt: skip
