@@ -15,7 +15,7 @@ the table), the first possible one of mma, cusparselt and dense is taken; beyond
 an H200 (benchmarks/NOTES.md) and on no other GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,48 +50,41 @@ def routed(
     compressed: Tensor | None,
 ) -> Tensor:
     """Computes the product on a GPU by the fastest measured route, or else by the default one."""
-    tokens, out_features = x.numel() // max(in_features, 1), values.shape[0]
-    has_form = compressed is not None and tokens > 0 and pattern == PATTERN and cusparselt.serves(x.device)
-    route, variant = decided(_decide, (tokens, out_features, in_features, x.dtype), x.device, pattern, has_form)
+    product = mma.Product(x.numel() // max(in_features, 1), values.shape[0], in_features, x.dtype)
+    has_form = compressed is not None and product.tokens > 0 and pattern == PATTERN and cusparselt.serves(x.device)
+    route, variant = decided(_decide, product, x.device, pattern, has_form)
     x = x if index is None else permute(x, index)
     if route == MMA:
         return variant.launch(x, values, positions, bias)
     if route == CUSPARSELT:
         assert compressed is not None
-        y = cusparselt.product(x.reshape(-1, in_features), compressed, bias, out_features)
-        return y.view(*x.shape[:-1], out_features)
+        y = cusparselt.product(x.reshape(-1, in_features), compressed, bias, product.out_features)
+        return y.view(*x.shape[:-1], product.out_features)
     return linear(x, unpack(values, positions, in_features, pattern), bias)
 
 
 def _decide(
-    shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern, has_form: bool
+    product: mma.Product, device: torch.device, pattern: NMPattern, has_form: bool
 ) -> tuple[int, mma.Variant | None]:
-    """Returns the route of a product ``(tokens, O, C, dtype)``, and the variant of its kernel."""
-    tokens, out_features, in_features, _ = shape
-    possible = {MMA: mma.runs_on(device) and mma.takes(*shape, pattern), CUSPARSELT: has_form, DENSE: True}
-    few = tokens <= (mma.MAX_TOKENS if mma.limits_of(device).is_wide(in_features) else MMA_TOKENS)
+    """Returns the route of a product, and the variant of its kernel."""
+    possible = {MMA: mma.runs_on(device) and mma.takes(product, pattern, device), CUSPARSELT: has_form, DENSE: True}
+    few = product.tokens <= (mma.MAX_TOKENS if mma.limits_of(device).is_wide(product.in_features) else MMA_TOKENS)
     routes = (MMA, CUSPARSELT, DENSE) if few else (CUSPARSELT, MMA, DENSE)
-    route, variant = choose_route("sparse_linear_route", [one for one in routes if possible[one]], shape, device)
-    note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
-    return route, variant
+    return choose_route("sparse_linear_route", {one: ROUTES[one] for one in routes if possible[one]}, product, device)
 
 
 def choose_route(
-    table: str,
-    routes: Sequence[int],
-    shape: tuple[int, int, int, torch.dtype],
-    device: torch.device,
-    fp8: bool = False,
+    table: str, routes: Mapping[int, str], product: mma.Product, device: torch.device
 ) -> tuple[int, mma.Variant | None]:
-    """Returns the fastest measured route, or else the first one; and the variant of the kernel if that is `MMA`."""
-    route = routes[0]
+    """Returns the fastest measured of the possible ``routes``, or else the first; with the variant if it is `MMA`."""
+    route = next(iter(routes))
     if len(routes) > 1:
         configs = [Config({"ROUTE": one}) for one in routes]
-        route = config_for(table, configs, shape[:3], shape[3]).constants["ROUTE"]
-    if route != MMA:
-        return route, None
-    if (variant := mma.chosen(*shape, device, fp8)) is None:  # the kernel failed its check
-        return choose_route(table, [one for one in routes if one != MMA], shape, device)
+        route = config_for(table, configs, product[:3], product.dtype).constants["ROUTE"]
+    variant = mma.chosen(product, device) if route == MMA else None
+    if route == MMA and variant is None:  # the kernel failed its check
+        return choose_route(table, {one: name for one, name in routes.items() if one != MMA}, product, device)
+    note(f"route {product.name}", routes[route])
     return route, variant
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from permtriton.kernels import sparse_linear_mma as mma
-from permtriton.kernels.autotune import decided, note
+from permtriton.kernels.autotune import decided
 from permtriton.kernels.launch import Config
 from permtriton.kernels.operator import operator
 from permtriton.kernels.packing import pack, unpack
@@ -42,8 +42,8 @@ from permtriton.kernels.sparse_linear import MMA, check_product, choose_route
 from permtriton.util.sparsity import NMPattern
 
 DENSE, DEQUANTIZED = 1, 2
-ROUTES = {DENSE: "dense FP8", DEQUANTIZED: "dequantized", MMA: "mma FP8"}
-ROUTE_CONFIGS = tuple(Config({"ROUTE": route}) for route in (MMA, DENSE, DEQUANTIZED))
+ROUTES = {MMA: "mma FP8", DENSE: "dense FP8", DEQUANTIZED: "dequantized"}  # the default ones first
+ROUTE_CONFIGS = tuple(Config({"ROUTE": route}) for route in ROUTES)
 DENSE_MULTIPLE = 16  # of both dimensions, for `_scaled_mm`
 
 
@@ -71,8 +71,8 @@ def routed(
 ) -> Tensor:
     """Computes the product on a GPU by the fastest measured route, or else by the first possible one."""
     quantized, token_scale = quantize(x, index)
-    shape = (x.numel() // max(in_features, 1), values.shape[0], in_features, x.dtype)
-    route, variant = decided(_decide, shape, x.device, pattern)
+    product = mma.Product(x.numel() // max(in_features, 1), values.shape[0], in_features, x.dtype, fp8=True)
+    route, variant = decided(_decide, product, x.device, pattern)
     if route == MMA:
         return variant.launch(quantized, values, positions, bias, (scale.contiguous(), token_scale))
     if route == DENSE:
@@ -84,17 +84,14 @@ def routed(
     return linear((quantized.float() * token_scale).to(x.dtype), weight, bias)
 
 
-def _decide(
-    shape: tuple[int, int, int, torch.dtype], device: torch.device, pattern: NMPattern
-) -> tuple[int, mma.Variant | None]:
-    """Returns the route of a product ``(tokens, O, C, dtype)``, and the variant of its kernel."""
-    tokens, out_features, in_features, dtype = shape
-    whole = out_features % DENSE_MULTIPLE == 0 and in_features % DENSE_MULTIPLE == 0
-    dense = tokens > 0 and dtype == torch.bfloat16 and whole and _multiplies_float8(device)
-    routes = [MMA] * mma.takes_fp8(*shape, pattern, device) + [DENSE] * dense + [DEQUANTIZED]
-    route, variant = choose_route("sparse_linear_fp8_route", routes, shape, device, fp8=True)
-    note(f"route {tokens}x{out_features}x{in_features}", ROUTES[route])
-    if 0 < tokens <= mma.MAX_TOKENS and MMA not in routes:
+def _decide(product: mma.Product, device: torch.device, pattern: NMPattern) -> tuple[int, mma.Variant | None]:
+    """Returns the route of a product, and the variant of its kernel."""
+    whole = product.out_features % DENSE_MULTIPLE == 0 and product.in_features % DENSE_MULTIPLE == 0
+    dense = product.tokens > 0 and product.dtype == torch.bfloat16 and whole and _multiplies_float8(device)
+    possible = {MMA: mma.takes(product, pattern, device), DENSE: dense, DEQUANTIZED: True}
+    routes = {one: name for one, name in ROUTES.items() if possible[one]}
+    route, variant = choose_route("sparse_linear_fp8_route", routes, product, device)
+    if 0 < product.tokens <= mma.MAX_TOKENS and MMA not in routes:
         _warn_once(ROUTES[route])
     return route, variant
 

@@ -39,7 +39,7 @@ import functools
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,12 +99,26 @@ class GpuLimits:
         return self.has_wgmma and in_features % WIDE_CHUNK == 0
 
 
-def configs_for(tokens: int, in_features: int, gpu: GpuLimits, fp8: bool = False) -> tuple[Config, ...]:
+class Product(NamedTuple):
+    """A product of ``x [tokens, in_features]`` with a packed weight ``[out_features, in_features]``."""
+
+    tokens: int
+    out_features: int
+    in_features: int
+    dtype: torch.dtype  # of x
+    fp8: bool = False  # whether the weight is in float8, and x is quantized to it
+
+    @property
+    def name(self) -> str:
+        return f"{self.tokens}x{self.out_features}x{self.in_features}"
+
+
+def configs_for(product: Product, gpu: GpuLimits) -> tuple[Config, ...]:
     """Returns the table for a product on a GPU, the default first."""
-    if fp8:
+    if product.fp8:
         return WIDE_CONFIGS
-    configs = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if tokens <= FEW_TOKENS else CONFIGS
-    return (*WIDE_CONFIGS, configs[0]) if gpu.is_wide(in_features) else configs
+    configs = (CONFIGS[1], CONFIGS[0], *CONFIGS[2:]) if product.tokens <= FEW_TOKENS else CONFIGS
+    return (*WIDE_CONFIGS, configs[0]) if gpu.is_wide(product.in_features) else configs
 
 
 def limits_of(device: torch.device) -> GpuLimits:
@@ -123,18 +137,15 @@ def _limits_of_gpu(number: int) -> GpuLimits:
     )  # fmt: skip
 
 
-def takes(tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern) -> bool:
-    """Whether kernels support a product: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more."""
-    fits = in_features > 0 and in_features % CHANNELS == 0 and out_features >= MIN_ROWS
-    return 0 < tokens <= MAX_TOKENS and fits and dtype in DTYPES and pattern == PATTERN
+def takes(product: Product, pattern: NMPattern, device: torch.device) -> bool:
+    """Whether kernels support a product: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more.
 
-
-def takes_fp8(
-    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, pattern: NMPattern, device: torch.device
-) -> bool:
-    """Whether wgmma supports a product in float8: on Hopper, if `takes` accepts it, with a multiple of 256 channels."""
-    fits = takes(tokens, out_features, in_features, dtype, pattern) and in_features % FP8_CHUNK == 0
-    return fits and limits_of(device).has_wgmma
+    In float8 there is only that of wgmma, on Hopper, for a multiple of 256 channels.
+    """
+    tokens, out_features, in_features, dtype, fp8 = product
+    fits = in_features > 0 and in_features % (FP8_CHUNK if fp8 else CHANNELS) == 0 and out_features >= MIN_ROWS
+    fits = fits and 0 < tokens <= MAX_TOKENS and dtype in DTYPES and pattern == PATTERN
+    return fits and (not fp8 or limits_of(device).has_wgmma)
 
 
 def runs_on(device: torch.device) -> bool:
@@ -227,16 +238,8 @@ class Variant:
 
 
 @functools.cache
-def variant_of(
-    config: Config,
-    tokens: int,
-    out_features: int,
-    in_features: int,
-    dtype: torch.dtype,
-    gpu: GpuLimits,
-    fp8: bool = False,
-) -> Variant:
-    """Returns the variant that a configuration leads to for a shape and a GPU.
+def variant_of(config: Config, product: Product, gpu: GpuLimits) -> Variant:
+    """Returns the variant that a configuration leads to for a product and a GPU.
 
     ROWS is halved until the sums fit into registers, two stages into shared memory, and the blocks fill the GPU; CHUNK
     is halved until at least three stages fit where BLOCKS blocks share a multiprocessor; and the channels are split
@@ -245,6 +248,7 @@ def variant_of(
     For wgmma, ROWS is doubled where the blocks would not run all at once, and halved where they would fill at most half
     of the GPU even in clusters of eight.
     """
+    tokens, out_features, in_features, dtype, fp8 = product
     settings = config.arguments()
     wide, blocks, warps = "ROW_WARPS" not in settings, settings["BLOCKS"], settings["num_warps"]
     room = min(max(1 << (tokens - 1).bit_length(), 8), WIDE_ROOM if wide else ROOM)
@@ -283,20 +287,16 @@ def variant_of(
     return replace(variant, stages=max(min(stages(variant), settings["num_stages"]), 2), splits=splits)
 
 
-def chosen(
-    tokens: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, fp8: bool = False
-) -> Variant | None:
-    """Returns the variant for a product that `takes` accepts, or `takes_fp8`; None if none passes its check.
+def chosen(product: Product, device: torch.device) -> Variant | None:
+    """Returns the variant for a product that `takes` accepts; None if none passes its check.
 
     Where the clusters of a launch would not run all at once, they get fewer blocks; where a variant that begins early
     fails its check, or is untried while a graph is captured, the same one without ``early`` is tried.
     """
-    shape, gpu = (tokens, out_features, in_features), limits_of(device)
-    table = "sparse_linear_fp8" if fp8 else "sparse_linear_mma"
-    config = config_for(table, configs_for(tokens, in_features, gpu, fp8), shape, dtype)
-    variant = variant_of(config, *shape, dtype, gpu, fp8)
-    variant = _in_clusters_that_fit(variant, tokens, out_features, device)
-    what = f"{tokens}x{out_features}x{in_features}" + " in float8" * fp8
+    gpu, table = limits_of(device), "sparse_linear_fp8" if product.fp8 else "sparse_linear_mma"
+    config = config_for(table, configs_for(product, gpu), product[:3], product.dtype)
+    variant = _in_clusters_that_fit(variant_of(config, product, gpu), product, device)
+    what = product.name + " in float8" * product.fp8
     for one in dict.fromkeys((variant, replace(variant, early=False))):
         if is_trusted(one, device):
             note(f"variant {what}", one.kernel.name + ", early" * one.early)
@@ -308,25 +308,25 @@ def chosen(
 _SPLITS: dict[tuple[Variant, tuple[int, int, int], torch.device], int] = {}
 
 
-def _in_clusters_that_fit(variant: Variant, tokens: int, out_features: int, device: torch.device) -> Variant:
+def _in_clusters_that_fit(variant: Variant, product: Product, device: torch.device) -> Variant:
     """Returns the variant with the largest cluster size that the GPU supports and at which all clusters run at once.
 
     While a CUDA graph is captured the driver cannot be asked: an earlier answer is used, else the variant is returned
     as it is.
     """
-    key = variant, variant.grid(tokens, out_features), device
+    key = variant, variant.grid(product.tokens, product.out_features), device
     if key not in _SPLITS:
         if variant.splits == 1 or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return variant
         with torch.cuda.device(device):
             counts = range(variant.splits, 1, -1)
-            _SPLITS[key] = next((n for n in counts if _fits(replace(variant, splits=n), tokens, out_features)), 1)
+            _SPLITS[key] = next((n for n in counts if _fits(replace(variant, splits=n), product)), 1)
     return replace(variant, splits=_SPLITS[key])
 
 
-def _fits(variant: Variant, tokens: int, out_features: int) -> bool:
+def _fits(variant: Variant, product: Product) -> bool:
     """Whether all clusters of a launch run at once on the current GPU."""
-    grid = variant.grid(tokens, out_features)
+    grid = variant.grid(product.tokens, product.out_features)
     with suppress(PermTritonError):  # clusters of this size cannot be scheduled; a kernel that fails is reported later
         return variant.kernel.active_clusters(grid) >= grid[0] * grid[2]
     return False

@@ -107,7 +107,7 @@ def routes(monkeypatch):
     monkeypatch.setattr(quantize, "has_kernels", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(mma, "limits_of", lambda device: mma.GpuLimits(132, has_wgmma=True))
-    monkeypatch.setattr(mma, "chosen", lambda *shape: asked.right and asked.right(shape[3]))
+    monkeypatch.setattr(mma, "chosen", lambda product, device: asked.right and asked.right(product.dtype))
     monkeypatch.setattr(sparse_linear, "config_for", config_for)
     monkeypatch.setattr(
         file, "quantize", lambda x, index: quantize_tokens(x if index is None else x[..., index.long()])

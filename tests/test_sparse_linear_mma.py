@@ -19,6 +19,7 @@ from permtriton.kernels.packing import pack
 from permtriton.kernels.sparse_linear_mma import (
     CONFIGS,
     GpuLimits,
+    Product,
     Variant,
     configs_for,
     is_right,
@@ -243,16 +244,16 @@ def test_a_wrong_kernel_is_not_used(fresh, monkeypatch):
         monkeypatch.setattr(CudaKernel, "__call__", call)
         mma._TRUSTED.clear()
         with autotune.choices() as ran, pytest.warns(UserWarning, match=message) as said:
-            assert mma.chosen(2, 64, 64, BF16, CPU) is None
+            assert mma.chosen(Product(2, 64, 64, BF16), CPU) is None
         assert ["begins early" in str(one.message) for one in said] == [True, False]
         assert [what for what in ran if what.startswith("rejected")] == ["rejected 2x64x64"]
-        assert mma.chosen(2, 64, 64, BF16, CPU) is None
+        assert mma.chosen(Product(2, 64, 64, BF16), CPU) is None
 
 
 def test_one_that_is_right_only_when_it_begins_late_begins_late(fresh, monkeypatch):
     monkeypatch.setattr(mma, "is_right", lambda variant, device: not variant.early)
     with autotune.choices() as ran, pytest.warns(UserWarning, match="begins early is not used"):
-        variant = mma.chosen(2, 4096, 4096, BF16, CPU)
+        variant = mma.chosen(Product(2, 4096, 4096, BF16), CPU)
     assert variant is not None
     assert not variant.early
     assert ran["variant 2x4096x4096"] == variant.kernel.name
@@ -268,7 +269,7 @@ def test_clusters_run_all_at_once(fresh, monkeypatch, at_once, splits):
     monkeypatch.setattr(
         CudaKernel, "active_clusters", lambda kernel, grid: at_once if grid[1] == 4 or at_once == 1 else 1000
     )
-    variant = mma.chosen(16, 4096, 4096, BF16, torch.device("cuda", 0))
+    variant = mma.chosen(Product(16, 4096, 4096, BF16), torch.device("cuda", 0))
     assert variant is not None
     assert variant.splits == splits
 
@@ -287,7 +288,7 @@ def test_clusters_that_a_gpu_cannot_schedule_are_lowered_before_the_kernel_is_tr
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(mma, "_SPLITS", {})
     monkeypatch.setattr(CudaKernel, "active_clusters", active_clusters)
-    variant = mma.chosen(16, 4096, 4096, BF16, torch.device("cuda", 0))
+    variant = mma.chosen(Product(16, 4096, 4096, BF16), torch.device("cuda", 0))
     assert variant is not None
     assert variant.splits == 2
     assert set(tried) == {2}
@@ -304,14 +305,14 @@ def test_an_untried_kernel_is_not_captured_in_a_graph(monkeypatch):
 
 def test_the_variant_that_begins_late_is_captured_where_only_it_was_tried(fresh, monkeypatch):
     device = torch.device("cuda", 0)
-    early = variant_of(CONFIGS[1], 8, 4096, 4096, BF16, H200)
+    early = variant_of(CONFIGS[1], Product(8, 4096, 4096, BF16), H200)
     assert early.early
     monkeypatch.setattr(mma, "limits_of", lambda _: H200)
     monkeypatch.setattr(mma, "config_for", lambda *_: CONFIGS[1])
     monkeypatch.setattr(mma, "_TRUSTED", {(replace(early, early=False), device): True})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.warns(UserWarning, match="run each number of tokens once before"):
-        assert mma.chosen(8, 4096, 4096, BF16, device) == replace(early, early=False)
+        assert mma.chosen(Product(8, 4096, 4096, BF16), device) == replace(early, early=False)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ def test_a_variant_fits_its_gpu(gpu, config):
     for tokens in (1, 8, 9, 16, 33, 64, 65, 256):
         for rows, channels in ((64, 32), (100, 96), (1024, 4096), (4096, 11008), (11008, 4096), (128256, 8192)):
             channels = 128 if channels < 128 and config in mma.WIDE_CONFIGS else channels
-            variant = variant_of(config, tokens, rows, channels, BF16, gpu)
+            variant = variant_of(config, Product(tokens, rows, channels, BF16), gpu)
             assert variant.rows <= rows
             assert variant.rows % (16 * variant.row_warps) == 0
             assert variant.rows // variant.row_warps * variant.tokens <= mma.MAX_SUMS
@@ -342,7 +343,7 @@ def test_a_variant_fits_its_gpu(gpu, config):
 def test_a_variant_in_float8_fits_its_gpu(config):
     for tokens in (1, 9, 64, 65, 256):
         for rows, channels in ((64, 256), (1024, 4096), (14336, 4096), (128256, 8192)):
-            variant = variant_of(config, tokens, rows, channels, BF16, H200, fp8=True)
+            variant = variant_of(config, Product(tokens, rows, channels, BF16, fp8=True), H200)
             assert (variant.chunk, variant.wide, variant.fp8) == (256, True, True)
             assert variant.rows <= rows
             assert variant.rows * variant.tokens <= mma.FP8_SUMS, "sums and totals fit into registers"
@@ -355,7 +356,7 @@ def test_what_the_kernel_takes_in_float8(monkeypatch):
     """Whole stages of 256 channels, and only where there is wgmma."""
     for gpu, channels, fits in ((H200, 512, True), (H200, 384, False), (B200, 512, False)):
         monkeypatch.setattr(mma, "limits_of", lambda device, gpu=gpu: gpu)
-        assert mma.takes_fp8(2, 64, channels, BF16, TWO_FOUR, CPU) is fits
+        assert mma.takes(Product(2, 64, channels, BF16, fp8=True), TWO_FOUR, CPU) is fits
 
 
 @pytest.mark.slow
@@ -363,11 +364,11 @@ def test_what_the_kernel_takes_in_float8(monkeypatch):
 def test_the_defaults_compile_without_a_spill(tmp_path):
     in_fp8 = [(0, 8, 4096), (0, 16, 4096), (0, 32, 4096), (0, 64, 4096), (0, 128, 4096), (0, 64, 1024), (3, 64, 8192)]
     variants = [
-        variant_of(configs_for(tokens, 4096, gpu)[0], tokens, 4096, 4096, BF16, gpu)
-        for gpu, tokens in product_of((H200, B200), (16, 64))
+        variant_of(configs_for(one, gpu)[0], one, gpu)
+        for gpu, one in product_of((H200, B200), (Product(tokens, 4096, 4096, BF16) for tokens in (16, 64)))
     ]
     variants += [
-        variant_of(mma.WIDE_CONFIGS[config], tokens, rows, 4096, BF16, H200, fp8=True)
+        variant_of(mma.WIDE_CONFIGS[config], Product(tokens, rows, 4096, BF16, fp8=True), H200)
         for config, tokens, rows in in_fp8
     ]
     uses = "\n".join(f"void* use_{i} = (void*)&{one.kernel.name};" for i, one in enumerate(variants))

@@ -47,8 +47,8 @@ def products() -> Iterator[CudaKernel]:
     """Yields the CUDA kernels that multiply by packed weights of an 8B model, as they run by default."""
     for tokens, (rows, channels), fp8 in product((*FEW, *MORE), {**LAYER_8B, **MERGED_8B}, (False, True)):
         if tokens <= mma.MAX_TOKENS:
-            config = mma.configs_for(tokens, channels, H200, fp8)[0]
-            yield mma.variant_of(config, tokens, rows, channels, torch.bfloat16, H200, fp8).kernel
+            one = mma.Product(tokens, rows, channels, torch.bfloat16, fp8)
+            yield mma.variant_of(mma.configs_for(one, H200)[0], one, H200).kernel
 
 
 def compile_all(results: Path) -> str:

@@ -99,8 +99,8 @@ def _of_swaps() -> Floor:
 
 def floor_of(tokens: int, rows: int, channels: int, gpu: Gpu) -> Floor:
     """Returns a packed linear's default launch, by mma.sp."""
-    config = mma.configs_for(tokens, channels, gpu.limits)[0]
-    variant = mma.variant_of(config, tokens, rows, channels, torch.bfloat16, gpu.limits)
+    product = mma.Product(tokens, rows, channels, torch.bfloat16)
+    variant = mma.variant_of(mma.configs_for(product, gpu.limits)[0], product, gpu.limits)
 
     def launch(x: Tensor, values: Tensor, positions: Tensor, index: Tensor | None, _: None) -> Tensor:
         return variant.launch(x, values, positions, None)

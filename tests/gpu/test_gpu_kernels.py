@@ -87,13 +87,13 @@ def test_the_sparse_tensor_cores_compute_a_product_exactly(dtype, shape, device)
     """Every variant: where one is wrong, sparse_linear would warn and take Triton's kernel."""
     gpu = mma.limits_of(device)
     variants = {
-        mma.variant_of(config, tokens, *shape, dtype, gpu)
-        for tokens in (8, 16, 32, 64, 128)
-        for config in (*mma.CONFIGS, *mma.configs_for(tokens, shape[1], gpu))
+        mma.variant_of(config, product, gpu)
+        for product in (mma.Product(tokens, *shape, dtype) for tokens in (8, 16, 32, 64, 128))
+        for config in (*mma.CONFIGS, *mma.configs_for(product, gpu))
     }
     if gpu.has_wgmma:
         variants |= {
-            mma.variant_of(config, tokens, *shape, dtype, gpu, fp8=True)
+            mma.variant_of(config, mma.Product(tokens, *shape, dtype, fp8=True), gpu)
             for tokens in (8, 16, 32, 64, 128)
             for config in mma.WIDE_CONFIGS
         }

@@ -39,8 +39,8 @@ def sparse_linear_case(
     packed = weights * dtype.itemsize // 2 + weights // 8
     moved = packed + tokens * (in_features + out_features) * dtype.itemsize
     tables = {"sparse_linear_route": ROUTE_CONFIGS}
-    if mma.takes(tokens, out_features, in_features, dtype, PATTERN):
-        tables["sparse_linear_mma"] = mma.configs_for(tokens, in_features, mma.limits_of(device))
+    if mma.takes(product := mma.Product(tokens, out_features, in_features, dtype), PATTERN, device):
+        tables["sparse_linear_mma"] = mma.configs_for(product, mma.limits_of(device))
     if cusparselt.takes(dtype, out_features, in_features):
         tables["cusparselt"] = cusparselt.CONFIGS
     return Case(

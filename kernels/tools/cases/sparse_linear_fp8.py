@@ -36,7 +36,7 @@ def sparse_linear_fp8_case(
     weights = out_features * in_features
     moved = weights * 5 // 8 + 4 * out_features + tokens * (in_features + out_features) * dtype.itemsize
     tables = {"sparse_linear_fp8_route": ROUTE_CONFIGS}
-    if mma.takes_fp8(tokens, out_features, in_features, dtype, PATTERN, device):
+    if mma.takes(mma.Product(tokens, out_features, in_features, dtype, fp8=True), PATTERN, device):
         tables["sparse_linear_fp8"] = mma.WIDE_CONFIGS
     return Case(
         "sparse_linear_fp8", f"{tokens} tokens {out_features}x{in_features}", dtype, make, run, reference,
