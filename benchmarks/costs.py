@@ -94,15 +94,16 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
     plan, ids = find_plan(model, PATTERN, layout="fused"), torch.randint(0, args.vocabulary, (1, args.tokens))
     config = CompileConfig(layout="fused", micro_batch_size=1, activation_checkpointing=True)
     objective = dense_objective(model, "kl", Samples.of(ids), 1)
-    fisher = fisher_information(Known(model, plan, Samples.of(ids), config), "kl")
+    run = Known(model, plan, Samples.of(ids), config, importances=random_importances(model, plan))
+    fisher = fisher_information(run, "kl")
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
     passes, gains, found = [], [], []
-    with hard_masked(model, plan, random_importances(model, plan), fisher, config) as masks:
-        searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched())
+    with hard_masked(run, model, objective, fisher) as masks:
+        searcher = Searcher(masks, spaces, Searched())
         masks.set(indices)
         for _ in range(args.repeats + 1):
-            passes.append(timed(lambda: masks.take_gradients(objective, Samples.of(ids)), model.device))
+            passes.append(timed(masks.take_gradients, model.device))
             gains.append(timed(lambda: found.append(searcher.swaps(indices, 1.0)), model.device))
     passes_s, gains_s = statistics.median(passes[1:]) * args.samples, statistics.median(gains[1:])
     return {"forward_backward_s": passes_s, "gains_s": gains_s, "ratio": gains_s / passes_s, "swaps": found[-1].count,

@@ -10,7 +10,7 @@ from permtriton.methods.run import Run
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.passes.plan import Plan
 from permtriton.running.placement import DevicePlacement, ModelPlacement
-from permtriton.running.workspace import Workspace
+from permtriton.running.resume import Workspace
 from permtriton.util.progress import NoProgress
 
 
@@ -38,8 +38,7 @@ class Known(Run):
             placement=ModelPlacement(DevicePlacement.WHOLE, next(model.parameters()).device), **nothing,
         )  # fmt: skip
         for name in ("importances", "objective", "samples_for", "state"):
-            if name in known:
-                value = known.pop(name)
+            if (value := known.pop(name, None)) is not None:
                 setattr(self, name, lambda *_, value=value: value)
         for name, value in known.items():
             setattr(self, name, value)

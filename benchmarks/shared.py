@@ -112,8 +112,8 @@ def step_seconds(
         model.requires_grad_(False)
 
     def learning(number: int) -> float:
-        with masked_model(run, model, relaxation, curvatures) as masks:
-            trainer = OrderTrainer(run, learn, model, masks, relaxation)
+        with masked_model(run, relaxation, curvatures) as masks:
+            trainer = OrderTrainer(run, learn, masks, relaxation)
             trainer.step(rows, number)  # the allocator settles after the weights were transposed
             return timed(lambda: trainer.step(rows, number), model.device)
 

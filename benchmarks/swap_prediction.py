@@ -42,6 +42,7 @@ from permtriton.model.load import load_original
 from permtriton.model.source import Source
 from permtriton.passes.plan import ChannelSpace
 from permtriton.recipe import config_from
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.machine import device_name, versions
 from permtriton.util.permutation import identity
 from permtriton.util.progress import NoProgress
@@ -64,18 +65,19 @@ def main() -> None:
     windows = all_windows(config.calibration, tokenizer, vocabulary, args.seed)
     ids = windows.inputs["input_ids"][: args.samples]
     plan = find_plan(model, config.sparsity, layout=args.layout)
-    statistics_of = site_statistics(model, plan, config.importance, Samples.of(ids), 16, NoProgress())
+    statistics_of = site_statistics(LayerWalk(model, plan, Samples.of(ids), 16), config.importance, NoProgress())
     importances = importances_of(model, plan, config.importance, statistics_of)
     kind: ObjectiveKind = "cosine" if args.what == "learned" else "kl"
     objective = dense_objective(model, kind, Samples.of(ids), 16)
-    fisher = fisher_information(Known(model, plan, Samples.of(ids), config), kind)
+    run = Known(model, plan, Samples.of(ids), config, importances=importances)
+    fisher = fisher_information(run, kind)
     spaces = [space for space in plan.spaces if not space.frozen]
-    with hard_masked(model, plan, importances, fisher, config) as masks:
-        searcher = Searcher(masks, spaces, Samples.of(ids), objective, Searched())
+    with hard_masked(run, model, objective, fisher) as masks:
+        searcher = Searcher(masks, spaces, Searched())
         base = {space.name: identity(space.units) for space in spaces}
         masks.set(base)
-        start = masks.take_gradients(objective, Samples.of(ids))
-        trial = Trial(masks, searcher, spaces, base, start, ids)
+        start = masks.take_gradients()
+        trial = Trial(masks, searcher, spaces, base, start)
         report = (_learned if args.what == "learned" else _searched)(trial, args.swaps, args.seed)
     print(json.dumps({
         **report, "loss": round(start, 4), "objective": kind, "layout": args.layout, "seed": args.seed,
@@ -93,7 +95,6 @@ class Trial:
     spaces: list[ChannelSpace]
     base: dict[str, Tensor]
     start: float
-    ids: Tensor
 
     def falls(self, pairs: list[Pair]) -> list[float]:
         """Returns the true fall of the loss by each swap."""
@@ -163,7 +164,7 @@ def _draw(trial: Trial, damping: float | None, count: int, seed: int) -> list[Pa
 
 def _gain(trial: Trial, pair: Pair, damping: float) -> float:
     number, *positions = pair
-    terms = trial.masks.terms(trial.spaces[number], trial.base, damping, trial.ids.numel())
+    terms = trial.masks.terms(trial.spaces[number], trial.base, damping)
     one, other = map(torch.tensor, ([position] for position in positions))
     return math.fsum(float(swap_gains(t.of_positions(one), t.of_positions(other))) for t in terms)
 

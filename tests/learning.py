@@ -19,6 +19,7 @@ from permtriton.methods.order.learned import Learned as Options
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import cosine_loss, hidden_states
 from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.permutation import identity
 from permtriton.util.progress import NoProgress
 from permtriton.util.sparsity import NMPattern
@@ -61,7 +62,7 @@ class Problem:
         self.model, self.pattern = model, pattern
         self.plan = find_plan(model, pattern, layout=layout)
         self.ids = Samples.of(zoo.tiny_ids(8, 12))
-        norms = channel_norms(model, self.plan.sites, self.ids, 4, NoProgress())
+        norms = channel_norms(LayerWalk(model, self.plan, self.ids, 4), NoProgress())
         self.importances = {}
         for site, name in self.plan.linears():
             statistic = norms[site.name].to(model.dtype)

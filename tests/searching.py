@@ -13,6 +13,7 @@ from permtriton.methods.measure.statistics import channel_norms
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.methods.order.searched import Searched as Options
 from permtriton.passes.plan import Plan
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
 from . import zoo
@@ -29,7 +30,7 @@ class Problem:
 
     def __init__(self, model: PreTrainedModel, plan: Plan, ids: torch.Tensor, pattern: NMPattern = PATTERN) -> None:
         self.model, self.plan, self.ids, self.pattern = model, plan, Samples.of(ids), pattern
-        norms = channel_norms(model, plan.sites, self.ids, 4, NoProgress())
+        norms = channel_norms(LayerWalk(model, plan, self.ids, 4), NoProgress())
         self.importances = importances_of(model, plan, "wanda", norms)
         self.objective = dense_objective(model, "kl" if has_head(model) else "cosine", self.ids, 4)
 
@@ -46,12 +47,13 @@ class Problem:
     def masked(self, **options: object):
         _, config = self.settings(**options)
         fisher = fisher_information(Known(self.model, self.plan, self.ids, config), self.objective.kind)
-        return hard_masked(self.model, self.plan, self.importances, fisher, config)
+        run = Known(self.model, self.plan, self.ids, config, importances=self.importances)
+        return hard_masked(run, self.model, self.objective, fisher)
 
     def loss(self, indices: dict[str, torch.Tensor]) -> float:
         with self.masked() as masks:
             masks.set(indices)
-            return masks.loss(self.objective, self.ids)
+            return masks.loss()
 
     @property
     def spaces(self) -> list:

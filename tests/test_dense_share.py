@@ -13,8 +13,8 @@ from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, most_sensitive, statistics_and_shares_left
 from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
-from permtriton.util.store import MEMORY
 
 from . import zoo
 
@@ -85,21 +85,21 @@ def test_what_an_update_leaves_of_the_scores(rows):
     pairs = alone[:, 1::2].repeat_interleave(2, 1) + 0.03 * alone
     independent = torch.diag(1 + torch.rand(16, generator=generator))
     shares = [
-        _share_left(weight, hessian, Curvature.of(hessian), TWO_FOUR)
+        _share_left(weight, hessian, Curvature(hessian), TWO_FOUR)
         for hessian in (independent, alone.T @ alone, pairs.T @ pairs)
     ]
     assert shares[0] == pytest.approx(1, abs=0.02), "but for the damping"
     assert shares[1] == pytest.approx(1, abs=0.1)
     assert shares[2] > 1.5, "each of two equal channels is worth nothing alone, and both are dropped"
-    assert _share_left(torch.zeros(16, rows), independent, Curvature.of(independent), TWO_FOUR) == 1
+    assert _share_left(torch.zeros(16, rows), independent, Curvature(independent), TWO_FOUR) == 1
 
 
 def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():
     """A run that continues measures no shares, and its order must be the same: equal bits, by the same operations."""
     model, ids = zoo.build("llama"), Samples.of(zoo.token_ids(4, 12))
     plan = find_plan(model, TWO_FOUR)
-    found, left = statistics_and_shares_left(model, plan, ids, 4, NoProgress(), MEMORY)
-    expected = site_statistics(model, plan, "obs", ids, 4, NoProgress())
+    found, left = statistics_and_shares_left(LayerWalk(model, plan, ids, 4), NoProgress())
+    expected = site_statistics(LayerWalk(model, plan, ids, 4), "obs", NoProgress())
     assert found.keys() == expected.keys()
     for name, statistic in found.items():
         assert torch.equal(statistic, expected[name])

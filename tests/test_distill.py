@@ -11,8 +11,8 @@ from permtriton.data.calibration import calibration_samples
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, OutputError
+from permtriton.methods.train.distill import rate_at, split_held_out
 from permtriton.methods.train.kept_weights import KeptWeights
-from permtriton.methods.train.trainer import rate_at, split_held_out
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.forward import last_hidden_state
 
@@ -89,9 +89,10 @@ def test_a_weight_that_is_stored_transposed_is_trained_as_any_other(optimizer, c
             for gradient in gradients:
                 kept.begin(0.1, 1.0)
                 kept.forget(in_one_pass=not collected)
-                kept.receive_gradient("linear", gradient)
+                weight.grad = gradient
+                kept.receive_gradient("linear", weight)
                 kept.finish()
-        kept.check()
+        assert torch.equal(weight != 0, values != 0)
         results.append(weight.detach().clone())
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
     assert not torch.equal(results[0], values)
@@ -114,12 +115,12 @@ def test_a_step_leaves_no_kept_weight_at_zero(dtype, value, monkeypatch):
     with kept.trainable(linear):
         kept.begin(1.0, 1.0)
         kept.forget(in_one_pass=True)
-        kept.receive_gradient("linear", weight.detach().clone())
+        weight.grad = weight.detach().clone()
+        kept.receive_gradient("linear", weight)
         kept.finish()
     assert torch.equal(weight != 0, before)
     assert weight.abs().max() < 1e-7
     assert not value or torch.equal(weight.signbit()[before], (value * start).signbit()[before])
-    kept.check()
 
 
 def test_a_gradient_that_overflows_at_pruned_weights_alone_does_no_harm():

@@ -15,6 +15,7 @@ from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
 from permtriton.model.nm_checks import check_weight
 from permtriton.passes.plan import Destination
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
 from .expert_stacks import PATTERN, Holder
@@ -74,7 +75,7 @@ def test_each_expert_of_its_own_part_has_its_own_statistics():
         experts = model.get_submodule(found.names[0])
         experts.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
         samples = Samples.of(tiny.inputs(model))
-        norms = channel_norms(model, plan.sites, samples, len(samples), NoProgress())
+        norms = channel_norms(LayerWalk(model, plan, samples, len(samples)), NoProgress())
     parts = seen[0].unflatten(0, (len(experts), -1))
     assert bool((parts == 0).all(-1).any()), "some tokens are not for some expert"
     for number, part in enumerate(parts):

@@ -10,7 +10,7 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.statistics import channel_norms, hessians
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import linear_module
-from permtriton.running.layer_walk import from_model
+from permtriton.running.layer_walk import LayerWalk, from_model
 from permtriton.util.progress import NoProgress
 
 from . import zoo
@@ -41,7 +41,7 @@ def test_statistics_are_of_what_each_expert_reads():
     experts = model.get_submodule(NAMES[0])
     experts.register_forward_pre_hook(lambda _m, inputs: seen.update(all=inputs[0], index=inputs[1]))
     experts[0]["down_proj"].register_forward_pre_hook(lambda _m, inputs: seen.update(first=inputs[0]))
-    norms = channel_norms(model, plan.sites, Samples.of(ids), 4, NoProgress())
+    norms = channel_norms(LayerWalk(model, plan, Samples.of(ids), 4), NoProgress())
     layer = plan.layers()[0]
     found = hessians(model, from_model(model, layer, Samples.of(ids), 4), lambda *_: None)
     last_hidden_state(model, Samples.of(ids))
@@ -60,7 +60,7 @@ def test_an_expert_that_no_token_reaches_is_scored_by_size(number):
     model, plan = unstacked("mixtral")
     starve(model, number)
     ids, progress = zoo.token_ids(4), _Messages()
-    norms = channel_norms(model, plan.sites, Samples.of(ids), 4, progress)
+    norms = channel_norms(LayerWalk(model, plan, Samples.of(ids), 4), progress)
     found = hessians(model, from_model(model, plan.layers()[0], Samples.of(ids), 4), lambda *_: None)
     name = f"{NAMES[0]}.{number}.down_proj"
     assert bool((norms[name] == 1).all())

@@ -51,7 +51,7 @@ def exact(start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
 def test_least_squares_on_the_mask(pattern, channels, rows):
     weight, dense, pruned = problem(channels, rows)
     moment = moment_of(dense, pruned)
-    curvature = Curvature.of(moment.hessian)
+    curvature = Curvature(moment.hessian)
     hessian, target = curvature.damped, Refit(dense_targets=0.75).best_weight(weight, moment, curvature)
     start = sparsegpt(target, curvature, pattern, None)
     found, expected = least_squares(start, target, hessian, 200), exact(start, target, hessian)
@@ -68,7 +68,7 @@ def test_the_best_weight_gives_the_targets_with_the_least_error(of_inputs, of_re
     weight, dense, pruned = (each.double() for each in problem(40))
     lacking = torch.randn(6, 160, generator=torch.Generator().manual_seed(1)).double()  # of the residual stream
     moment = replace(moment_of(dense.float(), pruned.float()), residual_shift=(lacking @ pruned.T).float())
-    curvature = Curvature.of(moment.hessian)
+    curvature = Curvature(moment.hessian)
     hessian = curvature.damped.double()
     target = weight @ pruned + of_inputs * weight @ (dense - pruned) + of_residual * lacking
     right = target @ pruned.T + weight @ (hessian - pruned @ pruned.T)
@@ -79,7 +79,7 @@ def test_the_best_weight_gives_the_targets_with_the_least_error(of_inputs, of_re
 
 def fit(weight: Tensor, moment: Moments, outputs: Tensor | None = None, **given: float) -> tuple[Tensor, float, float]:
     """The fitted weight of a linear, and the errors that are reported."""
-    fitted, start, end = Refit(**given).fit(weight, moment, Curvature.of(moment.hessian), PATTERN, outputs)
+    fitted, start, end = Refit(**given).fit(weight, moment, Curvature(moment.hessian), PATTERN, outputs)
     return fitted + 0.0, start, end
 
 
@@ -93,7 +93,7 @@ def gradients(rows: int, tokens: int = 200) -> Tensor:
 def test_least_squares_in_a_metric():
     """Against one float64 system of all kept weights."""
     weight, _, pruned = problem(24, rows=7)
-    curvature, metric = Curvature.of(pruned @ pruned.T), metric_of(gradients(7))
+    curvature, metric = Curvature(pruned @ pruned.T), metric_of(gradients(7))
     start = sparsegpt(weight, curvature, PATTERN, None)
     found = coupled_least_squares(start, weight, curvature.damped, metric, 300)
     whole, kept = torch.kron(metric.double(), curvature.damped.double()), (start != 0).flatten()
@@ -113,7 +113,7 @@ def test_no_row_ends_worse_than_sparsegpt(dtype, iterations, tokens):
     """As the weights are stored: rounding to 16 bits may cost more than the fit gains."""
     weight, dense, pruned = problem(64, rows=50, tokens=tokens)
     weight, moment = weight.to(dtype), moment_of(dense, pruned)
-    curvature = Curvature.of(moment.hessian)
+    curvature = Curvature(moment.hessian)
     target = Refit(dense_targets=0.75).best_weight(weight.float(), moment, curvature)
     first = sparsegpt(target, curvature, PATTERN, None).to(dtype)
     fitted, start, end = fit(weight, moment, dense_targets=0.75, iterations=iterations)
@@ -140,7 +140,7 @@ def test_the_best_pair_of_each_group_changes_places(pattern, at_once, monkeypatc
     """Against every pair of every group, tried one by one with a line search by the quadratic's own vertex."""
     monkeypatch.setattr(module, "AT_ONCE", {"cpu": at_once})
     weight, _, pruned = problem(24, rows=5)
-    curvature = Curvature.of((pruned @ pruned.T).float())
+    curvature = Curvature((pruned @ pruned.T).float())
     hessian = curvature.damped.double()
     start = sparsegpt(weight, curvature, pattern, None)
     gradient = (start - weight) @ curvature.damped
@@ -168,7 +168,7 @@ def test_the_best_pair_of_each_group_changes_places(pattern, at_once, monkeypatc
 @pytest.mark.parametrize("pattern", [PATTERN, NMPattern(4, 8)])
 def test_exchanges_lower_the_error_of_every_row_and_keep_the_pattern(pattern):
     weight, _, pruned = problem(96, rows=30)
-    curvature = Curvature.of(pruned @ pruned.T)
+    curvature = Curvature(pruned @ pruned.T)
     start = least_squares(sparsegpt(weight, curvature, pattern, None), weight, curvature.damped, 50)
     errors = [row_errors(module.better_mask(start, weight, curvature, pattern, rounds), weight, curvature.damped)
               for rounds in (0, 1, 2, 4, 8)]  # fmt: skip

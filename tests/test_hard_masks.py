@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.known_run import Known
 from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.fisher import Fisher
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.losses import dense_objective, has_head
+from permtriton.methods.measure.losses import Objective, dense_objective, has_head
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
@@ -24,6 +25,7 @@ from .kernel_inputs import TWO_FOUR, rng
 from .updating import facts
 
 IDS = zoo.token_ids(5, 7)
+NOTHING = Objective("cosine", torch.empty(0))  # where no loss is measured
 
 
 class Given:
@@ -48,9 +50,10 @@ class Given:
     def weight(self, linear: str) -> Tensor:
         return weight_in_out(linear_module(self.model, linear))
 
-    def masked(self, **options: object):
+    def masked(self, objective: Objective = NOTHING, ids: Tensor = IDS, **options: object):
         config = config_from({"sparsity": str(self.pattern), "micro_batch_size": 2, **options})
-        return hard_masked(self.model, self.plan, self.importances, self.fisher, config)
+        run = Known(self.model, self.plan, Samples.of(ids), config, importances=self.importances)
+        return hard_masked(run, self.model, objective, self.fisher)
 
     def expected(self, indices: dict[str, Tensor]) -> dict[str, Tensor]:
         """Linear name -> masked weight in base order, ``[in_features, out_features]``."""
@@ -108,11 +111,11 @@ def test_gradients_are_those_of_the_mean_loss(name, micro):
     objective = dense_objective(given.model, "kl" if has_head(given.model) else "cosine", Samples.of(IDS), 2)
     indices = zoo.random_indices(given.plan)
     mean, expected = mean_gradients(given, objective, indices)
-    with given.masked(micro_batch_size=micro, activation_checkpointing=micro == 3) as masks:
+    with given.masked(objective, micro_batch_size=micro, activation_checkpointing=micro == 3) as masks:
         masks.set(indices)
         for _ in range(2):  # the second does not add to the first
-            assert masks.take_gradients(objective, Samples.of(IDS)) == pytest.approx(mean, rel=1e-4)
-        assert masks.loss(objective, Samples.of(IDS)) == pytest.approx(mean, rel=1e-4)
+            assert masks.take_gradients() == pytest.approx(mean, rel=1e-4)
+        assert masks.loss() == pytest.approx(mean, rel=1e-4)
         for (linear, grad), held in zip(expected.items(), masks._linears, strict=True):
             assert held.parameter.grad is None
             if held.gradient is None:
@@ -127,10 +130,10 @@ def test_gradients_are_those_of_the_mean_loss(name, micro):
 def test_an_expert_that_no_token_visits_has_no_gradient():
     given = Given("mixtral")
     objective = dense_objective(given.model, "kl", Samples.of(IDS[:1, :1]), 1)
-    with given.masked() as masks:
+    with given.masked(objective, IDS[:1, :1]) as masks:
         masks.set({})
-        masks.take_gradients(objective, Samples.of(IDS[:1, :1]))
-        idle = {space.name for space in given.plan.spaces if not list(masks.terms(space, {}, 1.0, 1))}
+        masks.take_gradients()
+        idle = {space.name for space in given.plan.spaces if not list(masks.terms(space, {}, 1.0))}
     assert len(idle) == zoo.LAYERS * (5 - 2)
 
 
@@ -144,9 +147,9 @@ def test_the_model_comes_back(name, error):
     linear_module(given.model, first).weight.requires_grad_(False)
     before, tensors = facts(given.model), copy.deepcopy(given.model.state_dict())
     try:
-        with given.masked() as masks:
+        with given.masked(objective) as masks:
             masks.set(zoo.random_indices(given.plan))
-            masks.take_gradients(objective, Samples.of(IDS))
+            masks.take_gradients()
             assert not torch.equal(tensors[f"{first}.weight"], linear_module(given.model, first).weight)
             if error:
                 raise error

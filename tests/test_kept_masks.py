@@ -67,10 +67,10 @@ class Step:
         known = {"importances": importances, "objective": Objective("cosine", self.target), "low_memory": not keep}
         run, scaled = Known(self.model, self.plan, self.ids, config, **known), options.group_scale
         with (
-            masked_model(run, self.model, relaxation, curvatures, group_scale=scaled) as self.masks,
+            masked_model(run, relaxation, curvatures, group_scale=scaled) as self.masks,
             mock.patch.object(torch.optim, "AdamW", return_value=optimizer),
         ):
-            self.trainer = OrderTrainer(run, options, self.model, self.masks, relaxation)
+            self.trainer = OrderTrainer(run, options, self.masks, relaxation)
             for _ in range(steps):
                 self.loss = self.trainer.step(torch.arange(len(self.ids)), 0)
             self.evaluated = self.trainer.hard_loss(self.trainer.indices(0))

@@ -1,12 +1,14 @@
 """Layers run with the arguments that were recorded, and a chain ends where these depend on what runs before."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from permtriton.data.samples import Samples
 from permtriton.passes.plan import layer_modules
-from permtriton.running.layer_calls import find_chains, record_chain
+from permtriton.running.layer_calls import LayerCalls, find_chains, record_calls
 
 from . import zoo
 from .updating import Pruned, tiny
@@ -24,9 +26,15 @@ def outputs(model: nn.Module, layers: list[nn.Module], ids: torch.Tensor) -> lis
 
 
 def chains(pruned: Pruned, layers: dict[str, nn.Module]) -> list[list[str]]:
-    found, problems = find_chains(pruned.model, layers, pruned.ids[:1], pruned.weights.values())
-    assert problems == {}
-    return found
+    return find_chains(pruned.model, layers, pruned.ids[:1], pruned.weights.values())
+
+
+def recorded_chain(
+    model: nn.Module, layers: dict[Any, nn.Module], samples: Samples
+) -> tuple[dict[Any, LayerCalls], torch.Tensor]:
+    """The calls of a chain's layers, one per sample, and what the first layer reads."""
+    calls = {name: LayerCalls(layer, model.device) for name, layer in layers.items()}
+    return calls, torch.cat([record_calls(model, calls, sample) for sample in samples.split(1)])
 
 
 @pytest.mark.slow
@@ -61,7 +69,7 @@ def test_recorded_layers_compute_what_the_model_does(name):
     model, plan = zoo.planned(name)
     ids = zoo.token_ids(5, 12)
     layers = dict(enumerate(layer_modules(model, plan)))
-    calls, hidden = record_chain(model, layers, Samples.of(ids))
+    calls, hidden = recorded_chain(model, layers, Samples.of(ids))
     for number, expected in enumerate(outputs(model, list(layers.values()), ids)):
         calls[number].try_together(hidden)
         parts = torch.arange(len(hidden)).split(2)

@@ -130,7 +130,7 @@ def test_arguments_may_depend_on_a_linear_before_the_layers():
             return layers["b"](hidden_states, **{**named, "position_ids": projections[-1]})
 
     decoder.layers[1] = Leaning()
-    assert find_chains(model, layers, Samples.of(IDS[:1]), weights) == ([["a", "b"]], {})
+    assert find_chains(model, layers, Samples.of(IDS[:1]), weights) == [["a", "b"]]
 
 
 @pytest.mark.slow

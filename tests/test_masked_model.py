@@ -29,7 +29,7 @@ def test_every_linear_gets_the_order_of_its_site(block_size, layout, layers):
     relaxation = options.relaxation(options.spaces(given.plan), 0, CPU)
     soft = relaxation.soft(0.5)
     indices = relaxation.harden(soft)
-    with masked_model(given.run(), given.model, relaxation) as masks:
+    with masked_model(given.run(), relaxation) as masks:
         for index in (relaxation.assign(soft), relaxation.join(indices)):
             masks.set(index, None)
             for site, name in given.plan.linears():
@@ -57,7 +57,7 @@ def two_masks(soft: Tensor) -> tuple[LearnedMasks, list[Tensor]]:
     weights = [Weight(), Weight()]
     sites = [Site(name, (), 4, torch.arange(4), space) for name in ("one", "other")]
     masks = LearnedMasks(
-        [(SiteBlocks(relaxation, site), [weight]) for site, weight in zip(sites, weights, strict=True)]
+        None, [(SiteBlocks(relaxation, site), [weight]) for site, weight in zip(sites, weights, strict=True)]
     )
     masks.set(torch.arange(4), [soft])
     return masks, [weight.soft for weight in weights]

@@ -17,7 +17,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure.statistics import hessians
 from permtriton.methods.planning import plan_model
-from permtriton.methods.train.trainer import split_held_out
+from permtriton.methods.train.distill import split_held_out
 from permtriton.running.backward import checkpointed
 from permtriton.running.layer_walk import from_model
 from permtriton.running.mixed_precision import AMX, FEW, NARROW, exact_products, mixed_precision, rounded_products

@@ -23,6 +23,7 @@ from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.passes.plan import named_layers
 from permtriton.running.layer_stream import LayerStream
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.placement import DevicePlacement
 from permtriton.util.progress import NoProgress
 from permtriton.util.store import HostMemory
@@ -69,8 +70,8 @@ def test_measures_of_layers_one_after_another_have_the_same_bits(name):
     stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), host)
     assert len(stream.layers) > 1, "otherwise the model runs as a whole, and nothing is tested"
     for method in ("wanda", "obs"):
-        expected = site_statistics(model, plan, method, SAMPLES, 4, NoProgress())
-        found = site_statistics(model, plan, method, SAMPLES, 4, NoProgress(), host)
+        expected = site_statistics(LayerWalk(model, plan, SAMPLES, 4), method, NoProgress())
+        found = site_statistics(LayerWalk(model, plan, SAMPLES, 4, host), method, NoProgress())
         assert all(torch.equal(found[site], expected[site]) for site in expected), method
     run = Known(model, plan, SAMPLES, config)
     expected = fisher_information(run, kind)

@@ -16,7 +16,6 @@ from permtriton.methods import steps
 from permtriton.methods.sizes import Memory
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import linear_module
-from permtriton.running.resume import StateFile
 from permtriton.util.option import documented, option
 
 from . import zoo
@@ -56,7 +55,7 @@ class Own(Step):
         return 2 * STATE  # the new one is written beside the old
 
     def run(self, run):
-        state = run.state(StateFile, self.name)
+        state = run.state(self.name)
         stored = state.read()
         history = json.loads(stored[1]["history"]) if stored else [{"round": 0, "loss": 0.75}]
         for number in range(len(history), self.rounds + 1):

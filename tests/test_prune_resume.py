@@ -6,7 +6,7 @@ import torch
 from permtriton import config_from
 from permtriton.driver.identity import states_beside
 from permtriton.driver.pipeline import compile_model
-from permtriton.running.resume import FinishedLayers
+from permtriton.running.resume import StateFile
 
 from . import zoo
 from .expert_stacks import unstacked
@@ -53,13 +53,13 @@ def test_it_continues_to_the_same_end(path, name, step):
     expected, parts = pruned(problem, step, whole)
     last = len(whole.steps) - 1  # in the last layer
     with pytest.raises(KeyboardInterrupt):
-        pruned(problem, step, Recording(last, interrupt), FinishedLayers(path, MINE))
+        pruned(problem, step, Recording(last, interrupt), StateFile(path, MINE))
     layers = len(problem.plan.layers())
     assert [file.name for file in sorted(path.parent.iterdir())] == [
         f".out.refit_{number}.safetensors" for number in range(layers - 1)
     ]
     again = Recording()
-    weights, found = pruned(problem, step, again, FinishedLayers(path, MINE))
+    weights, found = pruned(problem, step, again, StateFile(path, MINE))
     assert equal(weights, expected)
     assert found == parts
     assert sum(again.steps) == again.total == sum(whole.steps)
@@ -71,7 +71,7 @@ def test_states_of_another_output_stay(path):
     others = [".out.refit_v2.distill.safetensors", ".out.refit_v2.refit_0.safetensors"]
     for name in (*others, ".out.refit_0.safetensors", ".out.refit_12.safetensors"):
         path.with_name(name).touch()
-    FinishedLayers(path, MINE).delete()
+    StateFile(path, MINE).delete()
     assert sorted(file.name for file in path.parent.iterdir()) == sorted(others)
 
 

@@ -20,9 +20,8 @@ from permtriton.data.samples import Samples
 from permtriton.driver import identity
 from permtriton.driver.choose_placement import check_spread
 from permtriton.errors import ConfigError, ModelError
-from permtriton.running.resume import StateFile
+from permtriton.running.resume import Workspace
 from permtriton.running.sharding import _around, _check
-from permtriton.running.workspace import Workspace
 from permtriton.util import ranks
 from permtriton.util.progress import NoProgress
 
@@ -145,7 +144,7 @@ def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path
     model, workspace = zoo.tiny_llama(), Workspace(NoProgress(), tmp_path / "state.safetensors")
     start = replace(zoo.start(model, config_from(), Samples.of(zoo.tiny_ids(2, 12))), workspace=workspace)
     identity.identify(start, torch.device("cuda"))
-    state = workspace.state(StateFile, "searched", model)
+    state = workspace.state("searched", model)
     state.write({}, {})
     assert state.check() == "cuda"
 

@@ -43,8 +43,8 @@ def weights_of(masks) -> list[Tensor]:
     return [linear.parameter.detach().clone() for linear in masks._linears]
 
 
-def total_gains(masks, space: ChannelSpace, indices: dict[str, Tensor], damping: float, tokens: int) -> Tensor:
-    return sum(swap_gains(terms, terms) for terms in masks.terms(space, indices, damping, tokens))
+def total_gains(masks, space: ChannelSpace, indices: dict[str, Tensor], damping: float) -> Tensor:
+    return sum(swap_gains(terms, terms) for terms in masks.terms(space, indices, damping))
 
 
 def swapped(space: ChannelSpace, indices: dict[str, Tensor], one: int, other: int) -> dict[str, Tensor]:
@@ -67,11 +67,11 @@ def test_gains_are_what_swapping_does(name, layout, pattern):
     copies, checked = set(), 0
     with given.masked() as masks:
         masks.set(indices)
-        masks.take_gradients(given.objective, given.ids)
+        masks.take_gradients()
         before = weights_of(masks)
         for space in given.spaces[:4]:
-            plain = total_gains(masks, space, indices, 0.0, tokens)
-            damped = total_gains(masks, space, indices, damping, tokens)
+            plain = total_gains(masks, space, indices, 0.0)
+            damped = total_gains(masks, space, indices, damping)
             assert plain.dtype == torch.float64
             scale, rise_scale = plain.abs().max(), (damped - plain).abs().max()
             copies |= {site.copies for site in given.plan.sites_of(space)}
@@ -102,9 +102,9 @@ def test_what_a_round_predicts_is_the_sum_over_its_swaps(damping):
     indices = {space.name: torch.arange(space.units) for space in given.spaces}
     with given.masked() as masks:
         masks.set(indices)
-        masks.take_gradients(given.objective, given.ids)
+        masks.take_gradients()
         before = weights_of(masks)
-        searcher = Searcher(masks, given.spaces, given.ids, given.objective, Searched())
+        searcher = Searcher(masks, given.spaces, Searched())
         swaps = searcher.swaps(indices, damping)
         assert swaps.count > 3
         assert (swaps.gain > 0).all()

@@ -12,10 +12,11 @@ from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.evaluation.tasks import _Harness
 from permtriton.model.forward import last_hidden_state
 from permtriton.model.seq2seq import arguments_of
-from permtriton.running.layer_calls import record_chain, recorded
+from permtriton.running.layer_calls import recorded
 from permtriton.util.progress import NoProgress
 
 from .sentences import trained_tokenizer
+from .test_layer_calls import recorded_chain
 from .test_seq2seq import IDS, build, inputs_of
 from .zoo import token_ids
 
@@ -108,7 +109,7 @@ def test_layers_of_the_decoder_read_the_encoder_of_their_own_sample(name):
     samples, layers = check_samples(model, WINDOWS[name]), list(model.get_decoder().children())
     (blocks,) = [layer for layer in layers if isinstance(layer, torch.nn.ModuleList)]
     chain = dict(enumerate(blocks))
-    calls, hidden = record_chain(model, chain, samples)
+    calls, hidden = recorded_chain(model, chain, samples)
     rows = torch.tensor([4, 1, 5])
     for number, layer in calls.items():
         expected = recorded(model, {number: blocks[number]}, samples[rows])[number][0].hidden

@@ -5,7 +5,7 @@ from torch import Tensor
 from permtriton.errors import CalibrationError
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.prune import sparsegpt_math as update
-from permtriton.methods.prune.sparsegpt_math import Curvature, inverse_diagonal
+from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.util.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)
@@ -21,7 +21,7 @@ def problem(channels: int, rows: int = 6, seed: int = 0) -> tuple[Tensor, Tensor
 
 
 def sparsegpt(weight: Tensor, hessian: Tensor, pattern: NMPattern, mask: Tensor | None) -> Tensor:
-    return update.sparsegpt(weight, Curvature.of(hessian), pattern, mask)
+    return update.sparsegpt(weight, Curvature(hessian), pattern, mask)
 
 
 def wanda_mask(weight: Tensor, inputs: Tensor, pattern: NMPattern) -> Tensor:
@@ -121,7 +121,7 @@ def test_inverse_diagonal_is_that_of_the_dense_inverse(channels, dead):
     inputs[dead] = 0
     hessian = inputs @ inputs.T
     expected = torch.linalg.inv(damped_by_hand(hessian)).diagonal()
-    found = inverse_diagonal(hessian)
+    found = Curvature(hessian).inverse_diagonal()
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
 
@@ -132,11 +132,11 @@ def test_no_unit_of_the_inputs_makes_dead_channels_important(scale):
     weight, inputs = problem(16)
     inputs[[0, 5, 6]] = 0
     hessian = inputs @ inputs.T
-    scores = weight.square() / inverse_diagonal(hessian)
-    scaled = weight.square() / inverse_diagonal(scale**2 * hessian)
+    scores = weight.square() / Curvature(hessian).inverse_diagonal()
+    scaled = weight.square() / Curvature(scale**2 * hessian).inverse_diagonal()
     torch.testing.assert_close(scaled, scale**2 * scores, rtol=1e-4, atol=0)
 
 
 def test_singular_hessians_are_refused():
     with pytest.raises(CalibrationError, match="layer x"):
-        Curvature.of(-torch.ones(8, 8), "layer x")
+        Curvature(-torch.ones(8, 8), "layer x").factor  # noqa: B018

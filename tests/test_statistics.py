@@ -7,7 +7,7 @@ from torch import Tensor
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.statistics import hessians, site_statistics
 from permtriton.passes.plan import linear_module
-from permtriton.running.layer_walk import from_model
+from permtriton.running.layer_walk import LayerWalk, from_model
 from permtriton.util.progress import NoProgress
 
 from . import zoo
@@ -35,7 +35,7 @@ def seen(model, plan, ids: Tensor = IDS) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["llama_eager", "gpt2"])
 def test_norms_are_roots_of_sums_of_squares(name):
     model, plan = zoo.planned(name)
-    found = site_statistics(model, plan, "wanda", Samples.of(IDS), 2, NoProgress())
+    found = site_statistics(LayerWalk(model, plan, Samples.of(IDS), 2), "wanda", NoProgress())
     for site, inputs in seen(model, plan).items():
         expected = (inputs.square().sum(0) / IDS.shape[0]).sqrt()
         torch.testing.assert_close(found[site].double(), expected, rtol=1e-4, atol=1e-5)
@@ -57,7 +57,7 @@ def test_the_number_of_sequences_at_a_time_changes_nothing(name):
     model.double()
     one, *others = (
         [
-            *site_statistics(model, plan, "wanda", Samples.of(IDS), batch, NoProgress()).values(),
+            *site_statistics(LayerWalk(model, plan, Samples.of(IDS), batch), "wanda", NoProgress()).values(),
             *hessians(model, from_model(model, plan.sites, Samples.of(IDS), batch), lambda *_: None).values(),
         ]
         for batch in (1, 2, 5)

@@ -17,7 +17,7 @@ from permtriton.data.held_out import held_out_windows, read_held_out
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.methods.measure.statistics import channel_norms, hessians
-from permtriton.running.layer_walk import from_model
+from permtriton.running.layer_walk import LayerWalk, from_model
 from permtriton.util.progress import EventProgress, NoProgress
 from permtriton.util.sparsity import NMPattern
 
@@ -371,7 +371,7 @@ def test_activations_that_are_not_finite_name_the_site(model, plan, ids, value):
     try:
         weight.data[3] = value
         for statistics in (
-            lambda: channel_norms(model, plan.sites, Samples.of(ids), 4, NoProgress()),
+            lambda: channel_norms(LayerWalk(model, plan, Samples.of(ids), 4), NoProgress()),
             lambda: hessians(model, from_model(model, plan.sites, Samples.of(ids), 4), lambda steps=1, note="": None),
         ):
             with pytest.raises(CalibrationError, match=r"layers\.0\.mlp\.down_proj: 1 of 48 input channels .*float32"):

@@ -38,7 +38,7 @@ class Measured:
         sums = hessians(model, from_model(model, self.plan.sites, Samples.of(ids), BATCH), lambda _: None)
         self.inverses, diagonals = {}, {}
         for site in self.plan.sites:
-            inverse = Curvature.of(sums.pop(site.name), site.name).inverse
+            inverse = Curvature(sums.pop(site.name), site.name).inverse
             diagonals[site.name] = inverse.diagonal().clone()
             self.inverses[site.linears[0]] = diagonals[site.name] if "down" in site.name else inverse
         importances = importances_of(model, self.plan, "obs", diagonals)

@@ -17,8 +17,7 @@ from permtriton.methods.prune import dense_share
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Step
 from permtriton.model.checks import model_hash
-from permtriton.running.resume import StateFile, layers_beside
-from permtriton.running.workspace import state_path
+from permtriton.running.resume import StateFile, layers_beside, state_path
 from permtriton.util import ranks
 from permtriton.util.machine import device_name, versions
 
@@ -59,7 +58,8 @@ def identify(start: Planned, device: torch.device) -> None:
     if workspace.resume_path is None:
         return
     options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}
-    workspace.note(config=options, text=text_hash(config, start.samples), **run_identity(start.model, device))
+    workspace.inputs |= {"config": options, "text": text_hash(config, start.samples)}
+    workspace.inputs |= run_identity(start.model, device)
     beside = partial(states_beside, workspace.resume_path, config.steps)
     machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})
     for path in one_per_step(ranks.on_first(beside)):

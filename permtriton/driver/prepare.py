@@ -37,8 +37,7 @@ from permtriton.model.seq2seq import check_ends
 from permtriton.passes.plan import named_layers
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import DevicePlacement, ModelPlacement
-from permtriton.running.resume import StateFile
-from permtriton.running.workspace import Workspace
+from permtriton.running.resume import Workspace
 from permtriton.util import ranks
 from permtriton.util.progress import NoProgress, Progress
 
@@ -130,9 +129,8 @@ def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
         with workspace.timed("evaluate"), run.placed_model() as model:
             held_out = HeldOutMeasure(model, samples, run.progress, named_layers(run.model, plan), run.store)
     if config.uses_importance and not config.dense_share:  # choosing dense linears measures statistics itself
-        inputs = plan, config.importance, run.samples, run.batch_size, run.progress, run.store
         with workspace.timed("calibrate"):
-            run.calibrate(lambda model: site_statistics(model, *inputs))
+            run.calibrate(lambda walk: site_statistics(walk, config.importance, run.progress))
     return held_out
 
 
@@ -178,9 +176,8 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
     after = torch.tensor((samples.special or NONE).after, dtype=torch.int64)
     shape = config.generated, samples.tokens - len(after)
     with workspace.timed("generate"):
-        state = workspace.state(StateFile, WRITING)
-        stored = None if state is None else state.read()
-        if stored is not None:
+        state = workspace.state(WRITING)
+        if (stored := state.read()) is not None:
             ids = stored[0]["text"]
         else:
             starts = beginnings(samples, config.generated, max(samples.tokens // BEGINNING, 1))
@@ -189,7 +186,6 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
             with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
                 texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             ids = torch.cat([texts, after.expand(len(texts), -1)], 1)
-            if state is not None:
-                state.write({"text": ids}, {})
-        workspace.note(generated=Samples.of(ids).sha256)
+            state.write({"text": ids}, {})
+        workspace.inputs["generated"] = Samples.of(ids).sha256
     return ids

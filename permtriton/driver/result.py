@@ -23,7 +23,7 @@ from permtriton.data.in_memory import Data
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.name import checked_token
-from permtriton.running.resume import State
+from permtriton.running.resume import StateFile
 from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import real_path
 
@@ -40,7 +40,7 @@ class CompiledModel(Pruned):
 
     config: CompileConfig
     indices: dict[str, Tensor]
-    states: Sequence[State] = ()
+    states: Sequence[StateFile] = ()
 
     def __repr__(self) -> str:
         """The class, the pattern and the recipe, without the model's modules and orders."""

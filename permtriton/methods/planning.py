@@ -21,7 +21,7 @@ from permtriton.passes.provenance import propagate
 from permtriton.passes.select_linears import NOT_NAMED
 from permtriton.passes.sites import find_sites
 from permtriton.passes.trace import trace
-from permtriton.running.workspace import Workspace
+from permtriton.running.resume import Workspace
 from permtriton.util import ranks
 from permtriton.util.sparsity import NMPattern
 

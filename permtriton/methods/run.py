@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,7 +16,6 @@ from permtriton.methods.measure.losses import Objective, dense_objective, object
 from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
 from permtriton.methods.measure.statistics import reorder_statistics, tokens_of_experts, undersampled_warning
 from permtriton.methods.planning import Planned
-from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.model.reference import Reference
@@ -24,11 +23,12 @@ from permtriton.passes.apply_edits import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
-from permtriton.passes.plan import Plan, linear_module
+from permtriton.passes.plan import Plan, layer_modules, linear_module
+from permtriton.running.backward import checkpointed
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.mixed_precision import mixed_precision, rounded_products
 from permtriton.running.placement import DevicePlacement, ModelPlacement
-from permtriton.running.sharding import twin_of
-from permtriton.running.workspace import Kind
+from permtriton.running.resume import StateFile
 from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.permutation import compose, identity
 from permtriton.util.progress import Progress
@@ -37,40 +37,29 @@ from permtriton.util.store import Store
 
 @dataclass(kw_only=True)
 class Run(Planned):
-    """What steps read and change in a compilation; `permtriton.driver.prepare.prepare` makes it from the dense model.
+    """What steps read and change in a compilation; `permtriton.driver.prepare.prepare` makes it of the dense model."""
 
-    Attributes:
-        generated_ids: samples that the dense model wrote, int64 ``[samples, tokens]``; None where it wrote none.
-        batch_size: samples per forward pass without gradients.
-        reference: outputs of the dense model, which must stay the same when channels are reordered.
-        placement: where the model runs.
-        memory: estimated memory.
-        statistics: site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty
-            where no step uses the importance.
-        expert_tokens: experts module -> number of calibration tokens routed to each expert; empty if not measured.
-        row_weights: linear -> sensitivity of the loss to each row, in the present order; None if not known.
-        indices: space name -> unit index from the dense order, int64 ``[units]``.
-        retained_importance: pruned linear -> importance that its mask retains in the present order.
-        dense_weights: pruned linear -> its weight before it was pruned; filled where a step needs it.
-        max_output_difference: largest difference from the dense outputs, relative to the largest output.
-        outcomes: step name -> what the step reports.
-    """
-
-    generated_ids: Tensor | None
-    batch_size: int
-    reference: Reference
-    placement: ModelPlacement
+    generated_ids: Tensor | None  # samples that the dense model wrote, int64 ``[samples, tokens]``; None if it did not
+    batch_size: int  # samples per forward pass without gradients
+    reference: Reference  # outputs of the dense model, which must stay the same when channels are reordered
+    placement: ModelPlacement  # where the model runs
     memory: MemoryEstimate
+    # site name -> statistic of its input channels in the present order, float32 ``[channels]``; empty where no step
+    # uses the importance
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    # experts module -> number of calibration tokens routed to each expert; empty if not measured
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
+    # linear -> sensitivity of the loss to each row, in the present order; None if not known
     row_weights: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        self.indices = self.identity_indices()
+        self.indices = self.identity_indices()  # space name -> unit index from the dense order, int64 ``[units]``
+        # Pruned linear -> importance that its mask retains in the present order.
         self.retained_importance: dict[str, float] = {}
+        # Pruned linear -> its weight before it was pruned; filled where a step needs it.
         self.dense_weights: dict[str, Tensor] = {}
-        self.max_output_difference = 0.0
-        self.outcomes: dict[str, Outcome] = {}
+        self.max_output_difference = 0.0  # largest difference from the dense outputs, relative to the largest output
+        self.outcomes: dict[str, Outcome] = {}  # step name -> what the step reports
         self._dense_retained: dict[str, Retained] = {}
         self._objectives: dict[tuple[str, int, int, bool], Objective] = {}
         self._expected_loss: tuple[Objective, float] | None = None  # as `promise` recorded it; None if there is none
@@ -90,15 +79,8 @@ class Run(Planned):
         """Whether steps must save memory, because what they could keep does not fit."""
         return bool(self.memory.saving)
 
-    @property
-    def working_config(self) -> CompileConfig:
-        """The config for backward passes, with activation checkpointing also where memory is short."""
-        checkpointing = self.config.activation_checkpointing or self.memory.recomputes
-        return replace(self.config, activation_checkpointing=checkpointing)
-
-    def state(self, kind: type[Kind], step: str) -> Kind | None:
-        """Returns the file that keeps the state of a step; None where no state is kept."""
-        return self.workspace.state(kind, step, self.model)
+    def state(self, step: str) -> StateFile:
+        return self.workspace.state(step, self.model)
 
     def samples_for(self, step: Step) -> Samples:
         """Returns the samples that a step reads.
@@ -133,17 +115,25 @@ class Run(Planned):
         with self.placed_model() as model, rounded_products(model, self.config):
             yield model
 
-    def spread_twin(self) -> PreTrainedModel:
-        """Returns a copy of the model that a step may shard over the ranks, or the model if it is not sharded."""
-        return self.model if self.placement.spread_on is None else twin_of(self.model)
+    def recomputing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """Returns a context in which backward passes recompute the activations of layers where memory is short.
+
+        A layer that comes to a GPU only while it runs comes there again when it is recomputed.
+        """
+        recomputes = self.config.activation_checkpointing or self.memory.recomputes or self.store.onloads
+        return checkpointed(layer_modules(model, self.plan) if recomputes else [])
+
+    def walk(self, model: PreTrainedModel, samples: Samples | None = None) -> LayerWalk:
+        """Returns a walk through the layers of the placed model, by default on the calibration samples."""
+        return LayerWalk(model, self.plan, samples or self.samples, self.batch_size, self.store)
 
     def importances(self) -> dict[str, ImportanceFactors]:
         return importances_of(self.model, self.plan, self.config.importance, self.statistics)
 
-    def calibrate(self, measure: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
+    def calibrate(self, measure: Callable[[LayerWalk], dict[str, Tensor]]) -> None:
         """Stores the site statistics that ``measure`` returns, and how many tokens it routed to each expert."""
         with self.placed_model() as model:
-            statistics = measure(model)
+            statistics = measure(self.walk(model))
             self.expert_tokens = tokens_of_experts(model, len(self.samples) * self.samples.longest)
             warning = undersampled_warning(model, self.expert_tokens)
         self.statistics = {name: statistic.to(self.model.device) for name, statistic in statistics.items()}

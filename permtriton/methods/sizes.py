@@ -78,66 +78,37 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a model and its calibration samples.
+    """The sizes of a model and its calibration samples."""
 
-    Attributes:
-        model: bytes of all parameters.
-        element: bytes of a weight.
-        pruned: number of weights that are pruned, kept ones included.
-        largest_weight: number of weights in the largest linear that is pruned.
-        layers: number of layers.
-        hidden: channels of the hidden states.
-        width: largest number of input channels of a linear, or ``hidden`` if that is larger.
-        layer_channels: largest number of channels that the sites of one layer read, with the residual streams stored
-            beside them, or that its linears write if those are more. Experts: the widest stacked site; no routed one.
-        vocabulary: size of the logits of a token; 0 without a language-model head.
-        hessians: largest number of bytes that the Hessians of one layer take, with what inverting them takes.
-        forward: bytes of the activations of a forward pass that computes neither gradients nor logits.
-        spaces: number of units of each channel space that may move.
-        kept: share of the weights that are kept.
-        rows: rows of the pruned linears that every token runs through.
-        sequences: number of samples that a step reads.
-        calibration: number of calibration samples.
-        generated, surplus: number of samples beside the calibration samples: those that the dense model writes, and
-            further ones of the same text.
-        tokens: tokens of a sample that have logits.
-        longest: positions of a sample, in the longer half of an encoder-decoder.
-        positions: positions of the last hidden state in all samples.
-        micro_batch_size: the option ``micro_batch_size``.
-        backward_batch: the step's ``backward_batch``, which limits its micro-batches; 0 for no limit.
-        checkpointing: whether activations are recomputed.
-        low_memory: whether steps must save memory, because what they could keep does not fit.
-        ranks: number of processes that share the samples.
-        shares: number of devices that share the weights.
-    """
-
-    model: int
-    element: int
-    pruned: int
-    largest_weight: int
+    model: int  # bytes of all parameters
+    element: int  # bytes of a weight
+    pruned: int  # number of weights that are pruned, kept ones included
+    largest_weight: int  # number of weights in the largest linear that is pruned
     layers: int
-    hidden: int
-    width: int
+    hidden: int  # channels of the hidden states
+    width: int  # largest number of input channels of a linear, or ``hidden`` if that is larger
+    # largest number of channels that the sites of one layer read, with the residual streams stored beside them, or that
+    # its linears write if those are more; of experts, only the widest stacked site counts, and no routed one
     layer_channels: int
-    vocabulary: int
-    hessians: int
-    spaces: tuple[int, ...]
-    kept: float
-    rows: int
-    sequences: int
-    calibration: int
-    generated: int
-    surplus: int
-    tokens: int
-    longest: int
-    positions: int
-    forward: int
-    micro_batch_size: int
-    ranks: int
-    checkpointing: bool
-    low_memory: bool = False
-    backward_batch: int = 0
-    shares: int = 1
+    vocabulary: int  # size of the logits of a token; 0 without a language-model head
+    hessians: int  # largest number of bytes that the Hessians of one layer take, with what inverting them takes
+    spaces: tuple[int, ...]  # number of units of each channel space that may move
+    kept: float  # share of the weights that are kept
+    rows: int  # rows of the pruned linears that every token runs through
+    sequences: int  # samples that a step reads
+    calibration: int  # calibration samples
+    generated: int  # samples that the dense model writes
+    surplus: int  # further samples of the calibration text
+    tokens: int  # tokens of a sample that have logits
+    longest: int  # positions of a sample, in the longer half of an encoder-decoder
+    positions: int  # positions of the last hidden state in all samples
+    forward: int  # bytes of the activations of a forward pass that computes neither gradients nor logits
+    micro_batch_size: int  # the option
+    ranks: int  # processes that share the samples
+    checkpointing: bool  # whether activations are recomputed
+    low_memory: bool = False  # whether steps must save memory, because what they could keep does not fit
+    backward_batch: int = 0  # the step's ``backward_batch``, which limits its micro-batches; 0 for no limit
+    shares: int = 1  # devices that share the weights
 
     @property
     def all_positions(self) -> int:

@@ -41,29 +41,18 @@ class Outcome:
 
 
 class Step(Protocol):
-    """One method of a recipe: a frozen dataclass whose fields are its options, see `permtriton.util.option.option`.
+    """One method of a recipe: a frozen dataclass whose fields are its options, see `permtriton.util.option.option`."""
 
-    Attributes:
-        name: name in ``--recipe``, in TOML, in files and in reports.
-        prefix: what the flags of its options begin with.
-        summary: what it does, in one line.
-        stage: what it does to the model.
-        importance: score that decides which weights are kept, where the user chooses none; empty if it does not matter.
-        keeps_values: whether the weights that are kept keep their values.
-        dense_weights: whether it needs the dense weights after the model is pruned.
-        shards: whether it can run while the weights of layers are spread over several GPUs.
-        onloads: whether it can run on a model whose layers come to a GPU one by one.
-    """
-
-    name: ClassVar[str]
-    prefix: ClassVar[str]
-    summary: ClassVar[str]
-    stage: ClassVar[Stage]
+    name: ClassVar[str]  # name in ``--recipe``, in TOML, in files and in reports
+    prefix: ClassVar[str]  # what the flags of its options begin with
+    summary: ClassVar[str]  # what it does, in one line
+    stage: ClassVar[Stage]  # what it does to the model
+    # score that decides which weights are kept, where the user chooses none; empty if it does not matter
     importance: ClassVar[str] = ""
-    keeps_values: ClassVar[bool] = True
-    dense_weights: ClassVar[bool] = False
-    shards: ClassVar[bool] = True
-    onloads: ClassVar[bool] = True
+    keeps_values: ClassVar[bool] = True  # whether the weights that are kept keep their values
+    dense_weights: ClassVar[bool] = False  # whether it needs the dense weights after the model is pruned
+    shards: ClassVar[bool] = True  # whether it can run while the weights of layers are spread over several GPUs
+    onloads: ClassVar[bool] = True  # whether it can run on a model whose layers come to a GPU one by one
 
     def __post_init__(self) -> None:
         check_options(self)

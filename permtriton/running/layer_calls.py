@@ -4,8 +4,9 @@ A chain is a sequence of layers, each of which takes the output of the layer bef
 (positions, masks) do not depend on their weights. Such layers run without the model, once these are recorded.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,30 +19,20 @@ from permtriton.data.samples import Samples
 from permtriton.model.checks import TOLERANCE, relative_difference
 from permtriton.model.forward import last_hidden_state, replaced_forwards
 from permtriton.util.hooks import hooked
-from permtriton.util.store import MEMORY, Store
 
-CallContext = Callable[[Tensor], AbstractContextManager[None]]  # numbers of sequences -> context of the call
 PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer.
+    """One call of a layer."""
 
-    Attributes:
-        hidden: its hidden states; None if the layer before returned the same, or if it takes none.
-        leaves, structure: its other arguments, flattened by pytree.
-        problem: why the call cannot be repeated; empty if it can.
-        follows: name of the layer that ran before, if it returned these hidden states; else empty.
-        form: form of its output; None if there is more in it than hidden states and plain values.
-    """
-
-    hidden: Tensor | None
-    leaves: list[Any]
-    structure: pytree.TreeSpec
-    problem: str
-    follows: str
-    form: "Form | None" = None
+    hidden: Tensor | None  # its hidden states; None if the layer before returned the same, or if it takes none
+    leaves: list[Any]  # its other arguments, flattened by pytree
+    structure: pytree.TreeSpec  # their structure
+    repeatable: bool  # whether the layer can run without the model, on these arguments and other hidden states
+    follows: str = ""  # name of the layer that ran before, if it returned these hidden states; else empty
+    form: "Form | None" = None  # form of its output; None if there is more in it than hidden states and plain values
 
 
 @dataclass(frozen=True)
@@ -57,107 +48,88 @@ class Form:
         return pytree.tree_unflatten([*self.leaves[: self.at], hidden, *self.leaves[self.at + 1 :]], self.structure)
 
 
-def as_it_is(_of: object) -> AbstractContextManager[None]:
-    """Returns a context that changes nothing; sequence numbers or the name of a layer, as its argument, are ignored."""
-    return nullcontext()
-
-
 class LayerCalls:
-    """A layer and, per sequence, its arguments except hidden states; ``together``: whether one call runs several."""
+    """A layer, and its arguments except hidden states in the calls that were recorded, by their numbers.
+
+    Attributes:
+        form: form of the layer's outputs, as `_Call` has it.
+        together: whether calls that were recorded for one sequence each can be joined to one.
+    """
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
-        self._layer, self._device = layer, device
-        self._leaves: list[list[Any]] = []  # per sequence; what is equal for all sequences is stored once
-        self._structure: pytree.TreeSpec | None = None
+        self.layer, self._device = layer, device
+        self.form: Form | None = None
         self.together = False
+        self._leaves: list[list[Any]] = []  # per call; what is equal in all calls is stored once
+        self._structure: pytree.TreeSpec | None = None
 
-    def _add(self, call: _Call) -> None:
+    def add(self, call: _Call) -> None:
         first = self._leaves[0] if self._leaves else call.leaves
-        self._structure = call.structure
+        self.form, self._structure = call.form, call.structure
         self._leaves.append([a if same(a, b) else b for a, b in zip(first, call.leaves, strict=True)])
 
-    def __call__(self, hidden: Tensor, rows: Tensor, call_context: CallContext = as_it_is) -> Tensor:
+    def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns the layer's output ``[len(rows), tokens, hidden]`` for the sequences numbered ``rows``.
 
         Args:
             hidden: hidden states of these sequences, ``[len(rows), tokens, hidden]``, on any device.
-            call_context: makes the context of each call from the numbers of the sequences that run in it.
         """
+        if self.together:
+            return self.run(hidden, rows.tolist())
+        return torch.cat([self.run(states, [row]) for states, row in zip(hidden.split(1), rows.tolist(), strict=True)])
+
+    def run(self, hidden: Tensor, numbers: list[int]) -> Tensor:
+        """Returns the output for hidden states on any device, with the arguments of the calls ``numbers``, joined."""
         assert self._structure is not None
-        hidden, parts = hidden.to(self._device), [rows] if self.together else rows.split(1)
-        outputs = []
-        for states, part in zip(hidden.split(len(parts[0])), parts, strict=True):
-            leaves = [self._leaves[row] for row in part.tolist()]
-            with call_context(part):
-                joined = [_joined(values) for values in zip(*leaves, strict=True)]
-                outputs.append(run_layer(self._layer, states, joined, self._structure))
-        return outputs[0] if self.together else torch.cat(outputs)
+        leaves = [_joined(values) for values in zip(*(self._leaves[number] for number in numbers), strict=True)]
+        positional, named = pytree.tree_unflatten(leaves, self._structure)
+        hidden = hidden.to(self._device)
+        if "hidden_states" in named:
+            return _hidden_of(self.layer(*positional, **{**named, "hidden_states": hidden}))
+        return _hidden_of(self.layer(hidden, *positional[1:], **named))
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
         """Tests on two sequences whether several can run in one call: arguments were recorded for one at a time."""
-        self.together = self._fits_together(hidden[:2], torch.arange(hidden[:2].shape[0]))
-
-    def _fits_together(self, hidden: Tensor, rows: Tensor) -> bool:
-        for values in zip(*self._leaves, strict=True):
-            if any(value is not values[0] for value in values) and not _joinable(values):
-                return False
-        self.together = False
+        hidden, rows, self.together = hidden[:2], torch.arange(len(hidden[:2])), False
+        arguments = list(zip(*self._leaves, strict=True))
+        if not all(_joinable(values) for values in arguments if any(value is not values[0] for value in values)):
+            return
         expected = self(hidden, rows)
-        self.together = True
         try:
-            joint = self(hidden, rows)
+            joint = self.run(hidden, rows.tolist())
         except (RuntimeError, ValueError, IndexError):  # shapes that hold for one sequence only
-            return False
-        return joint.shape == expected.shape and relative_difference(expected, joint) <= TOLERANCE[hidden.dtype]
-
-
-def run_layer(layer: nn.Module, hidden: Tensor, leaves: list[Any], structure: pytree.TreeSpec) -> Tensor:
-    """Calls a layer with recorded arguments but other hidden states, and returns the hidden states of its output."""
-    positional, named = pytree.tree_unflatten(leaves, structure)
-    if "hidden_states" in named:
-        return _hidden_of(layer(*positional, **{**named, "hidden_states": hidden}))
-    return _hidden_of(layer(hidden, *positional[1:], **named))
+            return
+        difference = relative_difference(expected, joint) if joint.shape == expected.shape else math.inf
+        self.together = difference <= TOLERANCE[hidden.dtype]
 
 
 @torch.no_grad()
-def record_chain(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples, store: Store = MEMORY
-) -> tuple[dict[str, LayerCalls], Tensor]:
-    """Returns the calls of a chain's layers for every sequence, and the hidden states that its first layer reads.
+def record_calls(model: PreTrainedModel, calls: Mapping[str, LayerCalls], batch: Samples) -> Tensor:
+    """Adds the call of each layer of a chain on a batch to ``calls``, and returns what the first layer reads.
 
-    The arguments of a chain's layers do not depend on their hidden states. So the layers run for the first sequence
-    only: for the others, the model runs without them.
+    The arguments of a chain's layers do not depend on their hidden states. So the layers run for the first batch only:
+    for the others, the model runs without them.
 
-    Returns:
-        Name -> calls, in execution order, and hidden states ``[sequences, tokens, hidden]`` in ``store``.
+    Args:
+        calls: name of each layer of the chain, in execution order -> its calls so far.
     """
-    calls = {name: LayerCalls(layer, model.device) for name, layer in layers.items()}
-    start, hidden = next(iter(layers)), torch.empty(0)
-    recorded_calls = recorded(model, layers, samples[:1])
-    forms = {layers[name]: call.form for name, (call,) in recorded_calls.items() if call.form is not None}
-    for number, row in enumerate(samples.split(1)):
-        if number:
-            with left_out(forms):
-                recorded_calls = recorded(model, layers, row)
-        first = recorded_calls[start][0].hidden
-        assert first is not None
-        if not number:
-            hidden = store.empty((len(samples), *first.shape[1:]), dtype=first.dtype)
-        hidden[number] = first[0]
-        for name, (call,) in recorded_calls.items():
-            calls[name]._add(call)
-    return calls, hidden
+    layers = {name: layer_calls.layer for name, layer_calls in calls.items()}
+    forms = {layer_calls.layer: layer_calls.form for layer_calls in calls.values() if layer_calls.form is not None}
+    with left_out(forms):
+        recorded_calls = recorded(model, layers, batch)
+    for name, (call,) in recorded_calls.items():
+        calls[name].add(call)
+    hidden = next(iter(recorded_calls.values()))[0].hidden
+    assert hidden is not None
+    return hidden
 
 
 @torch.no_grad()
 def find_chains(
-    model: PreTrainedModel,
-    layers: Mapping[str, nn.Module],
-    sample: Samples,
-    weights: Iterable[Tensor],
-) -> tuple[list[list[str]], dict[str, str]]:
-    """Returns the chains, as names of layers, and name -> why a layer cannot run without the model.
+    model: PreTrainedModel, layers: Mapping[str, nn.Module], sample: Samples, weights: Iterable[Tensor]
+) -> list[list[str]]:
+    """Returns the chains, as names of layers; layers that cannot run without the model are in none.
 
     Args:
         sample: one sample to run the model on.
@@ -167,19 +139,14 @@ def find_chains(
     """
     recorded_calls = recorded(model, layers, sample)
     chains: list[list[str]] = []
-    problems: dict[str, str] = {}
-    previous = ""
     for name, calls in recorded_calls.items():
-        if len(calls) != 1 or calls[0].problem:
-            problems[name] = calls[0].problem if len(calls) == 1 else f"runs {len(calls)} times in a forward pass"
-        elif previous and calls[0].follows == previous:
-            chains[-1].append(name)
-        else:
-            chains.append([name])
-        previous = "" if name in problems else name
+        if len(calls) == 1 and calls[0].repeatable:
+            if chains and calls[0].follows == chains[-1][-1]:
+                chains[-1].append(name)
+            else:
+                chains.append([name])
     changing = {id(weight) for weight in weights}
-    parts = [part for chain in chains for part in _parted(model, layers, sample, chain, changing, recorded_calls)]
-    return parts, problems
+    return [part for chain in chains for part in _parted(model, layers, sample, chain, changing, recorded_calls)]
 
 
 def _parted(
@@ -239,24 +206,19 @@ def left_out(forms: Mapping[nn.Module, Form]) -> AbstractContextManager[None]:
 
 
 def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples) -> dict[str, list[_Call]]:
-    """Runs the model on all samples in one batch, and returns the calls of each layer by its name."""
+    """Runs the model on all samples in one batch, and returns the calls of each layer by its name.
+
+    Of the hidden states between layers, only the last ones stay in memory.
+    """
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
-    with _hooked(layers, calls, len(samples)):
-        last_hidden_state(model, samples)
-    return calls
-
-
-@contextmanager
-def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequences: int) -> Iterator[None]:
-    """Inside the context, records calls. Of the hidden states between layers, only the last ones stay in memory."""
     open_calls: dict[str, _Call] = {}
-    last: tuple[str, Tensor | None] = ("", None)
+    last: tuple[str, Tensor | None] = ("", None)  # name of the layer that ran last, and the hidden states it returned
 
     def before(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            hidden, leaves, structure, problem = _taken_apart(positional, named, sequences)
-            follows = last[0] if hidden is not None and same(hidden, last[1]) else ""
-            open_calls[name] = _Call(None if follows else hidden, leaves, structure, problem, follows)
+            call = _call_of(positional, named, len(samples))
+            follows = last[0] if call.hidden is not None and same(call.hidden, last[1]) else ""
+            open_calls[name] = replace(call, hidden=None if follows else call.hidden, follows=follows)
 
         return hook
 
@@ -269,14 +231,15 @@ def _hooked(layers: Mapping[str, nn.Module], calls: dict[str, list[_Call]], sequ
                 calls[name].append(replace(call, form=_form(output)))
             else:
                 last = ("", None)
-                calls[name].append(replace(call, problem=f"returns a {type(hidden).__name__} before its hidden states"))
+                calls[name].append(replace(call, repeatable=False))
 
         return hook
 
     starts = (layer.register_forward_pre_hook(before(name), with_kwargs=True) for name, layer in layers.items())
     ends = (layer.register_forward_hook(after(name)) for name, layer in layers.items())
     with hooked(starts), hooked(ends):
-        yield
+        last_hidden_state(model, samples)
+    return calls
 
 
 def _form(output: Any) -> Form | None:
@@ -293,24 +256,17 @@ def hidden_argument(positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
     return named.get("hidden_states", positional[0] if positional else None)
 
 
-def _taken_apart(
-    positional: tuple[Any, ...], named: dict[str, Any], sequences: int
-) -> tuple[Tensor | None, list[Any], pytree.TreeSpec, str]:
-    """Returns a call's hidden states, its other arguments, their structure, and why it cannot be repeated, or ""."""
+def _call_of(positional: tuple[Any, ...], named: dict[str, Any], sequences: int) -> _Call:
+    """Returns a call with these arguments."""
     hidden = hidden_argument(positional, named)
     other_kwargs = {**named, "hidden_states": None} if "hidden_states" in named else named
     other_args = positional if "hidden_states" in named else (None, *positional[1:])
     leaves, structure = pytree.tree_flatten((other_args, other_kwargs))
-    problem = ""
-    if not isinstance(hidden, Tensor) or hidden.ndim != 3 or hidden.shape[0] != sequences:
-        problem, hidden = "does not take hidden states [sequences, tokens, hidden]", None
-    for value in (*other_args, *other_kwargs.values()):
-        if isinstance(value, list | dict):  # layers could pass values on in it
-            problem = f"takes a {type(value).__name__}"
-    for leaf in leaves:
-        if not isinstance(leaf, PLAIN):
-            problem = f"takes a {type(leaf).__name__}"
-    return None if hidden is None else hidden.detach().clone(), leaves, structure, problem
+    takes_hidden = isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[0] == sequences
+    # Layers could pass values on in a list or dict.
+    collections = any(isinstance(value, list | dict) for value in (*other_args, *other_kwargs.values()))
+    repeatable = takes_hidden and not collections and all(isinstance(leaf, PLAIN) for leaf in leaves)
+    return _Call(hidden.detach().clone() if takes_hidden else None, leaves, structure, repeatable)
 
 
 def _hidden_of(output: Any) -> Tensor:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.model.forward import replaced_forwards
-from permtriton.running.layer_calls import Form, find_chains, left_out, recorded, run_layer, same
+from permtriton.running.layer_calls import Form, LayerCalls, find_chains, left_out, record_calls
 from permtriton.util.store import Store
 
 
@@ -22,7 +21,8 @@ class LayerStream:
     """A model's longest chain of layers, with their arguments for every batch.
 
     Attributes:
-        layers: layers of the chain; none where the model has no chain, so that it can only run as a whole.
+        layers: layers of the chain, with one call per batch; none where the model has no chain, so that it can only run
+            as a whole.
         hidden: hidden states of each batch, ``[sequences, tokens, hidden]``: what the first layer reads, and after
             `forward` what the last one returns.
     """
@@ -32,27 +32,20 @@ class LayerStream:
         self, model: PreTrainedModel, layers: Mapping[str, nn.Module], batches: Sequence[Samples], store: Store
     ) -> None:
         self._model, self._store = model, store
-        self._arguments: list[list[tuple[list[Any], pytree.TreeSpec]]] = []  # by batch and layer
-        self.layers: list[nn.Module] = []
+        self.layers: list[LayerCalls] = []
         self.hidden: list[Tensor] = []
-        first = batches[0][:1]
-        chain = {name: layers[name] for name in max(find_chains(model, layers, first, ())[0], key=len, default=[])}
-        forms = [calls[0].form for calls in recorded(model, chain, first).values()] if len(chain) > 1 else []
-        self._forms: dict[nn.Module, Form] = {
-            layer: form for layer, form in zip(chain.values(), forms, strict=False) if form is not None
-        }
-        if not forms or len(self._forms) < len(chain):
+        self._forms: dict[nn.Module, Form] = {}
+        chain = max(find_chains(model, layers, batches[0][:1], ()), key=len, default=[])
+        if len(chain) < 2:
             return
-        self.layers = list(chain.values())
+        calls = {name: LayerCalls(layers[name], model.device) for name in chain}
         for batch in batches:
-            with left_out(self._forms):
-                calls = [call for (call,) in recorded(model, chain, batch).values()]
-            assert calls[0].hidden is not None
-            self.hidden.append(self._kept(calls[0].hidden))
-            self._arguments.append([(call.leaves, call.structure) for call in calls])
-            for (leaves, _), (first_leaves, _) in zip(self._arguments[-1], self._arguments[0], strict=True):
-                if len(leaves) == len(first_leaves):  # what is equal for all batches is stored once
-                    leaves[:] = [a if same(a, b) else b for a, b in zip(first_leaves, leaves, strict=True)]
+            hidden = record_calls(model, calls, batch)
+            self._forms = {layer.layer: layer.form for layer in calls.values() if layer.form is not None}
+            if len(self._forms) < len(chain):
+                return
+            self.hidden.append(self._kept(hidden))
+        self.layers = list(calls.values())
 
     def _kept(self, hidden: Tensor) -> Tensor:
         return self._store.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
@@ -60,9 +53,9 @@ class LayerStream:
     @torch.no_grad()
     def forward(self) -> None:
         """Runs each layer on all batches, one layer after another."""
-        for number, layer in enumerate(self.layers):
+        for layer in self.layers:
             for batch, hidden in enumerate(self.hidden):
-                output = run_layer(layer, hidden.to(self._model.device), *self._arguments[batch][number])
+                output = layer.run(hidden, [batch])
                 if output.shape != hidden.shape or output.dtype != hidden.dtype:
                     self.hidden[batch] = self._kept(output)
                 else:
@@ -71,7 +64,7 @@ class LayerStream:
     @contextmanager
     def returning(self, hidden: Tensor) -> Iterator[None]:
         """Inside the context, the model computes none of the layers and takes ``hidden`` for the last one's output."""
-        last = self.layers[-1]
+        last = self.layers[-1].layer
 
         def forward(*positional: Any, **named: Any) -> Any:
             return self._forms[last].of(hidden.to(self._model.device))

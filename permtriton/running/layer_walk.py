@@ -6,9 +6,9 @@ memory is short. Layers outside every chain get their inputs from runs of the wh
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,13 @@ from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
 from permtriton.passes.plan import Plan, Site, layer_names, linear_module
 from permtriton.running.kept_outputs import Keep, KeptOutputs
-from permtriton.running.layer_calls import CallContext, LayerCalls, as_it_is, find_chains, record_chain
+from permtriton.running.layer_calls import LayerCalls, find_chains, record_calls
 from permtriton.running.sharding import is_spread
 from permtriton.util import ranks
 from permtriton.util.store import MEMORY, Store
 
-LayerContext = Callable[[str], AbstractContextManager[None]]  # context in which a layer runs, by name; "" is the model
+# name of a layer, or "" for the model -> context in which it runs
+LayerContext = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LayerInputs:
 
 
 def from_model(
-    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, layer_context: LayerContext = as_it_is
+    model: PreTrainedModel, sites: list[Site], samples: Samples, batch: int, layer_context: LayerContext = nullcontext
 ) -> LayerInputs:
     """Returns the inputs of sites from runs of the whole model in the context ``layer_context("")``."""
 
@@ -57,37 +58,35 @@ def from_model(
 
 @dataclass
 class _Layer:
-    """A layer of a chain: it runs on the hidden states of all sequences, and may collect its outputs."""
+    """A layer of a chain: it runs on the hidden states of all sequences, and may collect its outputs.
+
+    Attributes:
+        context: numbers of sequences -> context in which the layer runs on them.
+        store: where outputs are collected; None collects none.
+    """
 
     calls: LayerCalls
     hidden_states: Tensor
-    context: Callable[[], AbstractContextManager[None]]
-    call_context: CallContext
+    context: Callable[[Tensor], AbstractContextManager[object]]
     store: Store | None
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: Tensor | None = None
 
     @torch.no_grad()
     def run(self, rows: Tensor) -> None:
-        with self.context():
-            output = self.calls(self.hidden_states[rows], rows, self.call_context)
+        with self.context(rows):
+            output = self.calls(self.hidden_states[rows], rows)
         if self.store is not None:
-            if not self.outputs:
-                shape = (len(self.hidden_states), *output.shape[1:])
-                self.outputs.append(self.store.empty(shape, dtype=output.dtype))
-            self.outputs[0][rows] = output.to(self.outputs[0].device)
+            if self.outputs is None:
+                self.outputs = self.store.empty((len(self.hidden_states), *output.shape[1:]), dtype=output.dtype)
+            self.outputs[rows] = output.to(self.outputs.device)
 
 
 class LayerWalk:
-    """Walks over the layers of a model; the chains that the layers form are found once, at construction."""
+    """Walks over the layers of a model; the chains that the layers form are found once, when they are first needed."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, store: Store = MEMORY) -> None:
-        self._model, self._plan, self._samples, self._batch = model, plan, samples, batch
-        self._groups, self._store = plan.layers(), store.on(model.device)
-        self._layer_names = _layer_names_of(model, plan, self._groups)
-        self._layers = {name: model.get_submodule(name) for name in self._layer_names if name}
-        weights = [linear_module(model, name).get_parameter("weight") for _, name in plan.linears()]
-        chains = find_chains(model, self._layers, samples[:1], weights)[0] if len(self._layers) > 1 else []
-        self._chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
+        self.model, self.plan, self.samples = model, plan, samples
+        self._batch, self._store = batch, store
 
     def walk_dense(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
         """Yields the inputs of each layer's sites, in order. Run all parts of a layer before asking for the next layer.
@@ -95,8 +94,7 @@ class LayerWalk:
         Args:
             weights: linear -> weight that replaces the model's own during the walk.
         """
-        context = _with_weights(self._model, self._plan, weights) if weights else as_it_is
-        return self._walk(context, None, changing=False)
+        return self._walk(_with_weights(self.model, self.plan, weights) if weights else nullcontext, None, False)
 
     def walk_and_change(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
         """Yields what `walk_dense` does, for a caller that changes a layer's weights before it asks for the next one.
@@ -107,52 +105,82 @@ class LayerWalk:
             keep: output -> what `KeptOutputs` stores of it, so that outputs which are final are computed once however
                 often the layer runs; None stores nothing. Outputs in runs of the whole model are never stored.
         """
-        return self._walk(as_it_is, keep, changing=True)
+        return self._walk(nullcontext, keep, True)
 
-    def _walk(self, layer_context: LayerContext, keep: Keep | None, *, changing: bool) -> Iterator[LayerInputs]:
+    @cached_property
+    def _layers(self) -> list[tuple[str, list[Site], list[str]]]:
+        """For each layer its name, its sites, and its chain, which is empty if they need runs of the whole model."""
+        groups = self.plan.layers()
+        names = _layer_names_of(self.model, self.plan, groups)
+        layers = {name: self.model.get_submodule(name) for name in names if name}
+        weights = [linear_module(self.model, name).get_parameter("weight") for _, name in self.plan.linears()]
+        chains = find_chains(self.model, layers, self.samples[:1], weights) if len(layers) > 1 else []
+        chain_of = {name: chain for chain in chains if len(chain) > 1 for name in chain}
+        return [(name, sites, chain_of.get(name, [])) for name, sites in zip(names, groups, strict=True)]
+
+    def _walk(self, layer_context: LayerContext, keep: Keep | None, changing: bool) -> Iterator[LayerInputs]:
         calls: dict[str, LayerCalls] = {}
-        model, samples, batch = self._model, self._samples, self._batch
+        model, samples, batch, store = self.model, self.samples, self._batch, self._store.on(self.model.device)
         hidden_states, own_samples = torch.empty(0), samples[ranks.own_rows(len(samples))]
-        for name, sites in zip(self._layer_names, self._groups, strict=True):
-            if name not in self._chain_of:
+
+        def in_context(layer: str) -> Callable[[Tensor], AbstractContextManager[object]]:
+            return lambda _rows: layer_context(layer)
+
+        for name, sites, chain in self._layers:
+            if not chain:
                 yield from_model(model, sites, samples, batch, layer_context)
                 continue
-            chain = self._chain_of[name]
             if name not in calls:
                 with layer_context(""):
-                    calls, hidden_states = record_chain(
-                        model, {layer: self._layers[layer] for layer in chain}, own_samples, self._store
-                    )
+                    calls, hidden_states = self._recorded(chain, own_samples)
             with layer_context(name):
                 calls[name].try_together(hidden_states)
             calls[name].together = all(ranks.gather(calls[name].together))  # each rank tests its own samples
-            # Sequences that run one by one are one part each: a run may stop once every site's input has been seen.
+            # Sequences that run one by one are one part each: a run may stop once every site's input has been seen, and
+            # outputs are kept by the sequences that run together.
             parts = torch.arange(len(own_samples)).split(batch if calls[name].together else 1)
-            layer = _Layer(calls[name], hidden_states, partial(layer_context, name), as_it_is, self._store)
             if changing:
                 kept = KeptOutputs(model, name, sites, keep)
-                yield LayerInputs(
-                    sites, parts, replace(layer, call_context=kept.running, store=None).run, finish=kept.finish
-                )
+                layer = _Layer(calls[name], hidden_states, kept.running, None)
+                yield LayerInputs(sites, parts, layer.run, finish=kept.finish)
                 if name != chain[-1]:  # layers after the chain get their inputs from the model
-                    layer.call_context = partial(kept.running, last=True)
+                    layer = replace(layer, context=partial(kept.running, last=True), store=store)
                     for rows in parts:
                         layer.run(rows)
                 kept.clear()
             else:
+                layer = _Layer(calls[name], hidden_states, in_context(name), store)
                 yield LayerInputs(sites, parts, layer.run, may_stop_early=False)
-            hidden_states = layer.outputs[0] if layer.outputs else hidden_states
+            if layer.outputs is not None:
+                hidden_states = layer.outputs
 
-    def walk_dense_once(self) -> Iterator[LayerInputs]:
-        """Yields what `walk_dense` does, except that sites outside chains come last, from one run of the model."""
-        sites_outside_chains: list[Site] = []
-        for layer in self.walk_dense():
-            if layer.may_stop_early:
-                sites_outside_chains += layer.sites
-            else:
-                yield layer
-        if sites_outside_chains:
-            yield from_model(self._model, sites_outside_chains, self._samples, self._batch)
+    def _recorded(self, chain: list[str], samples: Samples) -> tuple[dict[str, LayerCalls], Tensor]:
+        """Returns the calls of a chain's layers on every sample, and the hidden states that its first layer reads."""
+        calls = {name: LayerCalls(self.model.get_submodule(name), self.model.device) for name in chain}
+        hidden_states = torch.empty(0)
+        for row, sample in enumerate(samples.split(1)):
+            hidden = record_calls(self.model, calls, sample)
+            if not row:
+                store = self._store.on(self.model.device)
+                hidden_states = store.empty((len(samples), *hidden.shape[1:]), dtype=hidden.dtype)
+            hidden_states[row] = hidden[0]
+        return calls, hidden_states
+
+    def walk_once(self) -> Iterator[LayerInputs]:
+        """Yields the inputs of all sites in the dense model, from one run of it unless layers come to a GPU one by one.
+
+        Then they come from `walk_dense`, but sites outside chains come last, from one run of the model.
+        """
+        sites = self.plan.sites
+        if self._store.onloads:
+            sites = []
+            for layer in self.walk_dense():
+                if layer.may_stop_early:
+                    sites += layer.sites
+                else:
+                    yield layer
+        if sites:
+            yield from_model(self.model, sites, self.samples, self._batch)
 
 
 def _with_weights(model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -> LayerContext:

@@ -2,11 +2,11 @@
 
 The model stays in host memory, where it is permuted, masked and saved. Inside `onloaded`, what is outside of its layers
 is on the device, and so are copies of the weights of the layer that ran last: a layer that runs on many batches in
-succession is copied once. A parameter is on the device only while its layer runs; with gradients, or after `bring`,
-until another layer runs.
+succession is copied once. A parameter is on the device only while its layer runs, or, with gradients, until another
+layer runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterat
     copies = _Copies(device, outside)
     with _moved_buffers(model, device), copies.in_place(outside):
         try:
-            with replaced_forwards(layers, lambda layer: _OnDevice(layer, copies)):
+            with replaced_forwards(layers, copies.forward_of):
                 yield model
         finally:
             copies.drop()
@@ -53,13 +53,6 @@ def onloading_refusal(model: PreTrainedModel, plan: Plan) -> str:
     if not layers or any(parameter is first for layer in layers for parameter in layer.parameters()):
         return "no layers could be told from what is before them"
     return ""
-
-
-def bring(layer: nn.Module) -> None:
-    """Brings the weights of a layer to the device until another one runs; does nothing outside of `onloaded`."""
-    forward = layer.__dict__.get("forward")
-    if isinstance(forward, _OnDevice):
-        forward.stay()
 
 
 @dataclass
@@ -89,6 +82,20 @@ class _Copies:
         if layer is not self.stays:
             self._staying.enter_context(self.of_layer(layer))
             self.stays = layer
+
+    def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
+        """Returns a ``forward`` that runs with the layer's parameters on the device."""
+        compute = layer.forward
+
+        def forward(*positional: Any, **named: Any) -> Any:
+            if torch.is_grad_enabled():
+                self.stay(layer)
+            if self.stays is layer:
+                return compute(*positional, **named)
+            with self.of_layer(layer):
+                return compute(*positional, **named)
+
+        return forward
 
     def of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which the parameters of a layer are on the device; the copies stay after it."""
@@ -124,24 +131,6 @@ class _Copies:
         self._staying.close()
         self._copies.clear()
         self._layer = self.stays = None
-
-
-class _OnDevice:
-    """Replaces a layer's ``forward`` by one that runs with the layer's parameters on the device."""
-
-    def __init__(self, layer: nn.Module, copies: _Copies) -> None:
-        self._layer, self._copies, self._forward = layer, copies, layer.forward
-
-    def stay(self) -> None:
-        self._copies.stay(self._layer)
-
-    def __call__(self, *positional: Any, **named: Any) -> Any:
-        if torch.is_grad_enabled():
-            self.stay()
-        if self._copies.stays is self._layer:
-            return self._forward(*positional, **named)
-        with self._copies.of_layer(self._layer):
-            return self._forward(*positional, **named)
 
 
 @contextmanager

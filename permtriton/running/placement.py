@@ -43,14 +43,10 @@ def allowed_placements(shard: bool | None, onload: bool | None) -> tuple[DeviceP
         raise ConfigError(
             "`shard=True` spreads layers over GPUs, and `onload=True` brings them to a GPU one by one: choose one"
         )
-    if shard or onload:
-        return (DevicePlacement.SPREAD if shard else DevicePlacement.ONLOADED,)
-    refused = {
-        placement
-        for placement, choice in ((DevicePlacement.SPREAD, shard), (DevicePlacement.ONLOADED, onload))
-        if choice is False
-    }
-    return tuple(placement for placement in DevicePlacement if placement not in refused)
+    choices = {DevicePlacement.SPREAD: shard, DevicePlacement.ONLOADED: onload}
+    if demanded := [placement for placement, choice in choices.items() if choice]:
+        return tuple(demanded)
+    return tuple(placement for placement in DevicePlacement if choices.get(placement) is not False)
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,27 @@
-"""Files that store the state of a long stage, so that an interrupted run continues where it was."""
+"""Files that store the state of a long stage, so that an interrupted run continues where it was, and its clock."""
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from permtriton.errors import ModelError, OutputError, VerificationError
-from permtriton.kernels.packing import pack, unpack_reference
-from permtriton.model.checks import hash_tensors
+from permtriton.errors import OutputError, reading
+from permtriton.model.checks import hash_tensors, sample_hash
 from permtriton.util import ranks
 from permtriton.util.durable import replace_file
-from permtriton.util.sparsity import NMPattern
+from permtriton.util.machine import release_memory
+from permtriton.util.progress import NoProgress, Progress
 
 INPUTS = "inputs"  # key of the text that says which run a state belongs to
 CHECKSUM = "sha256"  # key of the text with the hash of all else
@@ -32,25 +37,25 @@ DIFFERS = {
 }
 
 
-class State(Protocol):
-    """A stored state from which a step continues; made from a path and the inputs that determine the result."""
-
-    def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None: ...
-
-    def delete(self) -> None:
-        """Removes the state's files, once its result is saved elsewhere."""
-
-
 class StateFile:
-    """A safetensors file with the state of one stage.
+    """A safetensors file with the state of one step.
 
     Args:
+        path: the file; None for no state: then nothing is found, and nothing is written.
         inputs: what decides the result, as JSON values: hashes (`DIFFERS`), ``config`` and ``versions``; ``machine`` is
             recorded, but not compared.
     """
 
-    def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, inputs: Mapping[str, Any]) -> None:
         self.path, self._inputs = path, dict(inputs)
+
+    def of_layer(self, number: int) -> "StateFile":
+        """Returns the state of one layer, ``.OUTPUT.STEP_NUMBER.safetensors``.
+
+        With a single file, all finished layers would be written again after each layer.
+        """
+        path = self.path and self.path.with_name(f"{self.path.stem}_{number}{self.path.suffix}")
+        return StateFile(path, self._inputs)
 
     def check(self) -> str | None:
         """Refuses a file of another run, by its header, and returns the machine that it was written on.
@@ -58,12 +63,10 @@ class StateFile:
         Returns:
             None if there is no file.
         """
-        if not self.path.is_file():
+        if self.path is None or not self.path.is_file():
             return None
-        try:
-            saved_inputs = dict(json.loads(self._open()[1][INPUTS]))
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise self.damaged(f"its {INPUTS} cannot be read ({type(error).__name__}: {error})") from error
+        with self._opened(self.path) as file:
+            saved_inputs = dict(json.loads(file.metadata()[INPUTS]))
         differences = [
             line for key, present in self._inputs.items() for line in _differences(key, saved_inputs.get(key), present)
         ]
@@ -76,110 +79,98 @@ class StateFile:
 
     def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
         """Returns the tensors and the texts of the state, or None where there is no file. The first rank reads it."""
-        tensors: dict[str, Tensor] = {}
+        path, tensors = self.path, dict[str, Tensor]()
+        if path is None:
+            return None
 
         def read() -> dict[str, str] | None:
             if self.check() is None:
                 return None
-            loaded, texts = self._open(tensors=True)
-            if texts.pop(CHECKSUM, None) != _sha256(loaded, texts):
-                raise self.damaged("its content is not what was written")
-            tensors.update(loaded)
+            with self._opened(path) as file:
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (it is no dict)
+                texts = dict(file.metadata())
+                if texts.pop(CHECKSUM) != _sha256(tensors, texts):
+                    raise ValueError("its content is not what was written")
             return texts
 
         texts = ranks.on_first(read)
         return None if texts is None else (ranks.named_from_first(tensors), texts)
 
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[Any]:
+        what = f"state {path} cannot be read: delete it to start from scratch, or use `restart=True`"
+        with reading(what, OutputError), safe_open(path, framework="pt") as file:
+            yield file
+
     def write(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         """Replaces the file by a new state; if interrupted, the earlier file stays. The first rank writes it."""
-        ranks.on_first(lambda: self._replace(tensors, texts))
+        if self.path is not None:
+            ranks.on_first(partial(self._replace, self.path, tensors, texts))
 
-    def _replace(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+    def _replace(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         metadata = {**texts, INPUTS: json.dumps(self._inputs)}
         metadata[CHECKSUM] = _sha256(contiguous, metadata)
         try:
-            replace_file(self.path, lambda temporary: save_file(contiguous, temporary, metadata))
+            replace_file(path, lambda temporary: save_file(contiguous, temporary, metadata))
         except (SafetensorError, OSError) as error:
             raise OutputError(
-                f"state {self.path} cannot be written: {error}; what was stored before is kept: free disk space and "
+                f"state {path} cannot be written: {error}; what was stored before is kept: free disk space and "
                 "run the same command again"
             ) from error
 
-    def damaged(self, problem: str) -> OutputError:
-        return OutputError(
-            f"state {self.path} is damaged: {problem}; delete the file to start from scratch, or use `restart=True`"
-        )
-
     def delete(self) -> None:
-        self.path.unlink(missing_ok=True)
-
-    def _open(self, tensors: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                names = list(file.keys()) if tensors else []
-                return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
-        except SafetensorError as error:
-            raise self.damaged(f"it is not a whole safetensors file ({error})") from error
-        except OSError as error:
-            raise OutputError(
-                f"state {self.path} cannot be read: {error}; make it readable, or delete it to start from scratch"
-            ) from error
+        """Removes the file and those of layers, once the result is saved elsewhere."""
+        for path in [] if self.path is None else [self.path, *layers_beside(self.path)]:
+            path.unlink(missing_ok=True)
 
 
 def layers_beside(path: Path) -> list[Path]:
-    """Returns the files of `FinishedLayers` that exist for ``path``, in the order of the layers."""
+    """Returns the files of layers (`StateFile.of_layer`) that exist for ``path``, in the order of the layers."""
     name = re.compile(rf"{re.escape(path.stem)}_(\d+){re.escape(path.suffix)}")
     siblings = path.parent.iterdir() if path.parent.is_dir() else ()
     numbers = {int(match[1]): path for path in siblings if (match := name.fullmatch(path.name))}
     return [numbers[number] for number in sorted(numbers)]
 
 
-class FinishedLayers:
-    """The layers that a step has pruned so far, each in a `StateFile` of its own, ``.OUTPUT.STEP_NUMBER.safetensors``.
+def state_path(resume_path: Path, step: str) -> Path:
+    return resume_path.with_suffix(f".{step}{resume_path.suffix}")
 
-    With a single file, all finished layers would be written again after each layer.
-    """
 
-    def __init__(self, path: Path, inputs: Mapping[str, Any]) -> None:
-        self._path, self._inputs = path, inputs
+@dataclass
+class Workspace:
+    """What exists before anything is known about the model: the clock, and the files of states."""
 
-    def _layer(self, number: int) -> StateFile:
-        return StateFile(self._path.with_name(f"{self._path.stem}_{number}{self._path.suffix}"), self._inputs)
+    progress: Progress = field(default_factory=NoProgress)
+    # path of the files that keep the states of steps, each with its step's name before the suffix; None keeps no state
+    resume_path: Path | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  # time per step and stage, filled by `timed`
+    states: list[StateFile] = field(default_factory=list)  # the files that keep a state
+    # what decides the results of all that follows, as JSON values: a state of another run is refused
+    inputs: dict[str, Any] = field(default_factory=dict)
 
-    def keep(
-        self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern], parts: Sequence[Any] = ()
-    ) -> None:
-        """Writes the pruned weights of a layer, packed.
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the time of the block, a stage of the progress, to ``seconds[stage]``, and gives freed memory back."""
+        start_time = time.perf_counter()
+        with self.progress.stage(stage, 0):
+            yield
+            release_memory()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start_time
+
+    def state(self, step: str, model: PreTrainedModel | None = None) -> StateFile:
+        """Returns the file that keeps the state of a step; none is kept without ``resume_path``.
 
         Args:
-            weights: linear -> its weight, ``[in_features, out_features]``.
-            parts: what the step reports of the layer, as JSON values.
+            model: what the step starts from; None for the dense model, whose hash is in ``inputs``.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, weight in weights.items() if not ranks.number() else ():  # the first rank writes
-            try:
-                values, positions = pack(weight.T.contiguous(), patterns[name])
-            except ModelError as error:
-                raise VerificationError(f"{name}: {error}") from error
-            tensors |= {f"{name}.values": values, f"{name}.positions": positions}
-        self._layer(number).write(tensors, {"parts": json.dumps(list(parts))})
-
-    def restore(
-        self, number: int, weights: Mapping[str, Tensor], patterns: Mapping[str, NMPattern]
-    ) -> list[dict[str, Any]] | None:
-        """Copies a stored layer into ``weights`` and returns the ``parts`` given to `keep`; None if not stored."""
-        if (saved_state := self._layer(number).read()) is None:
-            return None
-        tensors, texts = saved_state
-        for name, weight in weights.items():
-            values, positions = tensors[f"{name}.values"], tensors[f"{name}.positions"]
-            weight.copy_(unpack_reference(values, positions, len(weight), patterns[name]).T)
-        return json.loads(texts["parts"])
-
-    def delete(self) -> None:
-        for path in layers_beside(self._path):
-            path.unlink(missing_ok=True)
+        if self.resume_path is None:
+            return StateFile(None, {})
+        # ``inputs`` has the dense model's hash. A changed model is hashed here: other thread counts round differently.
+        start = "dense" if model is None else sample_hash(model)
+        file = StateFile(state_path(self.resume_path, step), {**self.inputs, "start": start})
+        self.states.append(file)
+        return file
 
 
 def _sha256(tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> str:

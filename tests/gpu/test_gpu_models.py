@@ -23,6 +23,7 @@ from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model.forward import hidden_states
 from permtriton.model.modules import SparseLinear
 from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
 
 from .. import folders
@@ -149,7 +150,7 @@ def test_learning_lowers_the_loss(dtype, device):
     model, pattern = llama(dtype).to(device), NMPattern(2, 4)
     plan = find_plan(model, pattern)
     ids = Samples.of(torch.randint(0, SIZES["vocab_size"], (8, 64)))
-    norms = channel_norms(model, plan.sites, ids, 4, NoProgress())
+    norms = channel_norms(LayerWalk(model, plan, ids, 4), NoProgress())
     importances = {
         name: importance_of("wanda", weight_in_out(linear_module(model, name)), norms[site.name].to(device))
         for site, name in plan.linears()

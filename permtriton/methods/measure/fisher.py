@@ -22,8 +22,8 @@ from permtriton.methods.measure.losses import LOSSES, LossKind, default_objectiv
 from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.methods.run import Run
 from permtriton.model.modules import as_multiplied
-from permtriton.passes.plan import layer_modules, linear_module, weight_in_out
-from permtriton.running.backward import checkpointed, frozen, with_gradients
+from permtriton.passes.plan import linear_module, weight_in_out
+from permtriton.running.backward import frozen, with_gradients
 from permtriton.util import ranks
 from permtriton.util.hooks import hooked
 from permtriton.util.micro_batch import MicroBatch
@@ -43,16 +43,6 @@ class Fisher:
 
     def of_rows(self, rows: slice) -> "Fisher":
         return Fisher(self.row[rows], self.column, self.tokens)
-
-    def add_up(self) -> None:
-        ranks.add_up([self.row, self.column])
-        self.row, self.column = self.row.float(), self.column.float()
-        self.tokens = round(ranks.total(self.tokens))
-
-    def clear(self) -> None:
-        self.row.zero_()
-        self.column.zero_()
-        self.tokens = 0
 
     def curvature(self, tokens: int) -> tuple[Tensor, Tensor]:
         """Returns factors ``(row, column)`` of half the second derivative of the mean loss over ``tokens`` tokens.
@@ -79,8 +69,10 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
     information: dict[str, Fisher] = {}
 
     def clear() -> None:
-        for factors in information.values():
-            factors.clear()
+        for _, name in run.plan.linears():
+            channels, rows = weight_in_out(linear_module(run.model, name)).shape
+            row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
+            information[name] = Fisher(row, column)
 
     def watch(name: str, inputs: Tensor) -> Callable[[Tensor], None]:
         squares, tokens = _squares(inputs), inputs.shape[0]  # computed now, so that the input need not stay in memory
@@ -93,14 +85,11 @@ def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
         return add
 
     with run.placed_model() as model:
-        for _, name in run.plan.linears():
-            channels, rows = weight_in_out(linear_module(model, name)).shape
-            row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
-            information[name] = Fisher(row, column)
-        passes = _BackwardPasses(run, model, kind, run.samples, run.config.micro_batch_size)
-        passes.run("row weights", clear, watch)
+        _backward_passes(run, model, "row weights", kind, run.samples, run.config.micro_batch_size, clear, watch)
     for name, factors in information.items():
-        factors.add_up()
+        ranks.add_up([factors.row, factors.column])
+        factors.row, factors.column = factors.row.float(), factors.column.float()
+        factors.tokens = round(ranks.total(factors.tokens))
         if not bool(factors.row.isfinite().all() & factors.column.isfinite().all()):
             raise CalibrationError(
                 f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
@@ -130,61 +119,54 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
     samples = run.samples[: max(tokens // run.samples.tokens, 1)]
     with run.placed_model_for_fit() as model:
         # One sequence at a time: they are few, and the logits of more would take more memory than all else.
-        passes = _BackwardPasses(run, model, default_objective(model), samples, micro_batch_size=1)
-        passes.run("output gradients", parts.clear, watch)
+        _backward_passes(run, model, "output gradients", default_objective(model), samples, 1, parts.clear, watch)
     gradients = {}
     for site in run.plan.sites:
         for name in site.linears if reads_every_token(run.model, site) else ():
             of_rank = torch.cat(parts.pop(name)) if name in parts else torch.empty(0)
-            shares = [share for share in ranks.gather(of_rank) if share.numel()]
-            if not shares:
-                continue
-            gradients[name] = torch.cat(shares)
+            if shares := [share for share in ranks.gather(of_rank) if share.numel()]:
+                gradients[name] = torch.cat(shares)
     return gradients
 
 
-@dataclass(frozen=True)
-class _BackwardPasses:
-    """Backward passes of the loss over this rank's samples; ``model`` is that of ``the_run`` as placed on devices."""
+def _backward_passes(
+    run: Run,
+    model: PreTrainedModel,
+    stage: str,
+    kind: LossKind,
+    samples: Samples,
+    micro_batch_size: int,
+    clear: Callable[[], None],
+    watch: Watch,
+) -> None:
+    """Runs backward passes of a loss, and shows the inputs and output gradients of every pruned linear to ``watch``.
 
-    the_run: Run
-    model: PreTrainedModel
-    kind: LossKind
-    samples: Samples
-    micro_batch_size: int
+    Args:
+        model: the run's model, placed.
+        stage: name of the stage for progress.
+        samples: samples of all ranks, of which this rank runs its share.
+        clear: discards what was collected; called before the first pass, and again if memory runs out and all passes
+            restart with smaller micro-batches.
+        watch: called with a linear's name and its input ``[tokens, in_features]``; returns the function that is called
+            with the gradient of the linear's output ``[tokens, out_features]``.
+    """
+    share = ranks.own_rows(len(samples))
 
-    def run(self, stage: str, clear: Callable[[], None], watch: Watch) -> None:
-        """Runs the passes, and shows the inputs and output gradients of every pruned linear to ``watch``.
+    def backward(size: int) -> None:
+        clear()
+        draw = _Draws(run.config.seed, skip=int(share[0]) if share.numel() else 0)
+        with run.progress.stage(stage, share.numel()) as advance:
+            for rows in ranks.parts(torch.arange(len(samples)), size):
+                with run.recomputing(model):
+                    with_gradients(LOSSES[kind].drawn(model, samples[rows], draw), model).backward()
+                advance(len(rows))
 
-        Args:
-            stage: name of the stage for progress.
-            clear: discards what was collected; called before the first pass, and again if memory runs out and all
-                passes restart with smaller micro-batches.
-            watch: called with a linear's name and its input ``[tokens, in_features]``; returns the function
-                that is called with the gradient of the linear's output ``[tokens, out_features]``.
-        """
-        model, samples, run, plan = self.model, self.samples, self.the_run, self.the_run.plan
-        # With checkpointing, an onloaded layer is on the GPU in the backward pass too, because it is run again there.
-        again = run.working_config.activation_checkpointing or run.store.onloads
-        layers = layer_modules(model, plan) if again else []
-        loss = LOSSES[self.kind].drawn
-        share = ranks.own_rows(len(samples))
-
-        def backward(size: int) -> None:
-            clear()
-            draw = _Draws(run.config.seed, skip=int(share[0]) if share.numel() else 0)
-            with run.progress.stage(stage, share.numel()) as advance:
-                for rows in ranks.parts(torch.arange(len(samples)), size):
-                    with checkpointed(layers):
-                        with_gradients(loss(model, samples[rows], draw), model).backward()
-                    advance(len(rows))
-
-        hooks = (
-            linear_module(model, name).register_forward_hook(_showing(partial(watch, name)))
-            for _, name in plan.linears()
-        )
-        with frozen(model), hooked(hooks):
-            MicroBatch(self.micro_batch_size).run(backward)
+    hooks = (
+        linear_module(model, name).register_forward_hook(_showing(partial(watch, name)))
+        for _, name in run.plan.linears()
+    )
+    with frozen(model), hooked(hooks):
+        MicroBatch(micro_batch_size).run(backward)
 
 
 def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]

@@ -34,7 +34,7 @@ def retained_importance(
     plan: Plan,
     importances: Mapping[str, ImportanceFactors],
     indices: Mapping[str, Tensor],
-    present: Mapping[str, float] | None = None,
+    present: Mapping[str, float],
 ) -> dict[str, Retained]:
     """Returns the importance that an N:M mask retains in each pruned linear, by name.
 
@@ -43,10 +43,10 @@ def retained_importance(
             order.
         present: linear -> what a mask retains in the present order, where that is known.
     """
-    retained_by_name, known_values = {}, present or {}
+    retained_by_name = {}
     for site, name in plan.linears():
         scores = importances[name].scores(weight_in_out(linear_module(model, name)))
-        pattern, present_value = plan.patterns[name], known_values.get(name)
+        pattern, present_value = plan.patterns[name], present.get(name)
         if present_value is None:
             present_value = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
         index = indices.get(site.space.name)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -12,16 +13,15 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from permtriton.config import ImportanceMethod
-from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
-from permtriton.methods.prune.sparsegpt_math import inverse_diagonal
+from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.model.expert_linears import SECOND, RoutedExperts
 from permtriton.model.experts import expert_of, measured_experts, stacked_name
 from permtriton.model.modules import as_multiplied
 from permtriton.passes.edits import Move
-from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
-from permtriton.running.layer_walk import LayerInputs, LayerWalk, from_model
+from permtriton.passes.plan import Site, linear_module, weight_in_out
+from permtriton.running.layer_walk import LayerInputs, LayerWalk
 from permtriton.running.mixed_precision import products_of
 from permtriton.util import ranks
 from permtriton.util.hooks import hooked
@@ -33,40 +33,24 @@ SMALL_GAIN = 0.1  # added to a norm's squared gains, as a share of their mean
 GRAM_COLUMNS = 256  # least number of columns per product; with fewer, products lose more time than symmetry saves
 
 
-def site_statistics(
-    model: PreTrainedModel,
-    plan: Plan,
-    method: ImportanceMethod,
-    samples: Samples,
-    batch: int,
-    progress: Progress,
-    store: Store = MEMORY,
-) -> dict[str, Tensor]:
+def site_statistics(walk: LayerWalk, method: ImportanceMethod, progress: Progress) -> dict[str, Tensor]:
     """Returns site name -> the statistic that an importance needs of the site's input, float32 ``[channels]``.
 
     The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
     """
+    device = walk.model.device
     if not reads_activations(method):
-        return {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
+        return {site.name: torch.ones(site.channels, device=device) for site in walk.plan.sites}
     if not inverts_hessians(method):
-        layers = LayerWalk(model, plan, samples, batch, store).walk_dense_once() if store.onloads else None
-        return channel_norms(model, plan.sites, samples, batch, progress, layers)
-    diagonals = measure_hessians(
-        model, plan, samples, batch, progress, store, lambda site, hessian: inverse_diagonal(hessian, site.name).cpu()
-    )
+        return channel_norms(walk, progress)
+    diagonals = measure_hessians(walk, progress, lambda site, hessian: Curvature(hessian, site.name).inverse_diagonal())
     for name, diagonal in diagonals.items():
         check_finite(name, diagonal)
-    return {name: diagonal.to(model.device) for name, diagonal in diagonals.items()}
+    return {name: diagonal.to(device) for name, diagonal in diagonals.items()}
 
 
 def measure_hessians(
-    model: PreTrainedModel,
-    plan: Plan,
-    samples: Samples,
-    batch: int,
-    progress: Progress,
-    store: Store,
-    measure: Callable[[Site, Tensor], Statistic],
+    walk: LayerWalk, progress: Progress, measure: Callable[[Site, Tensor], Statistic]
 ) -> dict[str, Statistic]:
     """Returns site name -> what ``measure`` returns for its Hessian in the dense model; runs layer by layer.
 
@@ -75,10 +59,10 @@ def measure_hessians(
             the site is assigned to. What it returns is sent to all ranks, with tensors on the CPU.
     """
     result_by_site: dict[str, Statistic] = {}
-    num_sequences = ranks.own_rows(len(samples)).numel()
-    with progress.stage("calibrate", num_sequences * len(plan.layers())) as advance:
-        for layer in LayerWalk(model, plan, samples, batch, store).walk_dense():
-            layer_hessians = hessians(model, layer, advance)
+    num_sequences = ranks.own_rows(len(walk.samples)).numel()
+    with progress.stage("calibrate", num_sequences * len(walk.plan.layers())) as advance:
+        for layer in walk.walk_dense():
+            layer_hessians = hessians(walk.model, layer, advance)
             sites_and_hessians = [(site, layer_hessians[site.name]) for site in layer.sites]
             results = ranks.deal(sites_and_hessians, lambda pair: measure(*pair))
             result_by_site.update(zip(layer_hessians, results, strict=True))
@@ -113,33 +97,35 @@ def watch_inputs(
         advance: called with the number of sequences of each forward pass.
     """
     pending: dict[str, int] = {}  # site name -> calls of its linears still to come in this forward pass
-    residuals: dict[str, Tensor] = {}
+    residuals: dict[str, Tensor] = {}  # site name -> residual stream that the output of its linear is added to
 
-    def record(site: Site) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        reader = linear_module(model, site.linears[0])
-        return lambda _module, inputs: consume(site, as_multiplied(reader, inputs[0]), residuals.pop(site.name, None))
+    def record(site: Site, reader: nn.Module, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        consume(site, as_multiplied(reader, inputs[0]), residuals.pop(site.name, None))
 
-    def count(site: Site) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            pending[site.name] -= 1
-            if layer.may_stop_early and all(calls <= 0 for calls in pending.values()):
-                raise _EverySiteSeen
+    def count(name: str, *_: object) -> None:
+        pending[name] -= 1
+        if layer.may_stop_early and max(pending.values()) <= 0:
+            raise _EverySiteSeen
 
-        return hook
+    def keep_residual(name: str, _module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        residuals[name] = next(iter((*args, *kwargs.values())))
 
     def hooks() -> Iterator[RemovableHandle]:
         for site in layer.sites:
-            reader = linear_module(model, site.linears[0])
-            expert = expert_of(model, site.linears[0])
+            if site.residual_reader:
+                stream_reader = model.get_submodule(site.residual_reader)
+                yield stream_reader.register_forward_pre_hook(partial(keep_residual, site.name), with_kwargs=True)
+            reader, expert = linear_module(model, site.linears[0]), expert_of(model, site.linears[0])
+            recorder, counter = partial(record, site, reader), partial(count, site.name)
             if expert is None:
-                yield reader.register_forward_pre_hook(record(site))
-                yield reader.register_forward_pre_hook(count(site))
+                yield reader.register_forward_pre_hook(recorder)
+                yield reader.register_forward_pre_hook(counter)
             else:
                 experts, reads_every_token = expert
-                yield (experts if reads_every_token else reader).register_forward_pre_hook(record(site))
-                yield experts.register_forward_hook(count(site))
+                yield (experts if reads_every_token else reader).register_forward_pre_hook(recorder)
+                yield experts.register_forward_hook(counter)
 
-    with hooked(_residual_hooks(model, layer.sites, residuals)), hooked(hooks()), measured_experts(model):
+    with hooked(hooks()), measured_experts(model):
         for rows in layer.parts:
             pending |= {site.name: site.num_calls for site in layer.sites}
             with suppress(_EverySiteSeen):
@@ -177,50 +163,29 @@ def undersampled_warning(model: nn.Module, tokens: Mapping[str, Sequence[int]]) 
     )
 
 
-def _residual_hooks(model: nn.Module, sites: Iterable[Site], residuals: dict[str, Tensor]) -> Iterator[RemovableHandle]:
-    """Yields hooks that store, by site name, the residual stream that the output of the site's linear is added to."""
-
-    def keep(site: Site) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            residuals[site.name] = next(iter((*args, *kwargs.values())))
-
-        return hook
-
-    for site in sites:
-        if site.residual_reader:
-            yield model.get_submodule(site.residual_reader).register_forward_pre_hook(keep(site), with_kwargs=True)
-
-
-def channel_norms(
-    model: PreTrainedModel,
-    sites: Sequence[Site],
-    samples: Samples,
-    batch: int,
-    progress: Progress,
-    layers: Iterable[LayerInputs] | None = None,
-) -> dict[str, Tensor]:
+def channel_norms(walk: LayerWalk, progress: Progress) -> dict[str, Tensor]:
     """Returns site name -> ``||X_j||``, float32 ``[channels]``, as `permtriton.methods.measure.importance` defines it.
 
     A site whose input is all zeros or empty (an expert that no token is sent to) gets ones, so that its weights are
-    scored by their size alone; ``progress`` reports it. The inputs come from ``layers``, or without them from one run
-    of the whole model.
+    scored by their size alone; ``progress`` reports it.
     """
-    sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in sites}
+    model, count = walk.model, len(walk.samples)
+    sums = {s.name: torch.zeros(s.channels, dtype=torch.float64, device=model.device) for s in walk.plan.sites}
 
     def consume(site: Site, inputs: Tensor, _residual: Tensor | None) -> None:
         for sequence in _sequences(inputs):
             sums[site.name] += sequence.square().sum(0, dtype=torch.float64)
 
-    with progress.stage("calibrate", ranks.own_rows(len(samples)).numel()) as advance:
-        for layer in layers or [from_model(model, list(sites), samples, batch)]:
+    with progress.stage("calibrate", ranks.own_rows(count).numel()) as advance:
+        for layer in walk.walk_once():
             watch_inputs(model, layer, consume, advance)
     ranks.add_up(sums.values())
     for name, total in sums.items():
         check_finite(name, total)
         if not bool(total.any()):
-            total.fill_(len(samples))
+            total.fill_(count)
             progress.say(f"{name}: its input is all zeros or empty; its weights are scored by their magnitude alone")
-    return {name: (total / len(samples)).sqrt().float() for name, total in sums.items()}
+    return {name: (total / count).sqrt().float() for name, total in sums.items()}
 
 
 def hessians(model: PreTrainedModel, layer: LayerInputs, advance: Advance) -> dict[str, Tensor]:

@@ -10,19 +10,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from permtriton.config import CommonConfig
-from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_terms
 from permtriton.methods.measure.fisher import Fisher
 from permtriton.methods.measure.losses import Objective, finite
+from permtriton.methods.run import Run
 from permtriton.model.experts import expert_of
 from permtriton.model.forward import to_numbers
 from permtriton.passes.edits import runs_of
-from permtriton.passes.plan import ChannelSpace, Plan, Site, layer_modules, linear_module
-from permtriton.running.backward import checkpointed, frozen, loss_scale
+from permtriton.passes.plan import ChannelSpace, Site, linear_module
+from permtriton.running.backward import frozen, loss_scale
 from permtriton.running.sharding import is_spread, rows_of_share, share
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
@@ -66,10 +65,10 @@ class _HardMasked:
 class HardMasks:
     """The masks of all pruned linears; ``spread`` says whether each rank holds only some rows of the weights."""
 
-    def __init__(self, model: PreTrainedModel, linears: Sequence[_HardMasked], micro_batch_size: int) -> None:
+    def __init__(self, run: Run, model: PreTrainedModel, linears: Sequence[_HardMasked], objective: Objective) -> None:
         self.spread = any(is_spread(linear.parameter) for linear in linears)
-        self._model, self._linears = model, linears
-        self._micro_batch = MicroBatch(micro_batch_size)
+        self._model, self._linears, self._samples, self._objective = model, linears, run.samples, objective.on(model)
+        self._micro_batch = MicroBatch(run.config.micro_batch_size)
 
     @torch.no_grad()
     def set(self, indices: Mapping[str, Tensor]) -> None:
@@ -87,32 +86,29 @@ class HardMasks:
         order = torch.arange(site.channels) if index is None else site.expand(index)
         return order.to(self._model.device)
 
-    def loss(self, objective: Objective, samples: Samples) -> float:
-        return self._check(self._micro_batch.run(partial(objective.mean, self._model, samples)))
+    def loss(self) -> float:
+        return self._check(self._micro_batch.run(partial(self._objective.mean, self._model, self._samples)))
 
     @torch.enable_grad()
-    def take_gradients(
-        self, objective: Objective, samples: Samples, advance: Callable[[int], None] | None = None
-    ) -> float:
+    def take_gradients(self, advance: Callable[[int], None] = lambda _steps: None) -> float:
         """Sums up the gradient of the mean loss with respect to each masked weight, and returns the mean loss.
 
         Args:
             advance: called with the number of sequences after each backward pass.
         """
-        scale = loss_scale(samples.positions)
+        scale, rows = loss_scale(self._samples.positions), torch.arange(len(self._samples))
         reported = 0
 
         def backward(size: int) -> float:
             nonlocal reported
             self.drop_gradients()
             losses, sequences_done = [], 0
-            for loss, count in objective.backward(self._model, samples, torch.arange(len(samples)), size, scale):
+            for loss, count in self._objective.backward(self._model, self._samples, rows, size, scale):
                 losses.append(loss)
                 sequences_done += count
-                newly_done = sequences_done - reported
-                if advance is not None and newly_done > 0:  # not positive while passes repeat after memory ran out
-                    advance(newly_done)
-                    reported += newly_done
+                if sequences_done > reported:  # not while passes repeat after memory ran out
+                    advance(sequences_done - reported)
+                    reported = sequences_done
             return sum(to_numbers(losses))
 
         loss = self._check(ranks.total(self._micro_batch.run(backward)))
@@ -138,19 +134,16 @@ class HardMasks:
         for linear in self._linears:
             linear.gradient = linear.parameter.grad = None
 
-    def terms(
-        self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, tokens: int
-    ) -> Iterator[SwapTerms]:
+    def terms(self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float) -> Iterator[SwapTerms]:
         """Yields the terms that give the gains of swapping a space's units, once per linear and copy of the units.
 
         Args:
             damping: factor of the curvature; 0 for gains that are exact to first order.
-            tokens: number of tokens that the mean loss is over.
         """
         for linear in self._linears:
             if linear.gradient is None or linear.site.space is not space:
                 continue
-            row, column = linear.fisher.curvature(tokens)
+            row, column = linear.fisher.curvature(self._samples.positions)
             terms = swap_terms(
                 linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
                 self._order(linear.site, indices), linear.pattern, RankOneCurvature(row * damping, column),
@@ -164,27 +157,24 @@ class HardMasks:
 
 @contextmanager
 def hard_masked(
-    model: PreTrainedModel,
-    plan: Plan,
-    importances: Mapping[str, ImportanceFactors],
-    fisher: Mapping[str, Fisher],
-    config: CommonConfig,
+    run: Run, model: PreTrainedModel, objective: Objective, fisher: Mapping[str, Fisher]
 ) -> Iterator[HardMasks]:
     """Inside the context, the pruned linears of a dense model in base order hold masked weights.
 
     Only these weights have gradients; the model is unchanged afterwards.
+
+    Args:
+        model: the run's model, placed.
+        fisher: linear name -> Fisher information of its weights.
     """
-    linears = []
+    plan, importances, linears = run.plan, run.importances(), list[_HardMasked]()
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)
     if experts is not None and any(is_spread(parameter) for parameter in model.parameters()):
         raise ConfigError(
             f"{experts}: the gradients of experts cannot be spread over GPUs, because not every GPU sends tokens to "
             "each: leave the step searched out, or use GPUs that hold the whole model"
         )
-    with ExitStack() as stack:
-        stack.enter_context(frozen(model))
-        if config.activation_checkpointing:
-            stack.enter_context(checkpointed(layer_modules(model, plan)))
+    with frozen(model), run.recomputing(model), ExitStack() as stack:
         for site, name in plan.linears():
             module = linear_module(model, name)
             parameter = module.get_parameter("weight")
@@ -198,7 +188,7 @@ def hard_masked(
             linears.append(masked)
             stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
         try:
-            yield HardMasks(model, linears, config.micro_batch_size)
+            yield HardMasks(run, model, linears, objective)
         finally:
             for linear in linears:
                 share(linear.parameter).copy_(linear.dense)

@@ -77,13 +77,12 @@ class Heuristic(Step):
         if all(space.frozen for space in run.plan.spaces):
             return
         # Row weights follow from gradients, which differ from run to run on a GPU.
-        state = run.state(StateFile, self.name) if self.gradients else None
-        if state is not None and (saved_state := state.read()) is not None:
+        state = run.state(self.name) if self.gradients else StateFile(None, {})
+        if (saved_state := state.read()) is not None:
             indices = saved_state[0]
         else:
             indices = self.indices(run)
-            if state is not None:
-                state.write(indices, {})
+            state.write(indices, {})
         run.reorder(indices)
 
     def indices(self, run: Run) -> dict[str, Tensor]:

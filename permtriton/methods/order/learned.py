@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
@@ -162,15 +161,14 @@ class Learned(Step):
         if not spaces:
             raise ConfigError(self._nothing_learns())
         # Objective and Fisher information belong to the dense model, so they are computed before it is masked.
-        objective, state = run.objective(self), run.state(StateFile, self.name)
+        objective, state = run.objective(self), run.state(self.name)
         curvatures = None
         if self.gradient == "placement":
             fisher, tokens = fisher_information(run, objective.kind), run.samples.positions
             curvatures = {name: RankOneCurvature(*factors.curvature(tokens)) for name, factors in fisher.items()}
-        model = run.spread_twin()
-        relaxation = self.relaxation(spaces, run.config.seed, run.placement.spread_on or model.device)
-        with masked_model(run, model, relaxation, curvatures, group_scale=self.group_scale) as masks:
-            trainer = OrderTrainer(run, self, model, masks, relaxation)
+        relaxation = self.relaxation(spaces, run.config.seed, run.placement.spread_on or run.model.device)
+        with masked_model(run, relaxation, curvatures, group_scale=self.group_scale) as masks:
+            trainer = OrderTrainer(run, self, masks, relaxation)
             with run.progress.stage("learn", self.epochs * trainer.steps_per_epoch) as advance:
                 return trainer.run(state, advance)
 
@@ -208,9 +206,8 @@ class Learned(Step):
 class OrderTrainer:
     """Trains the permutations: optimiser steps, losses and schedules. It sets the masks of a `masked_model`."""
 
-    def __init__(
-        self, run: Run, options: Learned, model: PreTrainedModel, masks: LearnedMasks, relaxation: Relaxation
-    ) -> None:
+    def __init__(self, run: Run, options: Learned, masks: LearnedMasks, relaxation: Relaxation) -> None:
+        model = masks.model
         self._run, self._options, self._model, self._masks, self._relaxation = run, options, model, masks, relaxation
         self._samples, self._objective = run.samples.to(model.device, model.dtype), run.objective(options).on(model)
         self._optimizer = torch.optim.AdamW(
@@ -219,7 +216,7 @@ class OrderTrainer:
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
         self.steps_per_epoch = math.ceil(len(run.samples) / options.batch_size)
 
-    def run(self, state: StateFile | None, advance: Callable[..., None]) -> tuple[dict[str, Tensor], Outcome]:
+    def run(self, state: StateFile, advance: Callable[..., None]) -> tuple[dict[str, Tensor], Outcome]:
         indices, outcome = self._load(state)
         history = outcome.history
         advance((len(history) - 1) * self.steps_per_epoch)
@@ -232,13 +229,12 @@ class OrderTrainer:
             history.append(_row(epoch, loss, hard_indices, tau, time.perf_counter() - start_time))
             if self._options.keep == "last" or loss < history[outcome.kept or 0]["loss"]:
                 indices, outcome.kept = hard_indices, epoch
-            if state is not None:
-                self._save(state, indices, outcome)
+            self._save(state, indices, outcome)
         return indices, outcome
 
-    def _load(self, state: StateFile | None) -> tuple[dict[str, Tensor], Outcome]:
+    def _load(self, state: StateFile) -> tuple[dict[str, Tensor], Outcome]:
         """Restores what `_save` wrote; returns the best order so far (at first, the base order) and the outcome."""
-        if state is None or (saved_state := state.read()) is None:
+        if (saved_state := state.read()) is None:
             base_indices = {name: identity(units) for name, units in self._relaxation.units.items()}
             row = _row(0, self.hard_loss(base_indices), base_indices, self._options.tau_start, 0.0)
             return base_indices, Outcome("epoch", [row], kept=0)

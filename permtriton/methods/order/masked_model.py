@@ -27,9 +27,9 @@ from permtriton.kernels.placement import placement
 from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.order.relaxation import Relaxation, SiteBlocks
 from permtriton.methods.run import Run
-from permtriton.passes.plan import layer_modules, linear_module
-from permtriton.running.backward import checkpointed, frozen
-from permtriton.running.sharding import spread
+from permtriton.passes.plan import linear_module
+from permtriton.running.backward import frozen
+from permtriton.running.sharding import spread, twin_of
 from permtriton.util import ranks
 from permtriton.util.permutation import identity
 from permtriton.util.sparsity import NMPattern
@@ -123,7 +123,7 @@ class _Masked(torch.autograd.Function):
 
 
 class LearnedMasks:
-    """The masks of all pruned linears.
+    """The masks of all pruned linears of a model.
 
     Args:
         entries: for each site whose order is learned, its blocks and the masked weights of its linears.
@@ -133,11 +133,12 @@ class LearnedMasks:
 
     def __init__(
         self,
+        model: PreTrainedModel,
         entries: Sequence[tuple[SiteBlocks, Sequence[_MaskedWeight]]],
         fixed: Sequence[_MaskedWeight] = (),
         keep: bool = True,
     ) -> None:
-        self.keep = keep
+        self.model, self.keep = model, keep
         self._entries, self._fixed = list(entries), list(fixed)
         self._soft: Sequence[Tensor] = ()
         self._leaves: list[Tensor] = []  # for each site of ``entries``, its soft blocks detached from the logits
@@ -199,7 +200,6 @@ class LearnedMasks:
 @contextmanager
 def masked_model(
     run: Run,
-    model: PreTrainedModel,
     relaxation: Relaxation,
     curvatures: Mapping[str, RankOneCurvature] | None = None,
     *,
@@ -207,21 +207,20 @@ def masked_model(
 ) -> Iterator[LearnedMasks]:
     """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
 
+    The model is the run's, which is unchanged afterwards, or a twin of it whose layers are spread over the ranks.
+
     Inside the context, weights of ``nn.Linear`` are stored input-major, so that the masks gather contiguous rows.
     Masked weights are kept until their order changes, except where memory is short (they and their gradients take twice
     the memory of the pruned weights) or where the weights are spread over the ranks.
 
     Args:
-        model: the run's model, or its twin whose weights are spread over the ranks; unchanged afterwards.
         relaxation: logits of the spaces that are learned; the masks of all other sites keep the base order.
         curvatures: linear name -> curvature of the loss; None for the published gradient.
     """
     plan, importances, spread_on = run.plan, run.importances(), run.placement.spread_on
+    model = run.model if spread_on is None else twin_of(run.model)
     entries, fixed = [], []
-    with ExitStack() as stack:
-        stack.enter_context(frozen(model))
-        if run.working_config.activation_checkpointing:
-            stack.enter_context(checkpointed(layer_modules(model, plan)))
+    with frozen(model), run.recomputing(model), ExitStack() as stack:
         for site in plan.sites:
             blocks = SiteBlocks(relaxation, site) if site.space.name in relaxation.first else None
             weights = []
@@ -242,7 +241,7 @@ def masked_model(
                 fixed += weights
         if spread_on is not None:  # FSDP2 must see the parametrizations
             stack.enter_context(spread(model, plan, spread_on))
-        yield LearnedMasks(entries, fixed, not run.low_memory and spread_on is None)
+        yield LearnedMasks(model, entries, fixed, not run.low_memory and spread_on is None)
 
 
 @contextmanager

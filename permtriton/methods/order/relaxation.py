@@ -7,7 +7,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor, nn
 
-from permtriton.errors import CalibrationError, ModelError, VerificationError
+from permtriton.errors import CalibrationError, ModelError
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.sinkhorn import sinkhorn
 from permtriton.passes.plan import ChannelSpace, Site
@@ -58,7 +58,9 @@ class Relaxation(nn.Module):
         self._starts = [torch.tensor([[first] for _, first in blocks[size]], device=device) for size in self.sizes]
         offsets_by_size = [torch.arange(size, device=device) for size in self.sizes]
         by_size = [(starts + offsets).flatten() for starts, offsets in zip(self._starts, offsets_by_size, strict=True)]
-        self._order = inverse(_checked(torch.cat(by_size)))  # unit -> its position in the concatenated batches
+        units_by_position = torch.cat(by_size)
+        assert is_permutation(units_by_position), "the blocks do not hold every unit exactly once"
+        self._order = inverse(units_by_position)  # unit -> its position in the concatenated batches
         generator = torch.Generator().manual_seed(seed)
         weights = []
         for size in self.sizes:
@@ -113,15 +115,6 @@ class Relaxation(nn.Module):
     def position(self, space: ChannelSpace, start: int) -> tuple[int, int]:
         """Returns (batch, row in the batch) of the block that starts at unit ``start`` of ``space``."""
         return self._batches[self.first[space.name] + start]
-
-
-def _checked(units: Tensor) -> Tensor:
-    if not is_permutation(units):
-        raise VerificationError(
-            "the blocks of the channel spaces do not hold every unit exactly once. Nothing was saved; this is a bug of "
-            "permtriton, please report it"
-        )
-    return units
 
 
 class SiteBlocks:

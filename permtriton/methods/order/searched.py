@@ -22,18 +22,16 @@ import torch
 from torch import Tensor
 
 from permtriton.config import CommonConfig
-from permtriton.data.samples import Samples
 from permtriton.errors import ConfigError
 from permtriton.kernels.swap_gains import swap_gains
 from permtriton.methods.measure.fisher import fisher_information
-from permtriton.methods.measure.losses import Objective, ObjectiveKind, minimises
+from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import Outcome, Stage, Step
 from permtriton.passes.plan import ChannelSpace
-from permtriton.running.resume import StateFile
 from permtriton.util import ranks
 from permtriton.util.option import documented, option
 from permtriton.util.permutation import identity, moved
@@ -115,14 +113,14 @@ class Searched(Step):
                 "no permutation is left to search: none of this model's channels may move (see permtriton inspect); "
                 "leave the step searched out"
             )
-        objective, state = run.objective(self), run.state(StateFile, self.name)
+        objective, state = run.objective(self), run.state(self.name)
         fisher = fisher_information(run, objective.kind)
         with (
             run.placed_model() as model,
-            hard_masked(model, run.plan, run.importances(), fisher, run.working_config) as masks,
+            hard_masked(run, model, objective, fisher) as masks,
         ):
-            searcher = Searcher(masks, spaces, run.samples, objective.on(model), self)
-            if state is not None and (saved_state := state.read()) is not None:
+            searcher = Searcher(masks, spaces, self)
+            if (saved_state := state.read()) is not None:
                 indices, history = saved_state[0], json.loads(saved_state[1]["history"])
                 run.progress.say(f"continuing after round {history[-1]['round']} of an interrupted run")
             else:
@@ -137,8 +135,7 @@ class Searched(Step):
                     note = f"round {last['round'] + 1}, loss {last['loss']:.4f}, base {base:.4f}, {swaps}"
                     indices, row = searcher.round(indices, last, partial(advance, note=note))
                     history.append(row)
-                    if state is not None:
-                        state.write(indices, {"history": json.dumps(history)})
+                    state.write(indices, {"history": json.dumps(history)})
         return indices, Outcome("round", history)
 
     def _finished(self, history: Sequence[Mapping[str, Any]]) -> bool:
@@ -179,25 +176,17 @@ class Swaps:
 class Searcher:
     """The rounds of one search."""
 
-    def __init__(
-        self,
-        masks: HardMasks,
-        spaces: Sequence[ChannelSpace],
-        samples: Samples,
-        objective: Objective,
-        options: Searched,
-    ) -> None:
-        self._masks, self._spaces, self._samples = masks, spaces, samples
-        self._objective, self._options = objective, options
+    def __init__(self, masks: HardMasks, spaces: Sequence[ChannelSpace], options: Searched) -> None:
+        self._masks, self._spaces, self._options = masks, spaces, options
 
     def loss(self, indices: Mapping[str, Tensor]) -> float:
         for space in self._spaces:
             space.check(indices[space.name])
         self._masks.set(indices)
-        return self._masks.loss(self._objective, self._samples)
+        return self._masks.loss()
 
     def round(
-        self, indices: dict[str, Tensor], last: Mapping[str, Any], advance: Callable[[int], None] | None = None
+        self, indices: dict[str, Tensor], last: Mapping[str, Any], advance: Callable[[int], None] = lambda _steps: None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Returns the unit indices after a round, and its row in the history.
 
@@ -208,7 +197,7 @@ class Searcher:
         start_time, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
         damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), least)
         self._masks.set(indices)
-        self._masks.take_gradients(self._objective, self._samples, advance)
+        self._masks.take_gradients(advance)
         swaps, loss, trials = None, last["loss"], 0
         while trials < TRIALS and damping >= least:
             proposed = self.swaps(indices, damping)
@@ -255,7 +244,7 @@ class Searcher:
         """Returns (left position, right position, gain) of the best partners of the left positions of some panels."""
         group = space.group_units
         totals: list[Tensor] = []
-        for terms in self._masks.terms(space, indices, damping, self._samples.positions):
+        for terms in self._masks.terms(space, indices, damping):
             gains = [swap_gains(terms.of_positions(panel.left), terms.of_positions(panel.right)) for panel in panels]
             totals = [total.add_(gain) for total, gain in zip(totals, gains, strict=True)] if totals else gains
         if self._masks.spread:

@@ -17,9 +17,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.fisher import row_weights
@@ -32,10 +30,9 @@ from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, Stage, Step
 from permtriton.model.experts import stacked_name
 from permtriton.passes.plan import Plan, Site, linear_module, weight_in_out
-from permtriton.running.resume import StateFile
+from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import Progress
 from permtriton.util.sparsity import NMPattern
-from permtriton.util.store import Store
 
 UPDATED_ROWS = 64  # rows of each linear to measure on; with all rows, the choice differs for 1% of the weights
 STATE = "dense_share"
@@ -64,15 +61,14 @@ class DenseShare(Step):
 
         The choice is saved, because gradients differ from run to run on a GPU.
         """
-        model, config, state = run.model, run.config, run.workspace.state(StateFile, STATE)
-        saved_state = None if state is None else state.read()
+        model, config, state = run.model, run.config, run.workspace.state(STATE)
+        saved_state = state.read()
         method, shares_left, rows = error_importance(config.importance), dict[str, float](), None
 
-        def measure(model: PreTrainedModel) -> dict[str, Tensor]:
-            given = run.samples, run.batch_size, run.progress, run.store
+        def measure(walk: LayerWalk) -> dict[str, Tensor]:
             if saved_state is not None or not inverts_hessians(method) or not config.updates:
-                return site_statistics(model, run.plan, method, *given)
-            statistics, shares = statistics_and_shares_left(model, run.plan, *given)
+                return site_statistics(walk, method, run.progress)
+            statistics, shares = statistics_and_shares_left(walk, run.progress)
             shares_left.update(shares)
             return statistics
 
@@ -82,18 +78,15 @@ class DenseShare(Step):
         else:
             rows, errors = row_weights(run), importances_of(model, run.plan, method, run.statistics)
             chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, shares_left or None)
-            if state is not None:
-                state.write({}, {"dense": json.dumps(chosen)})
-        run.workspace.note(dense=chosen)
+            state.write({}, {"dense": json.dumps(chosen)})
+        run.workspace.inputs["dense"] = chosen
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)
         plan.skipped.update(dict.fromkeys(chosen, "of the dense share: its mask would raise the loss most per weight"))
         run.replan(plan, graph, rows)
 
 
-def statistics_and_shares_left(
-    model: PreTrainedModel, plan: Plan, samples: Samples, batch: int, progress: Progress, store: Store
-) -> tuple[dict[str, Tensor], dict[str, float]]:
+def statistics_and_shares_left(walk: LayerWalk, progress: Progress) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Returns the sites' statistics for ``obs``, and the fraction of each linear's cost left after SparseGPT.
 
     The second result is linear -> squared error of the outputs after SparseGPT, divided by the sum of the OBS scores of
@@ -101,17 +94,16 @@ def statistics_and_shares_left(
     """
 
     def measure(site: Site, hessian: Tensor) -> tuple[Tensor, dict[str, float]]:
-        curvature = Curvature.of(hessian, site.name)
-        shares = {
-            name: _share_left(weight_in_out(linear_module(model, name)), hessian, curvature, plan.patterns[name])
-            for name in site.linears
-        }
-        return curvature.inverse.diagonal().clone().cpu(), shares  # a view would keep the whole inverse
+        curvature = Curvature(hessian, site.name)
+        weights = {name: weight_in_out(linear_module(walk.model, name)) for name in site.linears}
+        patterns = walk.plan.patterns
+        shares = {name: _share_left(weight, hessian, curvature, patterns[name]) for name, weight in weights.items()}
+        return curvature.inverse_diagonal(), shares
 
-    result_by_site = measure_hessians(model, plan, samples, batch, progress, store, measure)
+    result_by_site = measure_hessians(walk, progress, measure)
     for name, (diagonal, _) in result_by_site.items():
         check_finite(name, diagonal)
-    statistics = {name: diagonal.to(model.device) for name, (diagonal, _) in result_by_site.items()}
+    statistics = {name: diagonal.to(walk.model.device) for name, (diagonal, _) in result_by_site.items()}
     return statistics, {name: share for _, shares in result_by_site.values() for name, share in shares.items()}
 
 

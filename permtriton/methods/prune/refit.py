@@ -18,17 +18,17 @@ Dense targets: GPTAQ (arXiv 2504.02692); those of the residual stream: LoaQ (arX
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from permtriton.errors import CalibrationError
-from permtriton.methods.layer_updates import weights_of_sites
+from permtriton.methods.layer_updates import read_layer, update_linears, write_layer
 from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inputs, moments
@@ -41,16 +41,14 @@ from permtriton.methods.prune.least_squares import (
     metric_of,
 )
 from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE
-from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
+from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import GENERATED, Outcome, Stage, Step
 from permtriton.model.checks import all_finite
 from permtriton.model.nm_checks import check_kept, zeros_in_groups
-from permtriton.passes.plan import Plan, Site, linear_module, sequential_groups, weight_in_out
-from permtriton.running.layer_walk import LayerWalk
+from permtriton.passes.plan import linear_module, sequential_groups, weight_in_out
 from permtriton.running.mixed_precision import exact_products
-from permtriton.running.resume import FinishedLayers
 from permtriton.util import ranks
 from permtriton.util.option import documented, option
 from permtriton.util.sparsity import NMPattern
@@ -127,7 +125,7 @@ class Refit(Step):
         An error is the squared distance from the outputs of the best unpruned weight, relative to their squared norm.
         ``start`` is that of SparseGPT's weight.
         """
-        plan, samples, state = run.plan, run.samples_for(self), run.state(FinishedLayers, self.name)
+        plan, samples, state = run.plan, run.samples_for(self), run.state(self.name)
         gradients = output_gradients(run, self.metric_tokens) if self.gradients else {}
         if not_finite := [name for name, gradient in gradients.items() if not all_finite(gradient)]:
             raise CalibrationError(
@@ -146,13 +144,12 @@ class Refit(Step):
         # In host memory, outputs are not kept: moving them there and back takes longer than computing them again.
         keep = None if run.low_memory or run.store.onloads else run.store.moved
         with run.placed_model_for_fit() as model, run.progress.stage("refit", steps) as advance:
-            walk = LayerWalk(model, plan, samples, run.batch_size, run.store)
+            walk = run.walk(model, samples)
             layers = zip(turns_by_layer, walk.walk_and_change(keep), walk.walk_dense(run.dense_weights), strict=True)
             for number, (turns, layer, dense_layer) in enumerate(layers):
-                batches = max(layer.parts, dense_layer.parts, key=len)
-                weights = weights_of_sites(model, dense_layer.sites)
-                if state is not None and (restored_parts := state.restore(number, weights, plan.patterns)) is not None:
-                    parts += restored_parts
+                batches, layer_state = max(layer.parts, dense_layer.parts, key=len), state.of_layer(number)
+                if (stored_parts := read_layer(layer_state, model, plan, dense_layer.sites)) is not None:
+                    parts += stored_parts
                     for batch in batches:
                         dense_layer.run(batch)
                     advance((num_sequences + 1) * len(turns) + num_sequences * (len(turns) if run.low_memory else 1))
@@ -164,42 +161,38 @@ class Refit(Step):
                         turn = replace(dense_layer, sites=sites if run.low_memory else dense_layer.sites, parts=batches)
                         targets = dense_inputs(model, turn, advance, run.store)
                     moments_by_site = moments(model, replace(layer, sites=sites, parts=batches), targets, advance)
-                    parts += self._refit(model, plan, sites, moments_by_site, gradients)
+                    parts += update_linears(
+                        model,
+                        sites,
+                        {site: moment.hessian for site, moment in moments_by_site.items()},
+                        partial(self._refit, run, moments_by_site, gradients),
+                    )
                     layer.finish(sites)
                     del moments_by_site  # frees its memory before the next turn needs as much
                     advance()
-                if state is not None:
-                    state.keep(number, weights, plan.patterns, parts[first_part:])
+                write_layer(layer_state, model, plan, dense_layer.sites, parts[first_part:])
         return Outcome(parts=parts)
 
     def _refit(
         self,
-        model: nn.Module,
-        plan: Plan,
-        sites: Sequence[Site],
+        run: Run,
         moments_by_site: Mapping[str, Moments],
         gradients: Mapping[str, Tensor],
-    ) -> list[dict[str, Any]]:
-        """Prunes and fits the linears of the given sites, and returns the step's report entry of each linear."""
-        curvature_of = curvatures({site: moment.hessian for site, moment in moments_by_site.items()})
-        linears = [(site.name, name) for site in sites for name in site.linears]
-
-        def refit(linear: tuple[str, str]) -> dict[str, Any]:
-            (site, name), start_time = linear, time.perf_counter()
-            weight_view, curvature = weight_in_out(linear_module(model, name)), curvature_of(site)
-            pattern = plan.patterns[name]
-            weight = weight_view.to(curvature.damped.device)
-            zeros = zeros_in_groups(weight * ~curvature.dead.unsqueeze(1), pattern)
-            fitted, start, end = self.fit(weight.T, moments_by_site[site], curvature, pattern, gradients.get(name))
-            fitted = fitted.T + 0.0  # the sum turns -0.0 into 0.0
-            check_kept(name, fitted, zeros, pattern, CANCELLED_SHARE)
-            weight_view.copy_(fitted)
-            check_no_worse(start, end, f"refitting {name}")
-            return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - start_time}
-
-        parts = ranks.deal(linears, refit)
-        ranks.send_dealt([linear_module(model, name).get_parameter("weight") for _, name in linears])
-        return parts
+        curvature: Curvature,
+        site: str,
+        name: str,
+    ) -> dict[str, Any]:
+        """Prunes and fits a linear, and returns its entry in the step's report."""
+        start_time = time.perf_counter()
+        weight_view, pattern = weight_in_out(linear_module(run.model, name)), run.plan.patterns[name]
+        weight = weight_view.to(curvature.damped.device)
+        zeros = zeros_in_groups(weight * ~curvature.dead.unsqueeze(1), pattern)
+        fitted, start, end = self.fit(weight.T, moments_by_site[site], curvature, pattern, gradients.get(name))
+        fitted = fitted.T + 0.0  # the sum turns -0.0 into 0.0
+        check_kept(name, fitted, zeros, pattern, CANCELLED_SHARE)
+        weight_view.copy_(fitted)
+        check_no_worse(start, end, f"refitting {name}")
+        return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - start_time}
 
     def fit(
         self, weight: Tensor, moment: Moments, curvature: Curvature, pattern: NMPattern, gradients: Tensor | None

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
 
-from torch import nn
-
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.layer_updates import update_layers
 from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.prune.sparsegpt_math import Curvature, curvatures, sparsegpt
+from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.methods.step import Stage, Step
@@ -53,11 +51,11 @@ class SparseGPT(Step):
         return sizes.finished_layers
 
     def run(self, run: Run) -> None:
-        update_layers(run, self.name, curvatures, partial(self._update, run))
+        update_layers(run, self.name, partial(self._update, run))
 
-    def _update(self, run: Run, model: nn.Module, curvature: Curvature, site: str, name: str) -> None:
+    def _update(self, run: Run, curvature: Curvature, site: str, name: str) -> None:
         """Prunes and updates a linear by the Hessian of its inputs."""
-        weight_view, pattern, mask = weight_in_out(linear_module(model, name)), run.plan.patterns[name], None
+        weight_view, pattern, mask = weight_in_out(linear_module(run.model, name)), run.plan.patterns[name], None
         weight = weight_view.to(curvature.damped.device)
         if self.mask == "keep":
             statistic = run.statistics[site].to(weight.device)

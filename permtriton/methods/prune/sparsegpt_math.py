@@ -1,9 +1,8 @@
 """SparseGPT's weight update: each row's kept weights compensate for its pruned ones (Frantar and Alistarh, 2023)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,38 +25,32 @@ def damped(hessian: Tensor) -> Tensor:
     return hessian
 
 
-@dataclass(frozen=True)
 class Curvature:
-    """A site's Hessian, and the matrices computed from it once for all linears that read the site.
+    """The Hessian of a site's inputs, and what follows from it, computed once for all linears that read the site.
 
     Attributes:
+        damped: the damped Hessian, float32 ``[channels, channels]``.
         dead: bool ``[channels]``, True where a channel was never active.
-        damped, inverse: the damped Hessian and its inverse, float32 ``[channels, channels]``.
-        factor: upper Cholesky factor of the inverse.
     """
 
-    dead: Tensor
-    damped: Tensor
-    inverse: Tensor
-    factor: Tensor
+    def __init__(self, hessian: Tensor, site: str = "a layer") -> None:
+        self._site, self.damped, self.dead = site, damped(hessian), hessian.diagonal() == 0
 
-    @classmethod
-    def of(cls, hessian: Tensor, name: str = "a layer") -> "Curvature":
-        with _inverting(name):
-            full = damped(hessian)
-            inverse = torch.cholesky_inverse(torch.linalg.cholesky(full))
-            return cls(hessian.diagonal() == 0, full, inverse, torch.linalg.cholesky(inverse, upper=True))
+    @cached_property
+    def inverse(self) -> Tensor:
+        """The inverse of the damped Hessian, float32 ``[channels, channels]``."""
+        with _inverting(self._site):
+            return torch.cholesky_inverse(torch.linalg.cholesky(self.damped))
 
+    @cached_property
+    def factor(self) -> Tensor:
+        """The upper Cholesky factor of the inverse."""
+        with _inverting(self._site):
+            return torch.linalg.cholesky(self.inverse, upper=True)
 
-def curvatures(hessians: Mapping[str, Tensor]) -> Callable[[str], Curvature]:
-    """Returns a function of a site's name that returns its curvature; the curvature of the last site is cached."""
-    return lru_cache(maxsize=1)(lambda site: Curvature.of(hessians[site], site))
-
-
-def inverse_diagonal(hessian: Tensor, name: str = "a layer") -> Tensor:
-    """Returns ``diag((H + damping)^-1)``, float32 ``[channels]``, the denominator of the OBS score."""
-    with _inverting(name):
-        return torch.cholesky_inverse(torch.linalg.cholesky(damped(hessian))).diagonal().clone()
+    def inverse_diagonal(self) -> Tensor:
+        """Returns the diagonal of the inverse, float32 ``[channels]`` on the CPU: the denominators of the OBS score."""
+        return self.inverse.diagonal().clone().cpu()  # a view would keep the whole inverse
 
 
 @contextmanager

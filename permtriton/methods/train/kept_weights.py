@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from permtriton.config import OptimizerKind
-from permtriton.errors import VerificationError
 from permtriton.model.checks import all_finite
 from permtriton.passes.plan import linear_module
 from permtriton.running.backward import frozen
 from permtriton.util import ranks
 from permtriton.util.store import MEMORY, Store
 
-AT_ONCE = 2**22  # entries of a weight that are compared at once
 SMALLEST = 1e-18  # keeps Adafactor from dividing by 0 where all gradients are; its square is a normal float32
 
 
@@ -63,7 +61,6 @@ class KeptWeights:
         updates_in_backward: bool = True,
     ) -> None:
         self._weights, self.updates_in_backward = dict(weights), updates_in_backward
-        self._patterns = {name: _fingerprint(weight) for name, weight in weights.items()}
         self._kind, self._store = optimizer, store
         self._optimizers: dict[str, _Optimizer] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -79,7 +76,7 @@ class KeptWeights:
                 for name, weight in self._weights.items():
                     weight.grad = None
                     weight.requires_grad_(True)
-                    hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(self._receive, name)))
+                    hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(self.receive_gradient, name)))
                 yield
             finally:
                 for weight in self._weights.values():
@@ -110,17 +107,13 @@ class KeptWeights:
         self._in_one_pass = in_one_pass
 
     @torch.no_grad()
-    def _receive(self, name: str, weight: Tensor) -> None:
-        assert weight.grad is not None
-        if not self._ignores_gradients:
-            self.receive_gradient(name, weight.grad)
-        weight.grad = None
-
-    def receive_gradient(self, name: str, gradient: Tensor) -> None:
-        """Receives the gradient of a weight, during the backward pass that computes it."""
-        if name in self._changed:  # already changed in an attempt that ran out of memory afterwards
+    def receive_gradient(self, name: str, weight: Tensor) -> None:
+        """Takes the gradient of a weight out of the model, during the backward pass that computes it."""
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        if self._ignores_gradients or name in self._changed:  # changed in an attempt that ran out of memory afterwards
             return
-        mask = _mask(self._weights[name]).to(gradient.dtype)  # products with booleans are slower
+        mask = _mask(weight).to(gradient.dtype)  # products with booleans are slower
         gradient = (gradient * mask).to(_wide(gradient.dtype))
         if self._in_one_pass:
             self._change(name, gradient)
@@ -162,15 +155,6 @@ class KeptWeights:
         for name, weight in self._weights.items():
             weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
-    def check(self) -> None:
-        """Checks that the nonzero weights are the same ones as at the start."""
-        for name, weight in self._weights.items():
-            if not torch.equal(_fingerprint(weight), self._patterns[name]):
-                raise VerificationError(
-                    f"{name}: training wrote to weights that were pruned, or set others to 0. Nothing was saved; this "
-                    "is a bug in permtriton, please report it"
-                )
-
     def state(self) -> dict[str, Tensor]:
         """Returns everything that further steps depend on; call it inside `trainable`."""
         tensors = {f"value.{name}": values for name, values in self.snapshot().items()}
@@ -186,10 +170,6 @@ class KeptWeights:
             optimizer.steps = steps
             for key, values in optimizer.state.items():
                 values.copy_(state[f"{key}.{name}"])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(iter(self._weights.values())).dtype
 
 
 class _Optimizer:
@@ -258,15 +238,6 @@ def _mask(weight: Tensor) -> Tensor:
 
 def _count(weight: Tensor) -> int:
     return int(_mask(weight).count_nonzero())  # a ninth of the time of weight.count_nonzero()
-
-
-@torch.no_grad()
-def _fingerprint(weight: Tensor) -> Tensor:
-    """Returns a number for each row that says which of its entries are kept, float64 ``[..., rows]``, on the CPU."""
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randint(1, 2**31, weight.shape[-1:], generator=generator).to(weight.device, torch.float64)
-    parts = weight.split(max(AT_ONCE // weight[0].numel(), 1))
-    return torch.cat([_mask(part).to(torch.float64) @ keys for part in parts]).cpu()  # exact up to 2^53
 
 
 def _size(weight: Tensor) -> float:

@@ -12,7 +12,6 @@ several sweeps of coordinate descent set each kept weight to the FP8 value that 
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from permtriton.kernels.quantize import FLOAT8, LARGEST, dequantized, round_to_fp8, short_scales, to_float8
 from permtriton.methods.layer_updates import update_layers
 from permtriton.methods.prune.least_squares import row_errors
-from permtriton.methods.prune.sparsegpt_math import COLUMNS_AT_ONCE, damped
+from permtriton.methods.prune.sparsegpt_math import COLUMNS_AT_ONCE, Curvature
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import Outcome, Stage, Step
@@ -78,10 +77,11 @@ class Round(Step):
         names = [name for _, name in run.plan.linears()]
         skip_reasons = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
 
-        def update(model: nn.Module, hessian: Tensor, _site: str, name: str) -> dict[str, Any] | None:
+        def update(curvature: Curvature, _site: str, name: str) -> dict[str, Any] | None:
             if name in skip_reasons:
                 return None
-            parameter, start_time = linear_module(model, name).get_parameter("weight"), time.perf_counter()
+            parameter, start_time = linear_module(run.model, name).get_parameter("weight"), time.perf_counter()
+            hessian = curvature.damped
             weight = parameter.detach().to(hessian.device).float()
             rounded_weight = rounded(weight, hessian, self.sweeps)
             plain, scale = round_to_fp8(parameter.detach())
@@ -93,7 +93,7 @@ class Round(Step):
             start, end = (error / max(errors[0], torch.finfo(torch.float32).tiny) for error in errors[1:])
             return {"name": name, "start": start, "end": end, "seconds": time.perf_counter() - start_time}
 
-        return Outcome(parts=update_layers(run, self.name, _damped, update), left=skip_reasons)
+        return Outcome(parts=update_layers(run, self.name, update), left=skip_reasons)
 
     def words(self, outcome: Outcome) -> list[tuple[str, str]]:
         start, end = (fmean([part[key] for part in outcome.parts] or [0.0]) for key in ("start", "end"))
@@ -103,10 +103,6 @@ class Round(Step):
 
 def _is_linear(model: nn.Module, name: str) -> bool:
     return isinstance(linear_module(model, name), nn.Linear) and stacked_name(model, name) is None
-
-
-def _damped(hessians: Mapping[str, Tensor]) -> Any:
-    return lambda site: damped(hessians[site])
 
 
 def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
