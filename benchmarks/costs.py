@@ -34,7 +34,7 @@ from benchmarks.shared import PATTERN, llama, random_importances, step_seconds, 
 from permtriton import find_plan
 from permtriton.data.samples import Samples
 from permtriton.evaluation.evaluate import measure_model
-from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.losses import dense_objective
 from permtriton.methods.order.hard_masks import hard_masked
 from permtriton.methods.order.searched import Searched, Searcher
@@ -95,11 +95,10 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
     config = CompileConfig(layout="fused", micro_batch_size=1, activation_checkpointing=True)
     objective = dense_objective(model, "kl", Samples.of(ids), 1)
     run = Known(model, plan, Samples.of(ids), config, importances=random_importances(model, plan))
-    fisher = fisher_information(run, "kl")
     spaces = [space for space in plan.spaces if not space.frozen]
     indices = {space.name: identity(space.units) for space in spaces}
     passes, gains, found = [], [], []
-    with hard_masked(run, model, objective, fisher) as masks:
+    with hard_masked(run, model, objective, curvatures(run, "kl")) as masks:
         searcher = Searcher(masks, spaces, Searched())
         masks.set(indices)
         for _ in range(args.repeats + 1):

@@ -32,7 +32,7 @@ from permtriton.data.samples import Samples
 from permtriton.demo import FOLDER
 from permtriton.kernels.nm_mask import nm_mask_backward
 from permtriton.kernels.swap_gains import swap_gains
-from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.losses import ObjectiveKind, dense_objective
 from permtriton.methods.measure.statistics import site_statistics
@@ -70,9 +70,8 @@ def main() -> None:
     kind: ObjectiveKind = "cosine" if args.what == "learned" else "kl"
     objective = dense_objective(model, kind, Samples.of(ids), 16)
     run = Known(model, plan, Samples.of(ids), config, importances=importances)
-    fisher = fisher_information(run, kind)
     spaces = [space for space in plan.spaces if not space.frozen]
-    with hard_masked(run, model, objective, fisher) as masks:
+    with hard_masked(run, model, objective, curvatures(run, kind)) as masks:
         searcher = Searcher(masks, spaces, Searched())
         base = {space.name: identity(space.units) for space in spaces}
         masks.set(base)

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 from benchmarks.known_run import Known
 from permtriton import CompileConfig, NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
-from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.losses import dense_objective, has_head
 from permtriton.methods.measure.statistics import channel_norms
@@ -46,9 +46,8 @@ class Problem:
 
     def masked(self, **options: object):
         _, config = self.settings(**options)
-        fisher = fisher_information(Known(self.model, self.plan, self.ids, config), self.objective.kind)
         run = Known(self.model, self.plan, self.ids, config, importances=self.importances)
-        return hard_masked(run, self.model, self.objective, fisher)
+        return hard_masked(run, self.model, self.objective, curvatures(run, self.objective.kind))
 
     def loss(self, indices: dict[str, torch.Tensor]) -> float:
         with self.masked() as masks:

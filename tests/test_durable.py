@@ -22,7 +22,7 @@ WRITERS = {
     "results": lambda path: ResultFile(path, {}).get("dense", lambda: MEASURED),
     "report.json": lambda path: write_report_file(path, {}),
     "page.html": lambda path: write_file(path, b"a page"),
-    "state.safetensors": lambda path: StateFile(path, {}).write({"a": torch.ones(1)}, {}),
+    "state.safetensors": lambda path: StateFile(path, {}).write({"a": torch.ones(1)}),
     "autotune.json": lambda path: write_entries(path, "a GPU", {}),
 }
 

@@ -11,7 +11,7 @@ from permtriton import NMPattern, config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.kernels import nm_mask as kernel
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.measure.fisher import Fisher
+from permtriton.kernels.swap_gains import RankOneCurvature
 from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.losses import Objective, dense_objective, has_head
 from permtriton.methods.order.hard_masks import hard_masked
@@ -42,10 +42,10 @@ class Given:
         self.pattern = pattern
         statistics = {site.name: torch.rand(site.channels, generator=rng(site.channels)) for site in self.plan.sites}
         self.importances = importances_of(self.model, self.plan, method, statistics)
-        self.fisher = {}
+        self.curvatures = {}
         for _, linear in self.plan.linears():
             channels, rows = self.weight(linear).shape
-            self.fisher[linear] = Fisher(torch.ones(rows), torch.ones(channels), IDS.numel())
+            self.curvatures[linear] = RankOneCurvature(torch.ones(rows), torch.ones(channels))
 
     def weight(self, linear: str) -> Tensor:
         return weight_in_out(linear_module(self.model, linear))
@@ -53,7 +53,7 @@ class Given:
     def masked(self, objective: Objective = NOTHING, ids: Tensor = IDS, **options: object):
         config = config_from({"sparsity": str(self.pattern), "micro_batch_size": 2, **options})
         run = Known(self.model, self.plan, Samples.of(ids), config, importances=self.importances)
-        return hard_masked(run, self.model, objective, self.fisher)
+        return hard_masked(run, self.model, objective, self.curvatures)
 
     def expected(self, indices: dict[str, Tensor]) -> dict[str, Tensor]:
         """Linear name -> masked weight in base order, ``[in_features, out_features]``."""
@@ -100,7 +100,7 @@ def mean_gradients(given: Given, objective, indices: dict[str, Tensor]) -> tuple
     for linear, weight in given.expected(indices).items():
         weight_in_out(linear_module(model, linear)).copy_(weight)
     loss = objective.loss(last_hidden_state(model, Samples.of(IDS)), torch.arange(IDS.shape[0]))
-    weights = {linear: linear_module(model, linear).weight for linear in given.fisher}
+    weights = {linear: linear_module(model, linear).weight for linear in given.curvatures}
     grads = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     return loss.item(), dict(zip(weights, grads, strict=True))
 
@@ -143,7 +143,7 @@ def test_the_model_comes_back(name, error):
     given = Given(name)
     objective = dense_objective(given.model, "kl", Samples.of(IDS), 2)
     next(given.model.parameters()).requires_grad_(False)
-    first = next(iter(given.fisher))
+    first = next(iter(given.curvatures))
     linear_module(given.model, first).weight.requires_grad_(False)
     before, tensors = facts(given.model), copy.deepcopy(given.model.state_dict())
     try:

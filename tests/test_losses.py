@@ -12,7 +12,6 @@ from permtriton.methods.measure import losses as file
 from permtriton.methods.measure.losses import (
     Head,
     Objective,
-    default_objective,
     dense_objective,
     has_head,
     objective_kind,
@@ -175,7 +174,7 @@ def test_logits_that_do_not_follow_from_the_last_hidden_state_are_refused():
 def test_auto_means_the_logits_where_there_is_a_head(name, kind):
     model = zoo.build(name)
     assert has_head(model) == (name != "bert")
-    assert default_objective(model) == kind
+    assert objective_kind("auto", model) == kind
     for step in (Searched(), Distill(), Learned(loss="auto")):
         assert objective_kind(step.objective, model) == kind
 

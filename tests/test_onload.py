@@ -22,7 +22,7 @@ from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.passes.plan import named_layers
-from permtriton.running.layer_stream import LayerStream
+from permtriton.running.layer_calls import LayerStream
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.placement import DevicePlacement
 from permtriton.util.progress import NoProgress

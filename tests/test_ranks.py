@@ -145,7 +145,7 @@ def test_states_name_the_device_that_the_model_will_run_on(monkeypatch, tmp_path
     start = replace(zoo.start(model, config_from(), Samples.of(zoo.tiny_ids(2, 12))), workspace=workspace)
     identity.identify(start, torch.device("cuda"))
     state = workspace.state("searched", model)
-    state.write({}, {})
+    state.write({})
     assert state.check() == "cuda"
 
 

@@ -139,10 +139,10 @@ def test_every_byte_of_a_state_counts(tmp_path):
     path = tmp_path / "state.safetensors"
     state = StateFile(path, {**MINE, "machine": "cpu"})
     tensors = {"a": torch.arange(3), "b": torch.ones(2, 2, dtype=torch.bfloat16), "c": torch.tensor(7.0)}
-    state.write(tensors, {"history": "[1, 2]"})
-    found, texts = state.read()
+    state.write(tensors, history=[1, 2])
+    found, values = state.read()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    assert texts["history"] == "[1, 2]"
+    assert values["history"] == [1, 2]
     content = path.read_bytes()
     for place in range(len(content)):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])

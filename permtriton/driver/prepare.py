@@ -186,6 +186,6 @@ def _generated(start: Planned, placement: ModelPlacement) -> Tensor:
             with placement.writing(start.model), mixed_precision(start.model, rounds, fixed=True):
                 texts = generated_text(start.model, starts, *shape, config.seed, workspace.progress)
             ids = torch.cat([texts, after.expand(len(texts), -1)], 1)
-            state.write({"text": ids}, {})
+            state.write({"text": ids})
         workspace.inputs["generated"] = Samples.of(ids).sha256
     return ids

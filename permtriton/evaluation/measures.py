@@ -35,7 +35,7 @@ from permtriton.model.forward import (
 )
 from permtriton.model.headers import REPORT_FILE
 from permtriton.model.seq2seq import arguments_of, first_predicted, predicted
-from permtriton.running.layer_stream import LayerStream
+from permtriton.running.layer_calls import LayerStream
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.progress import NoProgress, Progress

@@ -1,6 +1,5 @@
 """Changes the linears layer by layer, with the Hessians of their inputs measured in the model as changed so far."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -66,18 +65,18 @@ def write_layer(
         for name, weight in _weights(model, sites).items():
             values, positions = pack(weight.T.contiguous(), plan.patterns[name])
             tensors |= {f"{name}.values": values, f"{name}.positions": positions}
-    state.write(tensors, {"parts": json.dumps(parts)})
+    state.write(tensors, parts=parts)
 
 
 def read_layer(state: StateFile, model: nn.Module, plan: Plan, sites: Sequence[Site]) -> list[dict[str, Any]] | None:
     """Copies a stored layer into the model, and returns what the step reports of it; None if it is not stored."""
     if (saved_state := state.read()) is None:
         return None
-    tensors, texts = saved_state
+    tensors, values = saved_state
     for name, weight in _weights(model, sites).items():
         values, positions = tensors[f"{name}.values"], tensors[f"{name}.positions"]
         weight.copy_(unpack_reference(values, positions, len(weight), plan.patterns[name]).T)
-    return json.loads(texts["parts"])
+    return values["parts"]
 
 
 def _weights(model: nn.Module, sites: Sequence[Site]) -> dict[str, Tensor]:

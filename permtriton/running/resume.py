@@ -77,13 +77,13 @@ class StateFile:
             )
         return str(saved_inputs.get("machine"))
 
-    def read(self) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-        """Returns the tensors and the texts of the state, or None where there is no file. The first rank reads it."""
+    def read(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Returns the tensors and the values of the state, or None where there is no file. The first rank reads it."""
         path, tensors = self.path, dict[str, Tensor]()
         if path is None:
             return None
 
-        def read() -> dict[str, str] | None:
+        def read() -> dict[str, Any] | None:
             if self.check() is None:
                 return None
             with self._opened(path) as file:
@@ -91,10 +91,10 @@ class StateFile:
                 texts = dict(file.metadata())
                 if texts.pop(CHECKSUM) != _sha256(tensors, texts):
                     raise ValueError("its content is not what was written")
-            return texts
+                return {name: json.loads(text) for name, text in texts.items()}
 
-        texts = ranks.on_first(read)
-        return None if texts is None else (ranks.named_from_first(tensors), texts)
+        values = ranks.on_first(read)
+        return None if values is None else (ranks.named_from_first(tensors), values)
 
     @contextmanager
     def _opened(self, path: Path) -> Iterator[Any]:
@@ -102,14 +102,17 @@ class StateFile:
         with reading(what, OutputError), safe_open(path, framework="pt") as file:
             yield file
 
-    def write(self, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
-        """Replaces the file by a new state; if interrupted, the earlier file stays. The first rank writes it."""
-        if self.path is not None:
-            ranks.on_first(partial(self._replace, self.path, tensors, texts))
+    def write(self, tensors: Mapping[str, Tensor], **values: Any) -> None:
+        """Replaces the file by a state of tensors and JSON values; if interrupted, the earlier file stays.
 
-    def _replace(self, path: Path, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> None:
+        The first rank writes it.
+        """
+        if self.path is not None:
+            ranks.on_first(partial(self._replace, self.path, tensors, values))
+
+    def _replace(self, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-        metadata = {**texts, INPUTS: json.dumps(self._inputs)}
+        metadata = {name: json.dumps(value) for name, value in {**values, INPUTS: self._inputs}.items()}
         metadata[CHECKSUM] = _sha256(contiguous, metadata)
         try:
             replace_file(path, lambda temporary: save_file(contiguous, temporary, metadata))

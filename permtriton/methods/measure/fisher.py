@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
-from permtriton.methods.measure.losses import LOSSES, LossKind, default_objective
+from permtriton.kernels.swap_gains import RankOneCurvature
+from permtriton.methods.measure.losses import LOSSES, LossKind, objective_kind
 from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.methods.run import Run
 from permtriton.model.modules import as_multiplied
@@ -41,22 +42,21 @@ class Fisher:
     column: Tensor  # sum over tokens of the square of each input, ``[in_features]``, likewise
     tokens: int = 0  # number of tokens that the linear has read; for an expert, only those routed to it
 
-    def of_rows(self, rows: slice) -> "Fisher":
-        return Fisher(self.row[rows], self.column, self.tokens)
 
-    def curvature(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Returns factors ``(row, column)`` of half the second derivative of the mean loss over ``tokens`` tokens.
-
-        The loss rises to second order by ``row_o * column_j * w^2`` when a weight ``w`` is removed.
-        """
-        return self.row / (2 * tokens), self.column / max(self.tokens, 1)
+def curvatures(run: Run, kind: LossKind) -> dict[str, RankOneCurvature]:
+    """Returns linear name -> half the second derivative of the mean loss over all tokens, by `fisher_information`."""
+    information, tokens = fisher_information(run, kind), run.samples.positions
+    return {
+        name: RankOneCurvature(factors.row / (2 * tokens), factors.column / max(factors.tokens, 1))
+        for name, factors in information.items()
+    }
 
 
 def row_weights(run: Run) -> dict[str, Tensor]:
     """Returns linear name -> sensitivity of the loss to each of its rows, float32 ``[out_features]``."""
     if run.row_weights is not None:
         return run.row_weights
-    information = fisher_information(run, default_objective(run.model))
+    information = fisher_information(run, objective_kind("auto", run.model))
     return {name: factors.row.to(run.model.device) for name, factors in information.items()}
 
 
@@ -119,7 +119,7 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
     samples = run.samples[: max(tokens // run.samples.tokens, 1)]
     with run.placed_model_for_fit() as model:
         # One sequence at a time: they are few, and the logits of more would take more memory than all else.
-        _backward_passes(run, model, "output gradients", default_objective(model), samples, 1, parts.clear, watch)
+        _backward_passes(run, model, "output gradients", objective_kind("auto", model), samples, 1, parts.clear, watch)
     gradients = {}
     for site in run.plan.sites:
         for name in site.linears if reads_every_token(run.model, site) else ():

@@ -54,11 +54,9 @@ def minimises(**first: str) -> str:
 class Head:
     """The computation from last hidden states to logits: the language-model head, with its scaling and soft-capping."""
 
-    def __init__(self, model: PreTrainedModel, samples: Samples, kind: LossKind = "kl") -> None:
+    def __init__(self, model: PreTrainedModel, samples: Samples) -> None:
         if not has_head(model):
-            raise ConfigError(
-                f"objective {kind} needs a language-model head; {type(model).__name__} has none: {CHOOSE}"
-            )
+            raise ConfigError(f"objective kl needs a language-model head; {type(model).__name__} has none: {CHOOSE}")
         self._model = model
         probe = samples.start(1, PROBE_TOKENS).to(model.device, model.dtype).inputs
         self._arguments = tuple(probe)
@@ -71,13 +69,12 @@ class Head:
             self.vocabulary = expected.shape[-1]
             fewer = max(expected.shape[1] - 1, 1)  # leaving out a token reveals a head that needs all of them at once
             expected = expected[:, :fewer]
-            problem = f"objective {kind}: the head of a {type(model).__name__} cannot run alone, so {CHOOSE}"
+            problem = f"objective kl: the head of a {type(model).__name__} cannot run alone, so {CHOOSE}"
             with reading(problem, ConfigError):
                 logits = self(self._outputs[core][0][:, :fewer])
         if logits.shape != expected.shape or relative_difference(expected, logits) > TOLERANCE[model.dtype]:
             raise ConfigError(
-                f"objective {kind}: the logits of {type(model).__name__} do not follow from its last hidden state: "
-                f"{CHOOSE}"
+                f"objective kl: the logits of {type(model).__name__} do not follow from its last hidden state: {CHOOSE}"
             )
 
     def on(self, model: PreTrainedModel) -> "Head":
@@ -267,7 +264,7 @@ def dense_objective(
 
     The head of the model must not change while the objective is used.
     """
-    head = Head(model, samples, kind) if LOSSES[kind].of_logits else None
+    head = Head(model, samples) if LOSSES[kind].of_logits else None
     target = hidden_states(model, samples, batch, store, LOSSES[kind].hidden)
     stride = 1 if head is None else stride_of(model, head.vocabulary * target.shape[-1])
     return Objective(kind, target, head, samples.counted, stride)
@@ -287,8 +284,5 @@ def stride_of(model: PreTrainedModel, head: int) -> int:
 
 
 def objective_kind(objective: str, model: PreTrainedModel) -> LossKind:
-    return default_objective(model) if objective == "auto" else cast(LossKind, objective)
-
-
-def default_objective(model: PreTrainedModel) -> ObjectiveKind:
-    return "kl" if has_head(model) else "cosine"
+    default: LossKind = "kl" if has_head(model) else "cosine"
+    return default if objective == "auto" else cast(LossKind, objective)

@@ -14,7 +14,6 @@ from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import nm_mask
 from permtriton.kernels.swap_gains import RankOneCurvature, SwapTerms, swap_terms
-from permtriton.methods.measure.fisher import Fisher
 from permtriton.methods.measure.losses import Objective, finite
 from permtriton.methods.run import Run
 from permtriton.model.experts import expert_of
@@ -40,7 +39,7 @@ class _HardMasked:
     parameter: nn.Parameter
     dense: Tensor
     importance: ImportanceFactors
-    fisher: Fisher
+    curvature: RankOneCurvature
     pattern: NMPattern
     in_out: bool
     gradient: Tensor | None = None
@@ -143,10 +142,10 @@ class HardMasks:
         for linear in self._linears:
             if linear.gradient is None or linear.site.space is not space:
                 continue
-            row, column = linear.fisher.curvature(self._samples.positions)
+            curvature = RankOneCurvature(linear.curvature.row * damping, linear.curvature.column)
             terms = swap_terms(
                 linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
-                self._order(linear.site, indices), linear.pattern, RankOneCurvature(row * damping, column),
+                self._order(linear.site, indices), linear.pattern, curvature,
             )  # fmt: skip
             for channels in linear.site.channels_by_unit.unbind(1):
                 yield terms.of_positions(channels.to(self._model.device))
@@ -157,7 +156,7 @@ class HardMasks:
 
 @contextmanager
 def hard_masked(
-    run: Run, model: PreTrainedModel, objective: Objective, fisher: Mapping[str, Fisher]
+    run: Run, model: PreTrainedModel, objective: Objective, curvatures: Mapping[str, RankOneCurvature]
 ) -> Iterator[HardMasks]:
     """Inside the context, the pruned linears of a dense model in base order hold masked weights.
 
@@ -165,7 +164,7 @@ def hard_masked(
 
     Args:
         model: the run's model, placed.
-        fisher: linear name -> Fisher information of its weights.
+        curvatures: linear name -> curvature of the loss.
     """
     plan, importances, linears = run.plan, run.importances(), list[_HardMasked]()
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)
@@ -181,9 +180,10 @@ def hard_masked(
             assert isinstance(parameter, nn.Parameter)
             in_out = isinstance(module, Conv1D)
             rows = rows_of_share(parameter, in_out)
-            importance, information = importances[name].of_rows(rows, model.device), fisher[name].of_rows(rows)
+            importance = importances[name].of_rows(rows, model.device)
+            curvature = RankOneCurvature(curvatures[name].row[rows], curvatures[name].column)
             masked = _HardMasked(
-                site, parameter, share(parameter).clone(), importance, information, plan.patterns[name], in_out
+                site, parameter, share(parameter).clone(), importance, curvature, plan.patterns[name], in_out
             )
             linears.append(masked)
             stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))

@@ -82,7 +82,7 @@ class Heuristic(Step):
             indices = saved_state[0]
         else:
             indices = self.indices(run)
-            state.write(indices, {})
+            state.write(indices)
         run.reorder(indices)
 
     def indices(self, run: Run) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ follows the permutations (`permtriton.methods.order.masked_model`). Only the per
 (`permtriton.methods.order.relaxation`), on the distance between the outputs of the masked and the dense model.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from permtriton.config import CommonConfig
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError
-from permtriton.kernels.swap_gains import RankOneCurvature
-from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.losses import ObjectiveKind, finite, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.masked_model import LearnedMasks, masked_model
@@ -159,15 +157,15 @@ class Learned(Step):
         """
         spaces = self.spaces(run.plan)
         if not spaces:
-            raise ConfigError(self._nothing_learns())
+            reason = f"with learn_layers {self.layers}, all channels that may move are read in earlier layers, too"
+            if self.last_layers is None:
+                reason = "none of this model's channels may move (see permtriton inspect)"
+            raise ConfigError(f"no permutation is left to learn: {reason}; remove the step learned from the recipe")
         # Objective and Fisher information belong to the dense model, so they are computed before it is masked.
         objective, state = run.objective(self), run.state(self.name)
-        curvatures = None
-        if self.gradient == "placement":
-            fisher, tokens = fisher_information(run, objective.kind), run.samples.positions
-            curvatures = {name: RankOneCurvature(*factors.curvature(tokens)) for name, factors in fisher.items()}
+        curvature_by_linear = curvatures(run, objective.kind) if self.gradient == "placement" else None
         relaxation = self.relaxation(spaces, run.config.seed, run.placement.spread_on or run.model.device)
-        with masked_model(run, relaxation, curvatures, group_scale=self.group_scale) as masks:
+        with masked_model(run, relaxation, curvature_by_linear, group_scale=self.group_scale) as masks:
             trainer = OrderTrainer(run, self, masks, relaxation)
             with run.progress.stage("learn", self.epochs * trainer.steps_per_epoch) as advance:
                 return trainer.run(state, advance)
@@ -193,14 +191,6 @@ class Learned(Step):
             clamp=self.clamp,
             noise=self.init_noise if self.init == "identity" else None,
         )
-
-    def _nothing_learns(self) -> str:
-        reason = (
-            "none of this model's channels may move (see permtriton inspect)"
-            if self.last_layers is None
-            else f"with learn_layers {self.layers}, all channels that may move are read in earlier layers, too"
-        )
-        return f"no permutation is left to learn: {reason}; remove the step learned from the recipe"
 
 
 class OrderTrainer:
@@ -238,13 +228,13 @@ class OrderTrainer:
             base_indices = {name: identity(units) for name, units in self._relaxation.units.items()}
             row = _row(0, self.hard_loss(base_indices), base_indices, self._options.tau_start, 0.0)
             return base_indices, Outcome("epoch", [row], kept=0)
-        tensors, texts = saved_state
+        tensors, values = saved_state
         optimizer_state = {"state": {}, "param_groups": self._optimizer.state_dict()["param_groups"]}
         for number, parameter in enumerate(self._relaxation.parameters()):
             parameter.data.copy_(tensors[f"parameter.{number}"])
             optimizer_state["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
         self._optimizer.load_state_dict(optimizer_state)
-        outcome = Outcome("epoch", json.loads(texts["history"]), int(texts["kept"]))
+        outcome = Outcome("epoch", values["history"], values["kept"])
         self._run.progress.say(f"continuing after epoch {len(outcome.history) - 1} of an interrupted run")
         return {name: tensors[f"index.{name}"] for name in self._relaxation.units}, outcome
 
@@ -254,7 +244,7 @@ class OrderTrainer:
             tensors[f"parameter.{number}"] = parameter.detach()
             for key, value in self._optimizer.state[parameter].items():
                 tensors[f"optimizer.{number}.{key}"] = value
-        state.write(tensors, {"history": json.dumps(outcome.history), "kept": str(outcome.kept)})
+        state.write(tensors, history=outcome.history, kept=outcome.kept)
 
     def tau(self, step: int) -> float:
         """Returns the temperature at a step, from ``tau_start`` to ``tau_end``.

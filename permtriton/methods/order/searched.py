@@ -9,7 +9,6 @@ damping, which leaves fewer and safer swaps. The result is therefore never worse
 the damping of a round that succeeded at once is lowered for the next one.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch import Tensor
 from permtriton.config import CommonConfig
 from permtriton.errors import ConfigError
 from permtriton.kernels.swap_gains import swap_gains
-from permtriton.methods.measure.fisher import fisher_information
+from permtriton.methods.measure.fisher import curvatures
 from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
@@ -114,14 +113,14 @@ class Searched(Step):
                 "leave the step searched out"
             )
         objective, state = run.objective(self), run.state(self.name)
-        fisher = fisher_information(run, objective.kind)
+        curvature_by_linear = curvatures(run, objective.kind)
         with (
             run.placed_model() as model,
-            hard_masked(run, model, objective, fisher) as masks,
+            hard_masked(run, model, objective, curvature_by_linear) as masks,
         ):
             searcher = Searcher(masks, spaces, self)
             if (saved_state := state.read()) is not None:
-                indices, history = saved_state[0], json.loads(saved_state[1]["history"])
+                indices, history = saved_state[0], saved_state[1]["history"]
                 run.progress.say(f"continuing after round {history[-1]['round']} of an interrupted run")
             else:
                 indices = {space.name: identity(space.units) for space in spaces}
@@ -135,7 +134,7 @@ class Searched(Step):
                     note = f"round {last['round'] + 1}, loss {last['loss']:.4f}, base {base:.4f}, {swaps}"
                     indices, row = searcher.round(indices, last, partial(advance, note=note))
                     history.append(row)
-                    state.write(indices, {"history": json.dumps(history)})
+                    state.write(indices, history=history)
         return indices, Outcome("round", history)
 
     def _finished(self, history: Sequence[Mapping[str, Any]]) -> bool:

@@ -10,7 +10,6 @@ this fraction (`statistics_and_shares_left`). The costs only rank linears; they 
 are sums over tokens, so the second linears of experts, which read few tokens, count for less than they should.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -74,11 +73,11 @@ class DenseShare(Step):
 
         run.calibrate(measure)
         if saved_state is not None:
-            chosen = json.loads(saved_state[1]["dense"])
+            chosen = saved_state[1]["dense"]
         else:
             rows, errors = row_weights(run), importances_of(model, run.plan, method, run.statistics)
             chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, shares_left or None)
-            state.write({}, {"dense": json.dumps(chosen)})
+            state.write({}, dense=chosen)
         run.workspace.inputs["dense"] = chosen
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)

@@ -5,7 +5,6 @@ an epoch with more than `ROUND` steps. The weights with the lowest held-out loss
 How a step changes weights is in `permtriton.methods.train.kept_weights`.
 """
 
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -277,14 +276,14 @@ class Trainer:
             tensors = {f"best.{name}": values for name, values in self._best_snapshot.items()}
             if len(outcome.history) <= len(self._rounds):  # after the last one, the best weights are enough
                 tensors |= self._weights.state()
-            state.write(tensors, {"history": json.dumps(outcome.history), "kept": json.dumps(outcome.kept)})
+            state.write(tensors, history=outcome.history, kept=outcome.kept)
 
     def _load(self, state: StateFile) -> Outcome:
         """Restores what `_save` wrote, and returns the outcome so far."""
         if (saved_state := state.read()) is None:
             return Outcome("round", kept=0)
-        tensors, texts = saved_state
-        outcome = Outcome("round", json.loads(texts["history"]), json.loads(texts["kept"]))
+        tensors, values = saved_state
+        outcome = Outcome("round", values["history"], values["kept"])
         if len(outcome.history) <= len(self._rounds):
             self._weights.restore(tensors, self._steps_until(len(outcome.history) - 1))
         self._best_snapshot = {name: tensors[f"best.{name}"] for name in self._best_snapshot}

@@ -74,8 +74,11 @@ class Round(Step):
 
         ``start`` is the error of rounding to nearest and ``end`` that of this step, both relative to ``tr(W H W^T)``.
         """
-        names = [name for _, name in run.plan.linears()]
-        skip_reasons = {name: NO_LINEAR for name in names if not _is_linear(run.model, name)}
+        skip_reasons = {
+            name: NO_LINEAR
+            for _, name in run.plan.linears()
+            if not isinstance(linear_module(run.model, name), nn.Linear) or stacked_name(run.model, name) is not None
+        }
 
         def update(curvature: Curvature, _site: str, name: str) -> dict[str, Any] | None:
             if name in skip_reasons:
@@ -99,10 +102,6 @@ class Round(Step):
         start, end = (fmean([part[key] for part in outcome.parts] or [0.0]) for key in ("start", "end"))
         words = f"{start:.2e}, rounded each alone, to {end:.2e} (mean of {len(outcome.parts)} linears)"
         return [("round: error", words)] + [(f"round: {name}", f"left: {why}") for name, why in outcome.left.items()]
-
-
-def _is_linear(model: nn.Module, name: str) -> bool:
-    return isinstance(linear_module(model, name), nn.Linear) and stacked_name(model, name) is None
 
 
 def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
