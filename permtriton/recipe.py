@@ -24,7 +24,7 @@ from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searched
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.prune.refit import Refit
-from permtriton.methods.recipe_config import CompileConfig, has_effect, no_effect_refusal
+from permtriton.methods.recipe_config import CompileConfig, no_effect_refusal
 from permtriton.methods.step import Stage, Step
 from permtriton.methods.train.distill import Distill
 from permtriton.methods.train.round import Round
@@ -327,7 +327,9 @@ def compile_command(model: str, config: CompileConfig, **running: str | bool | N
     overrides: dict[str, Any] = {}
     for _ in range(2):  # the second time for defaults that another option decides
         start = config_from(overrides, config.named or bare, name, in_8_bits=config.has(Round.name)).to_dict()
-        differing = (o for o in values if o in known and values[o] != start[o] and has_effect(known[o], config))
+        differing = (
+            o for o in values if o in known and values[o] != start[o] and not no_effect_refusal(known[o], config)
+        )
         overrides |= {option: values[option] for option in differing}
     recipe = config.named or config.recipe
     words = ["permtriton", "compile", name, *(["--recipe", recipe] if recipe != DEFAULT else [])]

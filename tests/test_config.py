@@ -11,7 +11,7 @@ from permtriton import NMPattern, config_from
 from permtriton.cli.compile import compile
 from permtriton.config import CalibrationConfig
 from permtriton.errors import ConfigError
-from permtriton.methods.recipe_config import CompileConfig, has_effect
+from permtriton.methods.recipe_config import CompileConfig, no_effect_refusal
 from permtriton.methods.steps import STEPS
 from permtriton.methods.train.distill import Distill
 from permtriton.recipe import RECIPES, all_options, check_effects, resolve, with_suggested
@@ -274,7 +274,7 @@ def test_options_of_steps_that_do_not_run_are_refused(name, recipe):
 )
 def test_options_of_the_compilation_that_change_nothing_are_refused(option, given, wanted):
     config = config_from(given)
-    assert has_effect(OPTIONS[option], config) == (wanted is None)
+    assert bool(no_effect_refusal(OPTIONS[option], config)) == (wanted is not None)
     if wanted is None:
         check_effects([option], config)
         return

@@ -13,7 +13,7 @@ from permtriton.driver.identity import states_beside
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.methods.prune.mask import Mask
-from permtriton.methods.recipe_config import CompileConfig, has_effect
+from permtriton.methods.recipe_config import CompileConfig, no_effect_refusal
 from permtriton.methods.steps import STEPS
 from permtriton.model.name import is_hub_name, shown_name
 from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file, steps_of
@@ -105,7 +105,7 @@ def test_recipes_and_steps_are_listed(monkeypatch):
 def effective(config) -> dict:
     """The options that have an effect."""
     known = all_options()
-    return {n: v for n, v in config.to_dict().items() if n not in known or has_effect(known[n], config)}
+    return {n: v for n, v in config.to_dict().items() if n not in known or not no_effect_refusal(known[n], config)}
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: "+".join(map(str, changes)) or "nothing")

@@ -7,7 +7,7 @@ from typing import Any
 
 from permtriton.config import ROUNDING_ONLY
 from permtriton.errors import ConfigError, near
-from permtriton.methods.recipe_config import CompileConfig, has_effect
+from permtriton.methods.recipe_config import CompileConfig, no_effect_refusal
 from permtriton.methods.step import Step
 from permtriton.methods.steps import STEPS
 from permtriton.recipe import ALIASES, DEFAULT, PERMLLM, RECIPES, all_options, config_from
@@ -140,7 +140,7 @@ def row_configs(
             if option is None:
                 rows.append(row)
                 continue
-            if not has_effect(option, config):
+            if no_effect_refusal(option, config):
                 raise ConfigError(f"--ablate {ablate} has no effect on the method {row.method}: choose other --methods")
             for text in values:
                 config = config_from({**fixed, option.name: text}, model=model)
@@ -167,6 +167,6 @@ def check_effect(explicit: Iterable[str], rows: Sequence[RowConfig], ablation: s
             raise ConfigError("--seed has no effect on a comparison: choose --seeds")
         if all(name in row.sets for row in rows):
             raise ConfigError(f"{flag} has no effect: each of these methods sets it; leave it out")
-        if not any(has_effect(option, row.config) for row in rows):
+        if all(no_effect_refusal(option, row.config) for row in rows):
             methods = ", ".join(dict.fromkeys(row.method for row in rows))
             raise ConfigError(f"{flag} has no effect on the methods {methods}: drop it or choose other --methods")

@@ -40,7 +40,6 @@ class Planned:
 
     @cached_property
     def layer_bytes(self) -> list[int]:
-        """The bytes of each layer's parameters."""
         modules = layer_modules(self.model, self.plan)
         return [sum(p.numel() for p in layer.parameters()) * self.sizes.element for layer in modules]
 

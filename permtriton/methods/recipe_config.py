@@ -6,7 +6,7 @@ from typing import Any
 
 from permtriton.config import SURPLUS, CommonConfig
 from permtriton.errors import ConfigError
-from permtriton.methods.step import Stage, Step
+from permtriton.methods.step import Step
 from permtriton.util.option import Option, documented, options_of
 
 
@@ -49,11 +49,6 @@ class CompileConfig(CommonConfig):
         return bool(self.dense_share) or any(step.uses_importance() for step in self.steps)
 
     @property
-    def updates(self) -> bool:
-        """Whether the step that prunes updates the weights that are kept."""
-        return any(step.stage is Stage.PRUNE and not step.keeps_values for step in self.steps)
-
-    @property
     def gradients(self) -> bool:
         return bool(self.dense_share) or any(step.gradients for step in self.steps)
 
@@ -78,10 +73,6 @@ class CompileConfig(CommonConfig):
         for step in self.steps:
             values |= {option.name: getattr(step, option.field) for option in options_of(step)}
         return {"recipe": self.recipe} | values | asdict(self.calibration)
-
-
-def has_effect(option: Option, config: CompileConfig) -> bool:
-    return not no_effect_refusal(option, config)
 
 
 def no_effect_refusal(option: Option, config: CompileConfig) -> str:

@@ -7,7 +7,7 @@ layer runs.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,29 +75,22 @@ class _Copies:
         self._copies: dict[tuple[int, int], _Copy] = {}  # by parameter and address of its values in host memory
         self._layer: nn.Module | None = None
         self._staying = ExitStack()
-        self.stays: nn.Module | None = None  # the layer whose parameters stay on the device until another runs
-
-    def stay(self, layer: nn.Module) -> None:
-        """Brings the parameters of a layer to the device until another one runs: a backward pass reads them there."""
-        if layer is not self.stays:
-            self._staying.enter_context(self.of_layer(layer))
-            self.stays = layer
+        self._stays: nn.Module | None = None  # the layer whose parameters stay on the device until another runs
 
     def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         """Returns a ``forward`` that runs with the layer's parameters on the device."""
         compute = layer.forward
 
         def forward(*positional: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled():
-                self.stay(layer)
-            if self.stays is layer:
-                return compute(*positional, **named)
-            with self.of_layer(layer):
+            if torch.is_grad_enabled() and layer is not self._stays:  # a backward pass reads the parameters there
+                self._staying.enter_context(self._of_layer(layer))
+                self._stays = layer
+            with nullcontext() if layer is self._stays else self._of_layer(layer):
                 return compute(*positional, **named)
 
         return forward
 
-    def of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
+    def _of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
         """Returns a context in which the parameters of a layer are on the device; the copies stay after it."""
         if layer is not self._layer:
             self.drop()
@@ -130,7 +123,7 @@ class _Copies:
     def drop(self) -> None:
         self._staying.close()
         self._copies.clear()
-        self._layer = self.stays = None
+        self._layer = self._stays = None
 
 
 @contextmanager

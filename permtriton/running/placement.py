@@ -24,12 +24,10 @@ class DevicePlacement(IntEnum):
 
     @property
     def words(self) -> str:
-        """The state of the model while it runs, in words."""
         return ("it is whole", "its layers come to the GPU one by one", "its layers are spread over GPUs")[self]
 
     @property
     def weights(self) -> str:
-        """Where the weights are."""
         return (
             "whole on each device",
             "in host memory, from which each layer comes to the device when it runs",

@@ -36,11 +36,6 @@ def inverts_hessians(method: ImportanceMethod) -> bool:
     return method == "obs"
 
 
-def error_importance(method: ImportanceMethod) -> ImportanceMethod:
-    """Returns an importance whose scores are output errors: ``obs`` for ``obs``, else ``wanda`` (RIA's statistic)."""
-    return "obs" if inverts_hessians(method) else "wanda"
-
-
 def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor) -> ImportanceFactors:
     """Returns the importance of one linear's weights, ``[in_features, out_features]``.
 

@@ -8,7 +8,7 @@ The dense model's logits are not stored: they are computed from its last hidden 
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -62,8 +62,14 @@ class Head:
         self._arguments = tuple(probe)
         core = core_of(model)
         with torch.no_grad(), without_cache(model):
-            with _recorded(body_of(model)) as self._outputs:
+            outputs: dict[Any, Any] = {}
+            hooks = (
+                module.register_forward_hook(lambda module, _, output: outputs.update({module: output}))
+                for module in body_of(model)
+            )
+            with hooked(hooks):
                 expected = model(**probe).logits
+            self._outputs = outputs
             if core not in self._outputs:  # a model may call a module inside its backbone instead, as OPT does
                 self._outputs[core] = core(**probe)
             self.vocabulary = expected.shape[-1]
@@ -92,14 +98,6 @@ class Head:
         with _returning({**self._outputs, core: output}):
             ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
             return self._model(**dict.fromkeys(self._arguments, ids)).logits
-
-
-@contextmanager
-def _recorded(modules: Sequence[Any]) -> Iterator[dict[Any, Any]]:
-    """Yields a dict that a run inside the context fills with the output of each module."""
-    outputs: dict[Any, Any] = {}
-    with hooked(m.register_forward_hook(lambda module, _, output: outputs.update({module: output})) for m in modules):
-        yield outputs
 
 
 @contextmanager

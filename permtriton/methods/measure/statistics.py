@@ -246,7 +246,9 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
     compared = [site for site in layer.sites if site.name in dense]
     shifts = _zeros(model, compared)
     residual_shifts = {
-        site.name: _sum(model, _out_features(model, site), site.channels) for site in compared if site.residual_reader
+        site.name: _sum(model, weight_in_out(linear_module(model, site.linears[0])).shape[1], site.channels)
+        for site in compared
+        if site.residual_reader
     }
 
     def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
@@ -315,10 +317,6 @@ def _sequences(inputs: Tensor) -> Tensor:
     together, and in float64 that does not change the sums.
     """
     return inputs.float().flatten(1, -2) if inputs.ndim > 2 else inputs.double().unsqueeze(0)
-
-
-def _out_features(model: PreTrainedModel, site: Site) -> int:
-    return weight_in_out(linear_module(model, site.linears[0])).shape[1]
 
 
 def _add_gram(total: Tensor, inputs: Tensor) -> None:

@@ -48,7 +48,7 @@ class _HardMasked:
         """Returns a stored weight as ``[out_features, in_features]``."""
         return weight.t() if self.in_out else weight
 
-    def add(self, parameter: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self.total.add_(share(parameter.grad))
         parameter.grad = None
@@ -111,23 +111,16 @@ class HardMasks:
             return sum(to_numbers(losses))
 
         loss = self._check(ranks.total(self._micro_batch.run(backward)))
-        self._add_up_gradients()
+        if not self.spread:  # gradients of weights that are spread are added up already, by FSDP2
+            # An expert without tokens on this rank may have gradients on another.
+            reached = torch.tensor([linear.gradient is not None for linear in self._linears], dtype=torch.int64)
+            ranks.add_up([reached])
+            totals = [linear.total for linear, count in zip(self._linears, reached.tolist(), strict=True) if count]
+            ranks.add_up(totals)
         for linear in self._linears:
             if linear.gradient is not None:
                 linear.gradient /= scale
         return loss
-
-    def _add_up_gradients(self) -> None:
-        """Adds the gradients up over all ranks: an expert without tokens on this rank may have gradients on another.
-
-        For weights that are spread, FSDP2 has already added them up.
-        """
-        if self.spread:
-            return
-        reached = torch.tensor([linear.gradient is not None for linear in self._linears], dtype=torch.int64)
-        ranks.add_up([reached])
-        linears = [linear for linear, has_gradient in zip(self._linears, reached.tolist(), strict=True) if has_gradient]
-        ranks.add_up(linear.total for linear in linears)
 
     def drop_gradients(self) -> None:
         for linear in self._linears:
@@ -186,7 +179,7 @@ def hard_masked(
                 site, parameter, share(parameter).clone(), importance, curvature, plan.patterns[name], in_out
             )
             linears.append(masked)
-            stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add))
+            stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add_gradient))
         try:
             yield HardMasks(run, model, linears, objective)
         finally:

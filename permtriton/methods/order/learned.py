@@ -7,7 +7,7 @@ follows the permutations (`permtriton.methods.order.masked_model`). Only the per
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -212,8 +212,9 @@ class OrderTrainer:
         advance((len(history) - 1) * self.steps_per_epoch)
         for epoch in range(len(history), self._options.epochs + 1):
             start_time, steps_done = time.perf_counter(), epoch * self.steps_per_epoch
-            for loss in self.epoch(epoch):
-                advance(1, f"loss {loss:.4f}, base {history[0]['loss']:.4f}")
+            order = epoch_order(len(self._samples), self._run.config.seed, epoch)
+            for step, rows in enumerate(order.split(self._options.batch_size), steps_done - self.steps_per_epoch):
+                advance(1, f"loss {self.step(rows, step):.4f}, base {history[0]['loss']:.4f}")
             hard_indices = self.indices(steps_done)
             loss, tau = self.hard_loss(hard_indices), self.tau(steps_done)
             history.append(_row(epoch, loss, hard_indices, tau, time.perf_counter() - start_time))
@@ -263,11 +264,6 @@ class OrderTrainer:
         """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
         with torch.no_grad():
             return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
-
-    def epoch(self, number: int) -> Iterator[float]:
-        order = epoch_order(len(self._samples), self._run.config.seed, number)
-        for offset, sequence_indices in enumerate(order.split(self._options.batch_size)):
-            yield self.step(sequence_indices, (number - 1) * self.steps_per_epoch + offset)
 
     def step(self, rows: Tensor, step: int) -> float:
         total_steps = self._options.epochs * self.steps_per_epoch

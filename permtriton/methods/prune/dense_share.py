@@ -17,10 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from permtriton.config import ImportanceMethod
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.fisher import row_weights
-from permtriton.methods.measure.importance import error_importance, importance_of, importances_of, inverts_hessians
+from permtriton.methods.measure.importance import importance_of, importances_of, inverts_hessians
 from permtriton.methods.measure.statistics import check_finite, measure_hessians, site_statistics
 from permtriton.methods.planning import plan_model
 from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
@@ -62,10 +63,13 @@ class DenseShare(Step):
         """
         model, config, state = run.model, run.config, run.workspace.state(STATE)
         saved_state = state.read()
-        method, shares_left, rows = error_importance(config.importance), dict[str, float](), None
+        updates = any(step.stage is Stage.PRUNE and not step.keeps_values for step in config.steps)
+        # An importance whose scores are errors of the output, and whose statistic is that of the config's importance.
+        method: ImportanceMethod = "obs" if inverts_hessians(config.importance) else "wanda"
+        shares_left, rows = dict[str, float](), None
 
         def measure(walk: LayerWalk) -> dict[str, Tensor]:
-            if saved_state is not None or not inverts_hessians(method) or not config.updates:
+            if saved_state is not None or method != "obs" or not updates:
                 return site_statistics(walk, method, run.progress)
             statistics, shares = statistics_and_shares_left(walk, run.progress)
             shares_left.update(shares)

@@ -176,7 +176,6 @@ class Trainer:
         self._rounds = [epoch[start : start + length] for epoch in epochs for start in range(0, len(epoch), length)]
 
     def _steps_until(self, rounds: int) -> int:
-        """Returns the number of steps in the first ``rounds`` rounds."""
         return sum(map(len, self._rounds[:rounds]))
 
     def run(self) -> Outcome:

@@ -151,7 +151,6 @@ class KeptWeights:
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Writes the values of a snapshot into the model."""
         for name, weight in self._weights.items():
             weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
