@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.measure.importance import importances_of
+from permtriton.methods.measure.importance import importances_of, retained
 from permtriton.methods.measure.losses import Objective, dense_objective, objective_kind
-from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained, retained_importance
+from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained
 from permtriton.methods.measure.statistics import reorder_statistics, tokens_of_experts, undersampled_warning
 from permtriton.methods.planning import Planned
 from permtriton.methods.sizes import MemoryEstimate
@@ -23,7 +23,7 @@ from permtriton.passes.apply_edits import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.graph import absorb_folds
 from permtriton.passes.pipeline import Pass, permutation_passes, run_passes
-from permtriton.passes.plan import Plan, layer_modules, linear_module
+from permtriton.passes.plan import Plan, layer_modules, linear_module, weight_in_out
 from permtriton.running.backward import checkpointed
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.mixed_precision import mixed_precision, rounded_products
@@ -185,7 +185,20 @@ class Run(Planned):
         self._expected_loss, self.row_weights = None, None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
-        return retained_importance(self.model, self.plan, self.importances(), indices, self.retained_importance)
+        """Returns pruned linear -> the importance that its mask retains now, and in the order of ``indices``.
+
+        Spaces without an index, space name -> unit index, int64 ``[units]``, keep the present order.
+        """
+        importances, retained_by_name = self.importances(), dict[str, Retained]()
+        for site, name in self.plan.linears():
+            scores = importances[name].scores(weight_in_out(linear_module(self.model, name)))
+            pattern, present = self.plan.patterns[name], self.retained_importance.get(name)
+            if present is None:
+                present = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
+            index = indices.get(site.space.name)
+            chosen = present if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
+            retained_by_name[name] = Retained(float(scores.sum(dtype=torch.float64)), present, chosen)
+        return retained_by_name
 
     @property
     def importance_shares(self) -> dict[str, dict[str, float]]:

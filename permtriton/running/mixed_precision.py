@@ -45,7 +45,9 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
         once = fixed or (module is head and not module.get_parameter("weight").requires_grad)
         return (_rounded_once if once else _rounding)(module)
 
-    wide = [module for module in model.modules() if wanted and _is_wide(module) and _is_float32(module)]
+    wide = [module for module in model.modules() if wanted and _is_wide(module)]
+    wide = [module for module in wide if module.get_parameter("weight").dtype == torch.float32]
+    wide = [module for module in wide if "forward" not in vars(module)]  # nothing else has replaced it
     faster = wide and multiplies_bfloat16(next(model.parameters()).device)
     with replaced_forwards(wide if faster else [], replacement):
         yield
@@ -53,11 +55,6 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
 
 def _is_wide(module: nn.Module) -> bool:
     return type(module) in LINEAR_MODULES and min(weight_in_out(module).shape) >= NARROW
-
-
-def _is_float32(linear: nn.Module) -> bool:
-    """Whether a linear's weight is float32, and nothing else has replaced its ``forward``."""
-    return linear.get_parameter("weight").dtype == torch.float32 and "forward" not in vars(linear)
 
 
 def _rounding(module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.importance import ImportanceFactors
-from permtriton.methods.measure.importance import retained
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 
 RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order
@@ -27,32 +26,6 @@ class Retained:
     total: float
     present: float
     chosen: float
-
-
-def retained_importance(
-    model: nn.Module,
-    plan: Plan,
-    importances: Mapping[str, ImportanceFactors],
-    indices: Mapping[str, Tensor],
-    present: Mapping[str, float],
-) -> dict[str, Retained]:
-    """Returns the importance that an N:M mask retains in each pruned linear, by name.
-
-    Args:
-        indices: space name -> unit index, int64 ``[units]``, of the chosen order; spaces without one keep the present
-            order.
-        present: linear -> what a mask retains in the present order, where that is known.
-    """
-    retained_by_name = {}
-    for site, name in plan.linears():
-        scores = importances[name].scores(weight_in_out(linear_module(model, name)))
-        pattern, present_value = plan.patterns[name], present.get(name)
-        if present_value is None:
-            present_value = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
-        index = indices.get(site.space.name)
-        chosen = present_value if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
-        retained_by_name[name] = Retained(float(scores.sum(dtype=torch.float64)), present_value, chosen)
-    return retained_by_name
 
 
 def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> dict[str, float]:
