@@ -159,8 +159,7 @@ class Run(Planned):
     def reorder(self, indices: Mapping[str, Tensor]) -> None:
         """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
 
-        Args:
-            indices: space name -> unit index relative to the present order, int64 ``[units]``.
+        They are space name -> unit index relative to the present order, int64 ``[units]``.
         """
         for space in self.plan.spaces:
             if space.name in indices:

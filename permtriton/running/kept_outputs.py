@@ -44,8 +44,7 @@ class KeptOutputs:
     def running(self, rows: Tensor, *, last: bool = False) -> Iterator[None]:
         """Inside the context, modules return their kept outputs for the sequences numbered ``rows``.
 
-        Args:
-            last: whether it is the last run, of which nothing need be kept.
+        Of the ``last`` run, nothing need be kept.
         """
         self._final = True
         with replaced_forwards(self._modules, partial(self._forward, tuple(rows.tolist()), last)):

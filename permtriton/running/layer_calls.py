@@ -70,11 +70,7 @@ class LayerCalls:
         self._leaves.append([a if same(a, b) else b for a, b in zip(first, call.leaves, strict=True)])
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the layer's output ``[len(rows), tokens, hidden]`` for the sequences numbered ``rows``.
-
-        Args:
-            hidden: hidden states of these sequences, ``[len(rows), tokens, hidden]``, on any device.
-        """
+        """Returns the output for the sequences ``rows``, ``[len(rows), tokens, hidden]`` like their hidden states."""
         if self.together:
             return self.run(hidden, rows.tolist())
         return torch.cat([self.run(states, [row]) for states, row in zip(hidden.split(1), rows.tolist(), strict=True)])
@@ -110,10 +106,7 @@ def record_calls(model: PreTrainedModel, calls: Mapping[str, LayerCalls], batch:
     """Adds the call of each layer of a chain on a batch to ``calls``, and returns what the first layer reads.
 
     The arguments of a chain's layers do not depend on their hidden states. So the layers run for the first batch only:
-    for the others, the model runs without them.
-
-    Args:
-        calls: name of each layer of the chain, in execution order -> its calls so far.
+    for the others, the model runs without them. The layers are in execution order.
     """
     layers = {name: layer_calls.layer for name, layer_calls in calls.items()}
     forms = {layer_calls.layer: layer_calls.form for layer_calls in calls.values() if layer_calls.form is not None}
@@ -133,7 +126,6 @@ def find_chains(
     """Returns the chains, as names of layers; layers that cannot run without the model are in none.
 
     Args:
-        sample: one sample to run the model on.
         weights: the weights that change, or are run with two sets of values, while chains run. A chain ends before a
             layer if an argument of it, other than hidden states, depends on such weights in the chain. The argument may
             depend on other weights, which are final when the chain starts: a decoder reads the encoder's output.

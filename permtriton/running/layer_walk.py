@@ -91,8 +91,7 @@ class LayerWalk:
     def walk_dense(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
         """Yields the inputs of each layer's sites, in order. Run all parts of a layer before asking for the next layer.
 
-        Args:
-            weights: linear -> weight that replaces the model's own during the walk.
+        During the walk, ``weights``, linear -> weight, replace the model's own.
         """
         return self._walk(_with_weights(self.model, self.plan, weights) if weights else nullcontext, None, False)
 

@@ -38,12 +38,10 @@ DIFFERS = {
 
 
 class StateFile:
-    """A safetensors file with the state of one step.
+    """A safetensors file with the state of one step; without a path, nothing is found, and nothing is written.
 
-    Args:
-        path: the file; None for no state: then nothing is found, and nothing is written.
-        inputs: what decides the result, as JSON values: hashes (`DIFFERS`), ``config`` and ``versions``; ``machine`` is
-            recorded, but not compared.
+    What decides the result are ``inputs``, as JSON values: hashes (`DIFFERS`), ``config`` and ``versions``; ``machine``
+    is recorded, but not compared.
     """
 
     def __init__(self, path: Path | None, inputs: Mapping[str, Any]) -> None:
@@ -58,11 +56,7 @@ class StateFile:
         return StateFile(path, self._inputs)
 
     def check(self) -> str | None:
-        """Refuses a file of another run, by its header, and returns the machine that it was written on.
-
-        Returns:
-            None if there is no file.
-        """
+        """Refuses a file of another run, by its header; returns the machine that wrote it, or None without a file."""
         if self.path is None or not self.path.is_file():
             return None
         with self._opened(self.path) as file:
@@ -162,10 +156,9 @@ class Workspace:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start_time
 
     def state(self, step: str, model: PreTrainedModel | None = None) -> StateFile:
-        """Returns the file that keeps the state of a step; none is kept without ``resume_path``.
+        """Returns the file that keeps the state of a step that starts from a model, by default the dense one.
 
-        Args:
-            model: what the step starts from; None for the dense model, whose hash is in ``inputs``.
+        No state is kept without ``resume_path``.
         """
         if self.resume_path is None:
             return StateFile(None, {})

@@ -136,10 +136,8 @@ def watch_inputs(
 def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
     """Returns experts module -> number of calibration tokens routed to each expert, over all ranks.
 
-    Call it after statistics are measured. A layer may have run several times, each time on all samples.
-
-    Args:
-        positions: number of positions in all samples.
+    Call it after statistics are measured. A layer may have run several times, each time on all samples, which have this
+    number of ``positions``.
     """
     counts = {name: experts.sent for name, experts in model.named_modules() if isinstance(experts, RoutedExperts)}
     token_counts = {name: count for name, count in counts.items() if count is not None}
@@ -239,8 +237,7 @@ def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, s
 def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advance: Advance) -> dict[str, Moments]:
     """Returns site name -> the moments of its input in the pruned model, over the tokens of all ranks.
 
-    Args:
-        dense: what `dense_inputs` returned for the same parts; entries are removed as they are read.
+    What `dense_inputs` returned for the same parts is removed from ``dense`` as it is read.
     """
     sums = _zeros(model, layer.sites)
     compared = [site for site in layer.sites if site.name in dense]

@@ -92,8 +92,7 @@ class HardMasks:
     def take_gradients(self, advance: Callable[[int], None] = lambda _steps: None) -> float:
         """Sums up the gradient of the mean loss with respect to each masked weight, and returns the mean loss.
 
-        Args:
-            advance: called with the number of sequences after each backward pass.
+        After each backward pass, ``advance`` is called with the number of its sequences.
         """
         scale, rows = loss_scale(self._samples.positions), torch.arange(len(self._samples))
         reported = 0
@@ -129,8 +128,7 @@ class HardMasks:
     def terms(self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float) -> Iterator[SwapTerms]:
         """Yields the terms that give the gains of swapping a space's units, once per linear and copy of the units.
 
-        Args:
-            damping: factor of the curvature; 0 for gains that are exact to first order.
+        The curvature counts ``damping`` times; with 0, the gains are exact to first order.
         """
         for linear in self._linears:
             if linear.gradient is None or linear.site.space is not space:
@@ -153,11 +151,7 @@ def hard_masked(
 ) -> Iterator[HardMasks]:
     """Inside the context, the pruned linears of a dense model in base order hold masked weights.
 
-    Only these weights have gradients; the model is unchanged afterwards.
-
-    Args:
-        model: the run's model, placed.
-        curvatures: linear name -> curvature of the loss.
+    Only these weights have gradients; the model, the run's as it is placed, is unchanged afterwards.
     """
     plan, importances, linears = run.plan, run.importances(), list[_HardMasked]()
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)

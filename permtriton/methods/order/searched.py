@@ -187,12 +187,7 @@ class Searcher:
     def round(
         self, indices: dict[str, Tensor], last: Mapping[str, Any], advance: Callable[[int], None] = lambda _steps: None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the unit indices after a round, and its row in the history.
-
-        Args:
-            last: row of the round before.
-            advance: called with the number of sequences after each backward pass.
-        """
+        """Returns the unit indices after a round, and its row in the history; ``last`` is the row of the one before."""
         start_time, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
         damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), least)
         self._masks.set(indices)

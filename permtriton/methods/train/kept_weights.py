@@ -98,8 +98,7 @@ class KeptWeights:
     def forget(self, in_one_pass: bool) -> None:
         """Forgets the gradients of a backward pass that failed, or of a step that is over.
 
-        Args:
-            in_one_pass: whether the next backward pass has all gradients of the step, which then need not be collected.
+        If the next backward pass has all gradients of its step (``in_one_pass``), they need not be collected.
         """
         for weight in self._weights.values():
             weight.grad = None

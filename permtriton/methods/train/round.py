@@ -105,11 +105,9 @@ class Round(Step):
 
 
 def rounded(weight: Tensor, hessian: Tensor, sweeps: int) -> Tensor:
-    """Returns a weight rounded to FP8, as float32 ``[out_features, in_features]``, zero where ``weight`` is.
+    """Returns a weight rounded to FP8, zero where ``weight`` is: both float32 ``[out_features, in_features]``.
 
-    Args:
-        weight: float32, of the same shape.
-        hessian: damped, float32 ``[in_features, in_features]``.
+    The Hessian is damped, float32 ``[in_features, in_features]``.
     """
     nearest, scale = _with_best_scale(weight, hessian)
     # Channels first: what belongs to one channel is then contiguous.
