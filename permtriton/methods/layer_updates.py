@@ -72,11 +72,11 @@ def read_layer(state: StateFile, model: nn.Module, plan: Plan, sites: Sequence[S
     """Copies a stored layer into the model, and returns what the step reports of it; None if it is not stored."""
     if (saved_state := state.read()) is None:
         return None
-    tensors, values = saved_state
+    tensors, report = saved_state
     for name, weight in _weights(model, sites).items():
         values, positions = tensors[f"{name}.values"], tensors[f"{name}.positions"]
         weight.copy_(unpack_reference(values, positions, len(weight), plan.patterns[name]).T)
-    return values["parts"]
+    return report["parts"]
 
 
 def _weights(model: nn.Module, sites: Sequence[Site]) -> dict[str, Tensor]:
