@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.prune.sparsegpt_math import inverse_diagonal
+from permtriton.methods.prune.sparsegpt_math import Curvature
 
 IN, OUT = 12, 7
 
@@ -53,7 +53,7 @@ def test_obs(weight, inputs):
     hessian = inputs.T.double() @ inputs.double()
     hessian += 0.01 * hessian.diagonal().mean() * torch.eye(IN)
     expected = weight.double() ** 2 / hessian.inverse().diagonal()
-    found = scores("obs", weight, inverse_diagonal(inputs.T @ inputs))
+    found = scores("obs", weight, Curvature(inputs.T @ inputs).inverse_diagonal())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=0)
 
 
