@@ -17,7 +17,6 @@ from permtriton.cli.options import Flags, HelpAll, Json, Model, running_option, 
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
 from permtriton.errors import ConfigError, reasons_of
-from permtriton.evaluation.protocol import measured_by
 from permtriton.methods import steps
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Outcome
@@ -60,10 +59,9 @@ def compile(
         raise ConfigError("--dry-run is for one process: start it without torchrun, and name the GPUs by --devices")
     if args.shard and devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
-    eval_data, *_ = measured_by(args.protocol, args.eval_data, None, None, model)
     source = Source(model, **args.loading)
     output = args.output or default_output(source, config)
-    job = Job(source, config, overrides, replace(args, eval_data=eval_data, output=output))
+    job = Job(source, config, overrides, replace(args.with_protocol(model), output=output))
     if dry_run:
         dry.run(job, devices, json=json)
     else:

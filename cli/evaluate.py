@@ -18,6 +18,7 @@ from permtriton.errors import OutputError
 from permtriton.evaluation.compare_results import Cell, cell
 from permtriton.evaluation.evaluate import Evaluated, evaluate_with
 from permtriton.evaluation.measures import DISTANCES
+from permtriton.evaluation.task_request import versions
 from permtriton.model.source import Source
 from permtriton.util.bars import BarProgress
 from permtriton.util.output_files import check_report_file, write_report_file
@@ -42,9 +43,8 @@ def evaluate(
     overwrite: Overwrite = False,
 ) -> None:
     args = args.with_protocol(model)
-    tasks = args.task_request
     if output is not None:
-        reads: list[Any] = [read for read in (model, args.against, args.eval_data, tasks.folder) if read]
+        reads: list[Any] = [read for read in (model, args.against, args.eval_data, args.tasks_dir) if read]
         check_report_file(output, REPORT_KEYS, overwrite=overwrite, reads=reads)
     progress = BarProgress()
     suit_processor(Source(model, **args.loading), progress)
@@ -54,9 +54,9 @@ def evaluate(
         "against": args.against,
         **asdict(measured),
         "tokens": measured.tokens,
-        "limit": tasks.limit,
+        "limit": args.limit,
         "command": shlex.join(["permtriton", *_without_token(sys.argv[1:])]),
-        "versions": tasks.versions(),
+        "versions": versions(args),
         "system": platform.platform(),
     }
     rows = list(_rows(measured))

@@ -18,7 +18,7 @@ from permtriton.driver import adapt as adapting
 from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError
-from permtriton.evaluation.compare import Comparison
+from permtriton.evaluation import compare as comparing
 from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
 from permtriton.evaluation.report import report as write_report
 from permtriton.methods import planning
@@ -352,7 +352,7 @@ def compare(
     """
     args = _collected(CompareArgs, locals())
     args = replace(args, config=_path("config", config), tasks_dir=_path("tasks_dir", tasks_dir))
-    return Comparison.of(location_of(model), args, _not_none(options)).run(reporter(progress))
+    return comparing.compare(location_of(model), args, _not_none(options), reporter(progress))
 
 
 def export(

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from permtriton.config import CalibrationConfig
 from permtriton.errors import ConfigError, shown
-from permtriton.evaluation.protocol import measured_by, protocol_of
-from permtriton.evaluation.task_request import TaskRequest
-from permtriton.util.option import options_of
+from permtriton.evaluation.protocol import protocol_of
 
 if TYPE_CHECKING:  # these import torch
     from torch import Tensor
@@ -49,6 +47,24 @@ class HeldOutArgs:
     eval_data: "Data | None" = None
     eval_windows: int | None = None
 
+    def with_protocol(self, model: str) -> Self:
+        """Returns these arguments with the protocol's values in place of None.
+
+        Its window applies to text that is named; samples in memory have a length of their own.
+        """
+        protocol = protocol_of(self.protocol, model)
+        if protocol is None:
+            return self
+        named = isinstance(self.eval_data, str | None) and self.eval_data != "none"
+        values: dict[str, Any] = {
+            "eval_data": protocol.eval_data,
+            "window": protocol.window if named else None,
+            "tasks": protocol.tasks,
+            "special_tokens": protocol.options.get("special_tokens"),
+        }
+        unset = [field.name for field in fields(self) if getattr(self, field.name) is None]
+        return replace(self, protocol=None, **{name: values[name] for name in values if name in unset})
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureArgs(HeldOutArgs):
@@ -59,17 +75,16 @@ class MeasureArgs(HeldOutArgs):
     limit: int | None = None
     tasks_dir: str | Path | None = None
 
-    @property
-    def task_request(self) -> TaskRequest:
-        return TaskRequest(self.tasks, self.limit, None if self.tasks_dir is None else Path(self.tasks_dir))
-
-    def with_protocol(self, model: str = "") -> Self:
-        """Returns these arguments with the protocol's values in place of None."""
+    def __post_init__(self) -> None:
         for name in ("window", "limit", "batch_size"):
             if not isinstance(value := getattr(self, name, None), int | None):
                 raise ConfigError(f"`{name}=` is {shown(value)}: expected a whole number")
-        eval_data, window, tasks = measured_by(self.protocol, self.eval_data, self.window, self.tasks, model)
-        return replace(self, protocol=None, eval_data=eval_data, window=window, tasks=tasks)
+
+    @property
+    def task_names(self) -> list[str]:
+        """Names of the tasks; empty without tasks."""
+        names = self.tasks.split(",") if isinstance(self.tasks, str) else self.tasks or []
+        return [] if self.tasks == "none" else [name.strip() for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +134,7 @@ class EvaluateArgs(LoadArgs, MeasureArgs):
     split: str | None = None
     batch_size: int | None = None
 
-    def with_protocol(self, model: str = "") -> Self:
-        option = next(o for o in options_of(CalibrationConfig) if o.name == "special_tokens")
-        protocol, special_tokens = protocol_of(self.protocol, model), self.special_tokens
-        if special_tokens is None:
-            special_tokens = (protocol.options if protocol else {}).get(option.name, option.default)
-        option.check(special_tokens)
-        return replace(super().with_protocol(model), special_tokens=special_tokens)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.special_tokens is not None:
+            CalibrationConfig(special_tokens=self.special_tokens)  # type: ignore[arg-type]  # it refuses other words

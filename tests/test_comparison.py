@@ -209,7 +209,7 @@ def test_encoders_are_compared_by_the_cosine(here):
     zoo.build("bert").save_pretrained("bert")
     report = compare("bert", methods=["wanda"])
     assert (report["tokens"], report["window"]) == (36, 12)
-    assert columns(report)[0] == ["method", "cosine", "seconds", "peak MiB"]
+    assert list(columns(report)) == ["method", "cosine", "seconds", "peak MiB"]
     dense, pruned = report["rows"]
     assert (dense["kl"], pruned["kl"], pruned["by_seed"][0]["perplexity"]) == (None, None, None)
     assert dense["mean"] == pytest.approx(1, abs=1e-6)
@@ -228,9 +228,7 @@ def test_a_damaged_file_is_refused(tmp_path, content):
     ("change", "words"),
     [
         ({"values": []}, "values is"),
-        ({"tasks": {"foxes acc": 0.5}}, "other tasks"),
         ({"compile_seconds": "7"}, "compile_seconds is '7'"),
-        ({"kl": "low"}, "kl is 'low'"),
     ],
 )
 def test_damaged_rows_of_a_report_are_refused(here, change, words):

@@ -89,7 +89,7 @@ def test_the_report_draws_the_masks(made, tmp_path):
     drawn = sum(int(length) for length in re.findall(r"h(\d+)", pictures[0]))
     assert len(pictures) == 2
     assert drawn == int(kept.sum())
-    with pytest.raises(ConfigError, match="prunes no linear 'lm_head'"):
+    with pytest.raises(ConfigError, match="no pruned linear is called 'lm_head'"):
         report(folders, tmp_path / "no.html", masks="lm_head")
     assert not (tmp_path / "no.html").exists()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from permtriton.arguments import CompareArgs
 from permtriton.cli import evaluate
 from permtriton.cli.main import app
 from permtriton.errors import OutputError
@@ -151,8 +150,6 @@ def test_a_link_stays_one(desk):
     write_report_file(link, {"new": 1})
     assert link.is_symlink()
     assert json.loads((desk.folder / "data" / "t.json").read_text()) == {"new": 1}
-    args = CompareArgs(output=link)
-    assert compare.Comparison.of("demo", args, {}).place == desk.folder / "data" / ".t.json.rows.json"
 
 
 # -- names ---------------------------------------------------------------------------------------------------------

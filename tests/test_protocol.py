@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import permtriton
+from permtriton.arguments import EvaluateArgs
 from permtriton.config import CalibrationConfig
 from permtriton.data.calibration import all_windows
 from permtriton.data.held_out import read_held_out
 from permtriton.errors import CalibrationError
-from permtriton.evaluation.protocol import PROTOCOLS, measured_by
+from permtriton.evaluation.protocol import PROTOCOLS
 
 from . import zoo
 from .desk import RUNNER
@@ -84,23 +85,21 @@ def test_no_document_is_long_enough(hub, tokenizer):
 
 
 def test_one_word_sets_all():
-    assert measured_by("paper", None, None, None) == measured_by("wanda", None, None, None), "its former name"
+    def measured_by(name, eval_data=None, window=None, tasks=None, model=""):
+        args = EvaluateArgs(protocol=name, eval_data=eval_data, window=window, tasks=tasks).with_protocol(model)
+        return args.eval_data, args.window, args.tasks
+
+    assert measured_by("paper") == measured_by("wanda"), "its former name"
     config = permtriton.config_from({**PROTOCOLS["wanda"].options})
     chosen = config.calibration
     assert (chosen.calibration, chosen.samples, chosen.sequence_length, chosen.one_document) == ("c4", 128, 2048, True)
-    text, window, tasks = measured_by("wanda", None, None, None)
+    text, window, tasks = measured_by("wanda")
     assert (text, window) == ("wikitext2", 2048)
     assert tasks == ("boolq", "rte", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "openbookqa")
     assert measured_by("wanda", "c4", 4096, "none") == ("c4", 4096, "none")
-    assert measured_by(None, None, None, None) == (None, None, None)
-    assert measured_by("permllm", None, None, None)[2] == (
-        "hellaswag",
-        "arc_easy",
-        "arc_challenge",
-        "openbookqa",
-        "rte",
-    )
-    assert measured_by("permllm", None, None, None, "demo") == ("demo", None, None), "it has its own text"
+    assert measured_by(None) == (None, None, None)
+    assert measured_by("permllm")[2] == ("hellaswag", "arc_easy", "arc_challenge", "openbookqa", "rte")
+    assert measured_by("permllm", model="demo") == ("demo", None, None), "it has its own text"
     with pytest.raises(permtriton.PermTritonError, match="protocol 'papers' is unknown: choose wanda or permllm"):
         permtriton.compile("demo", protocol="papers")
 

@@ -67,10 +67,13 @@ class RowConfig:
     """What one row of a comparison is compiled with."""
 
     method: str  # name of the method
-    pattern: str  # sparsity pattern, such as ``2:4``
     setting: str  # option of the ablation with its value, such as ``learn_block_size 32``; empty without an ablation
     config: CompileConfig  # every option; the seed is set later
-    sets: frozenset[str] = frozenset()  # names of the options that the method sets
+    sets: frozenset[str]  # names of the options that the method sets
+
+    @property
+    def pattern(self) -> str:
+        return str(self.config.sparsity)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -131,21 +134,20 @@ def row_configs(
     option = None if ablate is None else _ablated(ablate)
     methods = methods or (tuple(METHODS) if ablate is None else (DEFAULT,))
     rows = []
-    for pattern in patterns or [config_from({**options, "recipe": DEFAULT}, model=model).sparsity]:
+    for sparsity in [{"sparsity": pattern} for pattern in patterns] or [{}]:
         for method in methods:
             settings = settings_of(method)
-            fixed = {**options, "sparsity": pattern, **settings}
-            config = config_from(fixed, model=model)
-            row = RowConfig(_name(method), str(pattern), "", config, frozenset(settings))
+            fixed = {**options, **sparsity, **settings}
+            row = RowConfig(_name(method), "", config_from(fixed, model=model), frozenset(settings))
             if option is None:
                 rows.append(row)
                 continue
-            if no_effect_refusal(option, config):
+            if no_effect_refusal(option, row.config):
                 raise ConfigError(f"--ablate {ablate} has no effect on the method {row.method}: choose other --methods")
             for text in values:
                 config = config_from({**fixed, option.name: text}, model=model)
                 setting = f"{option.name} {text if option.several else option.convert(text)}"
-                rows.append(replace(row, pattern=str(config.sparsity), setting=setting, config=config))
+                rows.append(replace(row, setting=setting, config=config))
     return list(dict.fromkeys(rows))
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from permtriton.checkpoint.read_record import OPEN, Integer
-from permtriton.errors import ModelError, OutputError
+from permtriton.errors import ModelError, OutputError, reading
 from permtriton.evaluation.compare_methods import DENSE, RowConfig
 from permtriton.evaluation.measures import DISTANCES, Distances
 from permtriton.model.headers import read_json
@@ -20,8 +20,6 @@ from permtriton.util.durable import replace_file
 from permtriton.util.validation import checked
 
 Cell = str | int | float | None
-Rows = Sequence[Sequence[Cell]]
-Options = dict[str, str | int | float | bool | list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,20 +52,11 @@ class ResultFile:
 
     def read(self) -> None:
         """Reads the results of an earlier run, if there is a file."""
-        if not self.path.exists():
-            return
-
-        def refuse(problem: str) -> OutputError:
-            return OutputError(
-                f"{self.path} holds no results that can be continued ({problem}): --overwrite starts from scratch"
-            )
-
-        try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise refuse(f"{type(error).__name__}: {error}") from error
-        stored = checked(dict[str, dict[str, Any]], content, refuse)
-        self.results = {key: checked(Measured, result, refuse) for key, result in stored.items()}
+        if self.path.exists():
+            hint = "--overwrite starts from scratch"
+            with reading(f"{self.path} holds no results that can be continued ({hint})", OutputError):
+                stored = json.loads(self.path.read_text(encoding="utf-8"))
+                self.results = {key: Measured(**result) for key, result in stored.items()}
 
     def get(self, key: str, measure: Callable[[], Measured]) -> Measured:
         """Returns a result that is kept, or measures it and keeps it; if interrupted, the earlier file stays intact."""
@@ -84,64 +73,57 @@ class ResultFile:
         return self.results[key]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(Distances):
-    """A row of a comparison: means over its seeds."""
+def row_of(config: RowConfig | None, measured: Sequence[Measured]) -> dict[str, Any]:
+    """Returns a row of a report from what was measured with each seed; without a config, the dense model's row."""
+
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return statistics.fmean(known) if len(known) == len(measured) else None
+
+    values = [run.cosine if run.perplexity is None else run.perplexity for run in measured]
+    peaks = [run.peak_bytes for run in measured if run.peak_bytes is not None]
+    return {
+        "method": config.method if config else DENSE,
+        "pattern": config.pattern if config else "",
+        "setting": config.setting if config else "",
+        "config": config.options if config else {},
+        "values": values,
+        "mean": statistics.fmean(values),
+        "spread": statistics.stdev(values) if len(values) > 1 else 0.0,
+        **{name: mean(getattr(run, name) for run in measured) for name in DISTANCES},
+        "tasks": {name: mean(run.tasks[name] for run in measured) for name in measured[0].tasks},
+        "accuracy": mean(run.accuracy for run in measured),
+        "seconds": round(sum(run.seconds for run in measured), 1),
+        "compile_seconds": round(sum(run.compile_seconds for run in measured), 1),
+        "peak_bytes": max(peaks) if len(peaks) == len(measured) else None,
+        "by_seed": [asdict(run) for run in measured],
+    }
+
+
+def measure_of(row: Mapping[str, Any]) -> str:
+    """Returns the measure that a row's values are of."""
+    return "cosine" if row["by_seed"][0]["perplexity"] is None else "perplexity"
+
+
+@with_config(OPEN)
+class Row(TypedDict):
+    """What is read of a row beside the mean of each of `DISTANCES`; all entries are of its seeds together."""
 
     method: str  # name of the method, or ``dense``
     pattern: str  # sparsity pattern; empty for dense
     setting: str  # setting of the ablation; empty without one
-    config: Options = field(default_factory=dict)  # value of every option but the seed; nothing for dense
     values: Annotated[list[float], Field(min_length=1)]  # held-out perplexity (cosine for encoders) with each seed
     mean: float
     spread: float  # sample standard deviation of the values; 0 with one seed
     tasks: dict[str, float | None]  # as `Measured` has them; None where they were not measured with every seed
-    accuracy: float | None = None
     seconds: float  # time that all seeds took together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
     peak_bytes: Integer | None  # the highest of all seeds; None where one is unknown
-    by_seed: list[dict[str, Any]]  # the measurements with each seed
-
-    @classmethod
-    def of(cls, config: RowConfig | None, measured: Sequence[Measured]) -> "Row":
-        """Returns a row from what was measured with each seed; without a config, the dense model's row."""
-
-        def mean(values: Iterable[float | None]) -> float | None:
-            known = [value for value in values if value is not None]
-            return statistics.fmean(known) if len(known) == len(measured) else None
-
-        values = [run.cosine if run.perplexity is None else run.perplexity for run in measured]
-        peaks = [run.peak_bytes for run in measured if run.peak_bytes is not None]
-        return cls(
-            method=config.method if config else DENSE,
-            pattern=config.pattern if config else "",
-            setting=config.setting if config else "",
-            config=config.options if config else {},
-            values=values,
-            mean=statistics.fmean(values),
-            spread=statistics.stdev(values) if len(values) > 1 else 0.0,
-            **{name: mean(getattr(run, name) for run in measured) for name in DISTANCES},
-            tasks={name: mean(run.tasks[name] for run in measured) for name in measured[0].tasks},
-            accuracy=mean(run.accuracy for run in measured),
-            seconds=round(sum(run.seconds for run in measured), 1),
-            compile_seconds=round(sum(run.compile_seconds for run in measured), 1),
-            peak_bytes=max(peaks) if len(peaks) == len(measured) else None,
-            by_seed=[asdict(run) for run in measured],
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the row's entry in the report, which begins with method, pattern and setting."""
-        return {"method": self.method, "pattern": self.pattern, "setting": self.setting, **asdict(self)}
-
-    @property
-    def name(self) -> str:
-        """What distinguishes the row, in words."""
-        return ", ".join(part for part in (self.method, self.pattern, self.setting) if part)
 
 
 @with_config(OPEN)
 class ComparisonReport(TypedDict):
-    """What is read of the JSON report of ``permtriton compare``; each of its rows holds a `Row`."""
+    """What is read of the JSON report of ``permtriton compare``."""
 
     model: str
     measure: str
@@ -151,21 +133,18 @@ class ComparisonReport(TypedDict):
     patterns: list[str]
     ablation: str | None
     device: str
-    rows: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    rows: Annotated[list[Row], Field(min_length=1)]
 
 
 def read_comparison(path: Path) -> dict[str, Any]:
     def refuse(problem: str) -> ModelError:
         return ModelError(f"{path}: {problem}: expected a file that permtriton compare --output wrote")
 
-    report = checked(ComparisonReport, read_json(path), refuse)
-    rows = [checked(Row, row, lambda problem: refuse(f"of a row, {problem}")) for row in report["rows"]]
-    if any(row.tasks.keys() != rows[0].tasks.keys() for row in rows):
-        raise refuse("a row has other tasks than the first one")
-    return {**report, "rows": [row.to_dict() for row in rows]}
+    return dict(checked(ComparisonReport, read_json(path), refuse))
 
 
-def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
+def columns(report: Mapping[str, Any]) -> dict[str, list[Cell]]:
+    """Returns the columns of a report's table by their headers."""
     rows, measure = report["rows"], report["measure"]
     dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)
     table: dict[str, list[Cell]] = {"method": [row["method"] for row in rows]}
@@ -179,15 +158,15 @@ def columns(report: Mapping[str, Any]) -> tuple[list[str], list[list[Cell]]]:
     if measure == "perplexity":
         table["against dense"] = [row["mean"] / dense if dense else None for row in rows]
     for name, distance in DISTANCES.items():
-        if any(row[name] is not None for row in rows):
-            table[distance.header] = [row[name] for row in rows]  # if it is the measure, the column keeps its place
+        if any(row.get(name) is not None for row in rows):
+            table[distance.header] = [row.get(name) for row in rows]  # if it is the measure, the column keeps its place
     for name in rows[0]["tasks"]:
-        table[name] = [row["tasks"][name] for row in rows]
-    if rows[0]["accuracy"] is not None:
-        table["mean acc"] = [row["accuracy"] for row in rows]
+        table[name] = [row["tasks"].get(name) for row in rows]
+    if rows[0].get("accuracy") is not None:
+        table["mean acc"] = [row.get("accuracy") for row in rows]
     table["seconds"] = [row["compile_seconds"] / len(row["values"]) if row["compile_seconds"] else None for row in rows]
     table["peak MiB"] = [row["peak_bytes"] // 2**20 if row["peak_bytes"] else None for row in rows]
-    return list(table), [list(row) for row in zip(*table.values(), strict=True)]
+    return table
 
 
 def cell(value: Cell) -> str:

@@ -13,13 +13,13 @@ from permtriton.arguments import EvaluateArgs
 from permtriton.checkpoint.patterns import broken_claim
 from permtriton.checkpoint.plan_entries import hidden_order_of
 from permtriton.checkpoint.read_record import find_record
-from permtriton.data.check_samples import check_inputs
 from permtriton.data.held_out import prepared, read_held_out
 from permtriton.data.in_memory import selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
 from permtriton.evaluation.measures import DISTANCES, Measures, measure_samples, predicted_tokens
+from permtriton.evaluation.task_request import load_tasks
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import in_eval_mode, windows_at_once
@@ -57,12 +57,12 @@ class Evaluated(Measures):
     """
 
     tasks: tuple["TaskResult", ...]
-    windows: int
-    window: int
+    windows: int = 0
+    window: int = 0
     seconds: float
-    tokens_per_second: float
-    text: str | None
-    protocol: str | None
+    tokens_per_second: float = 0.0
+    text: str | None = None
+    protocol: str | None = None
     dtype: str
     device: str
 
@@ -85,18 +85,23 @@ class Evaluated(Measures):
 
 def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
     """Measures a model; `permtriton.evaluate` says what each argument is."""
-    named = model if isinstance(model, str) else ""
-    args, shown = args.with_protocol(named), reporter(args.progress)
-    chosen = args.task_request.load(shown)
+    args, shown = args.with_protocol(model if isinstance(model, str) else ""), reporter(args.progress)
+    tasks = load_tasks(args, shown)
     eval_data = selected(args.eval_data, args.text_column, args.split)
-    name, tokenizer, against = "", args.tokenizer, args.against
+    name, tokenizer, dense = "", args.tokenizer, args.against
     hidden_order = None if args.hidden_order is None else _checked_order(model, args.hidden_order)
     location = {"gguf_file": args.gguf_file, "revision": args.revision}
     loading = {name: value for name, value in args.loading.items() if name not in location}
-    of_the_dense = against is not None and isinstance(model, PreTrainedModel)  # then ``loading`` is for the dense model
-    source = source_of(model, **({} if of_the_dense else loading), **location)
-    if isinstance(source, Source):
-        name = source.name
+    if isinstance(dense, str | Path):
+        dense = Source(location_of(dense), **loading)
+    elif not isinstance(dense, Source | PreTrainedModel | None):
+        raise ConfigError(
+            f"against is a {type(dense).__name__}: expected a folder, a hub name, demo, or a transformers model"
+        )
+    of_the_dense = dense is not None and isinstance(model, PreTrainedModel)  # then ``loading`` is for the dense model
+    measured = source_of(model, **({} if of_the_dense else loading), **location)
+    if isinstance(measured, Source):
+        source, name = measured, measured.name
         shown.say(f"loading {source.described}")
         with shown.stage("load", 0):
             measured = load.load_model(source, progress=shown)
@@ -105,19 +110,17 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
         if record is not None and (problem := broken_claim(measured, record)):
             shown.say(f"warning: {problem}")
         tokenizer = tokenizer or load_processor(source, measured, shown)
-        if against is not None and record is not None:
+        if dense is not None and record is not None:
             hidden_order = hidden_order_of(record)
-    else:
-        measured = source
-        check_loaded(measured)
-    dense = _dense(against, loading)
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
         dense = _loaded_beside(measured, tokenizer, dense, shown)
-    special, count = str(args.special_tokens), args.eval_windows
+    for loaded in (measured, *([] if dense is None else [dense])):
+        check_loaded(loaded)
+    special, count = args.special_tokens or "auto", args.eval_windows
     held_out, text = read_held_out(name, eval_data, tokenizer, measured, args.window, count, special, shown)
     if held_out is None and eval_data is None:
-        if chosen is None or dense is not None:
+        if tasks is None or dense is not None:
             raise CalibrationError(text)
         shown.say(f"no perplexity, tasks only: {text}")
     return measure_model(
@@ -127,23 +130,10 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
         text=text,
         dense=dense,
         hidden_order=hidden_order,
-        tasks=chosen,
+        tasks=tasks,
         batch=args.batch_size,
         progress=shown,
     )
-
-
-def _dense(against: Against, loading: dict[str, Any]) -> Source | PreTrainedModel | None:
-    """Returns the dense model that a caller gave, or where it is to be read from."""
-    if isinstance(against, str | Path):
-        return Source(location_of(against), **loading)
-    if not isinstance(against, Source | PreTrainedModel | None):
-        raise ConfigError(
-            f"against is a {type(against).__name__}: expected a folder, a hub name, demo, or a transformers model"
-        )
-    if isinstance(against, PreTrainedModel):
-        check_loaded(against)
-    return against
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:
@@ -204,28 +194,30 @@ def measure_model(  # noqa: PLR0913
         batch: windows, or requests of tasks, per forward pass; by default 8 requests, and as many windows as make 2048
             tokens.
     """
-    started, measures, samples, seconds = time.perf_counter(), Measures(), None, 0.0
+    started, measured = time.perf_counter(), dict[str, Any]()
     with in_eval_mode(*filter(None, (model, dense))):
         _check(model, tokenizer, held_out, dense, tasks, batch)
         if held_out is not None:
-            checked = check_inputs(model, held_out)
-            tokens = predicted_tokens(model, checked)
+            samples = prepared(model, held_out)
+            tokens = predicted_tokens(model, samples)
             if dense is None and tokens is None:
-                raise _no_perplexity(model, checked)
-            samples = prepared(model, checked)
+                raise _no_perplexity(model, samples)
             at_once = batch or windows_at_once(samples.longest)
             measures, seconds = measure_samples(model, samples, tokens, at_once, dense, hidden_order, progress)
+            measured = {
+                **asdict(measures),
+                "windows": len(samples),
+                "window": samples.tokens,
+                "tokens_per_second": samples.positions / seconds,
+                "text": text,
+                "protocol": _protocol(model, text, samples, measures),
+            }
         options = {} if batch is None else {"batch": batch}
         results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
     return Evaluated(
-        **asdict(measures),
+        **measured,
         tasks=results,
-        windows=0 if samples is None else len(samples),
-        window=0 if samples is None else samples.tokens,
         seconds=time.perf_counter() - started,
-        tokens_per_second=samples.positions / seconds if samples and seconds else 0.0,
-        text=text if samples else None,
-        protocol=_protocol(model, text, samples, measures) if samples else None,
         dtype=str(model.dtype).removeprefix("torch."),
         device=device_name(model.device),
     )

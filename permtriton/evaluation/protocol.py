@@ -52,17 +52,3 @@ def protocol_of(name: str | None, model: str = "") -> Protocol | None:
     if name not in PROTOCOLS:
         raise ConfigError(f"protocol {shown(name)} is unknown: choose {' or '.join(PROTOCOLS)}, or leave it out")
     return ON_DEMO if model == DEMO else PROTOCOLS[name]
-
-
-def measured_by(
-    name: str | None, eval_data: Any, window: int | None, tasks: Any, model: str = ""
-) -> tuple[Any, int | None, Any]:
-    """Returns held-out text, window and tasks: what the user gave, with the protocol's values in place of None.
-
-    The protocol's window applies to text that is named; samples in memory have a length of their own.
-    """
-    if (protocol := protocol_of(name, model)) is None:
-        return eval_data, window, tasks
-    if window is None and isinstance(eval_data, str | None) and eval_data != "none":
-        window = protocol.window
-    return (protocol.eval_data if eval_data is None else eval_data, window, protocol.tasks if tasks is None else tasks)

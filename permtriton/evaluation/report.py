@@ -42,7 +42,6 @@ def report(
     compared = read_comparison(comparison) if comparison else None
     compiled = read_folders(folders)
     page = html(page_of(compiled, compared, mask_corners(compiled, masks)))
-    check_file(output, overwrite=overwrite)  # again: another process may have written the file since
     write_file(output, page.encode("utf-8", "replace"))
     return real_path(output)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import PACKED
 from permtriton.checkpoint.masks import Masks
-from permtriton.errors import ConfigError
 from permtriton.kernels.packing import packed_share
 from permtriton.model.name import layer_number, shown_name
 from permtriton.util.output_files import real_path
@@ -33,22 +33,17 @@ class Compiled(Folder):
         return sum(value for stage, value in self.record["seconds"].items() if stage != "evaluate")
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes of the files of weights on disk."""
-        return sum(file.stat().st_size for file in self.files)
-
-    @property
     def is_packed(self) -> bool:
         return "export" in self.record and self.record["export"]["format"] in PACKED
 
     @property
     def sizes(self) -> dict[str, int]:
         """Bytes of the weights dense, and packed: as stored in a packed folder, else computed for the pruned dtype."""
-        dense = self.stored_bytes
+        dense = stored = sum(file.stat().st_size for file in self.files)
         if "export" in self.record:
             dense += self.record["export"]["dense_bytes"] - self.record["export"]["stored_bytes"]
         if self.is_packed:
-            return {"dense": dense, "packed": self.stored_bytes}
+            return {"dense": dense, "packed": stored}
         element, packed = getattr(torch, self.record["dtype"]).itemsize, float(dense)
         for name, weight in self.pruned.items():
             share = packed_share(weight.pattern.kept, weight.pattern.group, element)
@@ -66,11 +61,8 @@ def read_folders(folders: Sequence[Path]) -> list[Compiled]:
 
 def _labels(folders: Sequence[Path]) -> list[str]:
     """Returns the last components of each folder's path, as few as distinguish all folders."""
-    for parts in range(1, max(len(folder.parts) for folder in folders)):
-        labels = [str(Path(*folder.parts[-parts:])) for folder in folders]
-        if len(set(labels)) == len(set(folders)):
-            return labels
-    return list(map(str, folders))
+    by_length = ([str(Path(*folder.parts[-parts:])) for folder in folders] for parts in count(1))
+    return next(labels for labels in by_length if len(set(labels)) == len(set(folders)))
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,4 @@ def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 12
         linear = next((name for name in reversed(names) if layer_number(name) == layer_number(names[0])), "")
     if not linear:
         return []
-    for label, of_folder in masks.items():
-        if linear not in of_folder.linears:
-            raise ConfigError(f"{label} prunes no linear {linear!r}; the names are such as {of_folder.linears[-1]}")
     return [MaskCorner(label, linear, of_folder.mask(linear)[:size, :size]) for label, of_folder in masks.items()]

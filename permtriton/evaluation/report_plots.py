@@ -83,7 +83,6 @@ def chart(
     up: str,
     *,
     log: tuple[bool, bool] = (False, False),
-    names: Sequence[str] = (),
     reference: tuple[str, float] | None = None,
 ) -> str:
     """Draws series on common axes.
@@ -91,7 +90,6 @@ def chart(
     Args:
         series: at least one of them with a point.
         log: whether the horizontal and the vertical axis are logarithmic, where all values are positive.
-        names: names of the horizontal values 0, 1, 2 and so on, in place of numbers.
         reference: name and value of a horizontal line.
     """
     left, right, top, bottom = EDGES
@@ -103,8 +101,7 @@ def chart(
     for value in ys.ticks():
         height = ys.place(value)
         parts += [_line(left, height, right, "--line"), _text(left - 5, height + 4, _tick(value), "end")]
-    ticks: dict[float, str] = dict(enumerate(names)) or {value: _tick(value) for value in xs.ticks()}
-    parts += [_text(xs.place(value), bottom + 16, name, "middle") for value, name in ticks.items()]
+    parts += [_text(xs.place(value), bottom + 16, _tick(value), "middle") for value in xs.ticks()]
     if reference:
         height = ys.place(reference[1])
         parts.append(_line(left, height, right, "--ink", ' stroke-dasharray="5 4"'))

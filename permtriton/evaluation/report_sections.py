@@ -1,7 +1,7 @@
 """The sections of a report: each function makes one, with text, figures and tables, from the records of the folders."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -88,53 +88,51 @@ def result(folders: Sequence[Compiled], comparison: Mapping[str, Any] | None) ->
     measures = dict.fromkeys(entry["measure"] for entry in evaluations if "dense" in entry)
     measured = [(entry["dense"], entry["compiled"]) if "dense" in entry else (None, None) for entry in evaluations]
     ratios = [compiled / dense if dense and compiled is not None else None for dense, compiled in measured]
-    cells = zip(
-        (folder.label for folder in folders),
-        numbers([compiled for _, compiled in measured], 4),
-        numbers([dense for dense, _ in measured], 4),
-        numbers(ratios),
-        numbers([folder.seconds for folder in folders]),
-        (format_bytes(folder.record["memory"]["peak"]) for folder in folders),
-        (format_bytes(folder.sizes["dense"]) for folder in folders),
-        (format_bytes(folder.sizes["packed"]) + " *" * (not folder.is_packed) for folder in folders),
-        strict=True,
-    )
     name = " or ".join(measures) or "not measured"
-    head = ("folder", name, "dense model", "ratio", "seconds", "peak memory", "dense size", "packed size")
+    table = {
+        "folder": [folder.label for folder in folders],
+        name: numbers([compiled for _, compiled in measured], 4),
+        "dense model": numbers([dense for dense, _ in measured], 4),
+        "ratio": numbers(ratios),
+        "seconds": numbers([folder.seconds for folder in folders]),
+        "peak memory": [format_bytes(folder.record["memory"]["peak"]) for folder in folders],
+        "dense size": [format_bytes(folder.sizes["dense"]) for folder in folders],
+        "packed size": [format_bytes(folder.sizes["packed"]) + " *" * (not folder.is_packed) for folder in folders],
+    }
     text = "Seconds are those of the compilation without the evaluation."
     if not all(folder.is_packed for folder in folders):
         text += " * follows from the pattern: the kept values, and the position of each in its group."
-    for folder in folders:
-        if folder.is_quantized:
-            text += (
-                f" {folder.label}: measured before it was stored in 8 bits; permtriton evaluate measures it as it is."
-            )
+    for folder in (folder for folder in folders if folder.is_quantized):
+        text += f" {folder.label}: measured before it was stored in 8 bits; permtriton evaluate measures it as it is."
     texts = dict.fromkeys(Path(entry["text"]).name for entry in evaluations if {"dense", "text"} <= entry.keys())
     caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
-    tables = [Table(caption, head, list(cells), [colour(number) for number in range(len(folders))])]
-    pictures = list(_quality(folders, measured, name))
+    colours = [colour(number) for number in range(len(folders))]
+    tables = [Table(caption, list(table), list(zip(*table.values(), strict=True)), colours)]
+    pictures = [_quality(folders, measured, name)] if measures else []
     if comparison is not None:
-        if any(row["method"] != DENSE for row in comparison["rows"]):
-            pictures.append(_compared(comparison))
+        pictures.append(_compared(comparison))
         tables.append(_comparison(comparison))
     return Section("result", "Result", text, pictures, tables)
 
 
 def _quality(
     folders: Sequence[Compiled], measured: Sequence[tuple[float | None, float | None]], measure: str
-) -> Iterator[Picture]:
+) -> Picture:
     shown = numbers([compiled for _, compiled in measured], 4)
     series = [
         Series(folder.label, [(folder.seconds, compiled)], number, "dots", [shown[number]])
         for number, (folder, (_, compiled)) in enumerate(zip(folders, measured, strict=True))
         if compiled is not None
     ]
-    if series:
-        lines = [(f"dense {numbers([value], 4)[0]}", value) for value, _ in measured if value is not None]
-        line = lines[0] if len(measures_of(folders)) == 1 else None
-        svg = chart(series, "seconds to compile", measure, log=(True, True), reference=line)
-        alt = f"{measure} against seconds; the table has the numbers"
-        yield Picture(svg, alt, "Quality against time.", legend(series))
+    dense = next(value for value, _ in measured if value is not None)
+    line = _dense_line(dense) if len(measures_of(folders)) == 1 else None
+    svg = chart(series, "seconds to compile", measure, log=(True, True), reference=line)
+    alt = f"{measure} against seconds; the table has the numbers"
+    return Picture(svg, alt, "Quality against time.", legend(series))
+
+
+def _dense_line(value: float) -> tuple[str, float]:
+    return f"dense {numbers([value], 4)[0]}", value
 
 
 def _compared(comparison: Mapping[str, Any]) -> Picture:
@@ -154,16 +152,15 @@ def _compared(comparison: Mapping[str, Any]) -> Picture:
         chosen = [number for number, row in enumerate(rows) if row["method"].endswith(FUSED) == fused]
         if chosen:
             series.append(Series(look, [points[n] for n in chosen], 0, look, [labels[n] for n in chosen]))
-    line = (f"dense {numbers([dense], 4)[0]}", dense)
-    svg = chart(series, "seconds to compile", comparison["measure"], log=(True, True), reference=line)
+    measure, line = comparison["measure"], _dense_line(dense)
+    svg = chart(series, "seconds to compile", measure, log=(True, True), reference=line)
     caption = "All methods by permtriton compare. Named are those that no other beats in both; rings: layout fused."
-    return Picture(svg, f"{comparison['measure']} of {len(rows)} methods against seconds", caption)
+    return Picture(svg, f"{measure} of {len(rows)} methods against seconds", caption)
 
 
 def _comparison(comparison: Mapping[str, Any]) -> Table:
-    headers, rows = columns(comparison)
-    table = dict(zip(headers, map(list, zip(*rows, strict=True)), strict=True))
-    shown = {name: values for name, values in table.items() if any(value is not None for value in values)}
+    table = columns(comparison).items()
+    shown = {name: values for name, values in table if any(value is not None for value in values)}
     cells = [_column(values, 4 if name == comparison["measure"] else 3) for name, values in shown.items()]
     seeds = len(comparison["seeds"])
     conditions = (
@@ -181,16 +178,22 @@ def _column(values: Sequence[Cell], digits: int) -> list[str]:
     return numbers(known, digits) if len(known) == len(values) else [str(value or "") for value in values]
 
 
-Reports = Sequence[tuple[int, Compiled, Mapping[str, Any]]]  # number of the folder, the folder, its record of a step
+Reports = list[tuple[int, Compiled, Mapping[str, Any]]]  # number of the folder, the folder, its record of a step
 
 
 def search(folders: Sequence[Compiled]) -> Section:
     """The progress of the steps: the loss by round or epoch, and the error of each layer."""
-    by_step: dict[str, list[tuple[int, Compiled, Mapping[str, Any]]]] = {}
+    by_step: dict[str, Reports] = {}
     for number, folder in enumerate(folders):
         for step in folder.record["steps"]:
             by_step.setdefault(step["name"], []).append((number, folder, step))
-    drawn = [draw(name, reports) for draw in (_history, _errors) for name, reports in by_step.items()]
+    drawn = [_history(name, reports) for name, reports in by_step.items()]
+    for name, reports in by_step.items():
+        errors = [
+            (number, folder.label, [(part["name"], part["start"], part["end"]) for part in step["parts"]])
+            for number, folder, step in reports
+        ]
+        drawn.append(_by_layer(f"Step {name}: error", "error", errors, log=True))
     pictures = [picture for picture in drawn if picture is not None]
     text = (
         "How the loss on the calibration text fell while an order was searched or learned or kept weights were "
@@ -224,44 +227,14 @@ def _history(name: str, reports: Reports) -> Picture | None:
     return Picture(chart(series, unit, "loss"), alt, caption, legend(series))
 
 
-def _errors(name: str, reports: Reports) -> Picture | None:
-    series, place = [], "layer"
-    for number, folder, step in reports:
-        for when, look in (("start", "dashed"), ("end", "line")):
-            errors = _means((layer_number(part["name"]), part[when]) for part in step["parts"])
-            if step["parts"] and not errors:
-                place, errors = "part", dict(enumerate(part[when] for part in step["parts"]))
-            if errors:
-                series.append(Series(folder.label, list(errors.items()), number, look))
-    if not series:
-        return None
-    svg = chart(series, place, "error", log=(False, True))
-    caption = f"Step {name}: error of each {place} before the step (dashed) and after it."
-    return Picture(svg, f"Step {name}: error by {place}, before and after", caption, legend(series))
-
-
 def importance(folders: Sequence[Compiled]) -> Section:
     """The importance that masks retain before and after the permutation, for all folders on one axis."""
-    shares: list[Mapping[str, Any]] = [folder.record["retained_importance"] for folder in folders]
-    kinds = list(dict.fromkeys(_kind(name) for share in shares for name in share))
-    views = (
-        ("layer", layer_number, ()),
-        ("kind of linear", lambda name: kinds.index(_kind(name)), [kind.removesuffix("_proj") for kind in kinds]),
-    )
-    pictures = []
-    for view, key, names in views:
-        series = []
-        for number, (folder, share) in enumerate(zip(folders, shares, strict=True)):
-            shift = 0.12 * (number - (len(folders) - 1) / 2) if names else 0.0
-            for when, look in (("before", "rings" if names else "dashed"), ("after", "dots" if names else "line")):
-                means = _means((key(name), 100 * entry[when]) for name, entry in share.items())
-                if means:
-                    points = [(place + shift, mean) for place, mean in means.items()]
-                    series.append(Series(folder.label, points, number, look))
-        if series:
-            svg = chart(series, view, "importance retained, %", names=names)
-            how = "rings before, dots after" if names else "dashed before, solid after"
-            pictures.append(Picture(svg, f"Importance retained by {view}", f"By {view}: {how}.", legend(series)))
+    shares = []
+    for number, folder in enumerate(folders):
+        retained = folder.record["retained_importance"].items()
+        values = [(name, 100 * entry["before"], 100 * entry["after"]) for name, entry in retained]
+        shares.append((number, folder.label, values))
+    picture = _by_layer("Importance retained", "importance retained, %", shares)
     scores = dict.fromkeys(folder.record["config"]["importance"] for folder in folders)
     text = (
         "A mask keeps the weights with the highest scores of each group, and the order of the channels decides who "
@@ -269,21 +242,32 @@ def importance(folders: Sequence[Compiled]) -> Section:
         "and in the new one (after)."
         + (f" Folders with different scores ({', '.join(scores)}) do not compare." if len(scores) > 1 else "")
     )
-    return Section("importance", "Importance that masks retain", text, pictures)
+    return Section("importance", "Importance that masks retain", text, [picture] if picture else [])
 
 
-def _kind(linear: str) -> str:
-    """Returns the last part of a linear's name, such as ``down_proj``."""
-    return linear.rpartition(".")[2]
+def _by_layer(
+    what: str, axis: str, folders: Sequence[tuple[int, str, Sequence[tuple[str, float, float]]]], *, log: bool = False
+) -> Picture | None:
+    """Draws the means over the modules of each layer before and after; None where no folder has a value.
 
-
-def _means(values: Iterable[tuple[int | None, float]]) -> dict[int, float]:
-    """Returns place -> mean of its values, in ascending order of the places; values at None are left out."""
-    by_place: dict[int, list[float]] = {}
-    for place, value in values:
-        if place is not None:
-            by_place.setdefault(place, []).append(value)
-    return {place: fmean(by_place[place]) for place in sorted(by_place)}
+    Args:
+        folders: number and label of each folder, and the values of its modules: (name, before, after).
+    """
+    numbered = any(layer_number(name) is not None for *_, values in folders for name, *_ in values)
+    series, place = [], "layer" if numbered else "part"
+    for number, label, values in folders:
+        by_place: dict[int, list[tuple[float, float]]] = {}
+        for part, (name, before, after) in enumerate(values):
+            layer = layer_number(name) if numbered else part
+            if layer is not None:
+                by_place.setdefault(layer, []).append((before, after))
+        for column, look in enumerate(("dashed", "line") if by_place else ()):
+            means = [(layer, fmean(pair[column] for pair in by_place[layer])) for layer in sorted(by_place)]
+            series.append(Series(label, means, number, look))
+    if not series:
+        return None
+    caption = f"{what} by {place}: dashed before, solid after."
+    return Picture(chart(series, place, axis, log=(False, log)), f"{what} by {place}", caption, legend(series))
 
 
 def masks(corners: Sequence[MaskCorner]) -> Section:

@@ -1,12 +1,12 @@
-"""The zero-shot tasks that a user asked for."""
+"""The zero-shot tasks that a user asked for; only to load them imports lm_eval, which takes seconds."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from hashlib import file_digest, sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from permtriton.arguments import MeasureArgs
 from permtriton.errors import ConfigError
 from permtriton.util import machine
 from permtriton.util.extras import require
@@ -17,57 +17,44 @@ if TYPE_CHECKING:
     from permtriton.evaluation.tasks import Tasks
 
 
-@dataclass(frozen=True)
-class TaskRequest:
-    """Which zero-shot tasks to run, as the user wrote it: names, or None or ``none`` for no tasks."""
+def load_tasks(args: MeasureArgs, progress: Progress) -> "Tasks | None":
+    names = args.task_names
+    if not names:
+        if args.limit is not None or args.tasks_dir is not None:
+            raise ConfigError("`limit=` and `tasks_dir=` have no effect without `tasks=`: name tasks")
+        return None
+    require("an evaluation by tasks", "lm_eval", "accelerate")
+    progress.say(f"loading tasks {', '.join(names)}")
+    with progress.stage("load", 0):
+        from permtriton.evaluation.tasks import Tasks
 
-    names: str | Sequence[str] | None
-    limit: int | None
-    folder: Path | None
+        return Tasks(names, args.limit, None if args.tasks_dir is None else Path(args.tasks_dir))
 
-    def __post_init__(self) -> None:
-        if self.names == "none":
-            object.__setattr__(self, "names", None)
 
-    def load(self, progress: Progress) -> "Tasks | None":
-        if self.names is None:
-            if self.limit is not None or self.folder is not None:
-                raise ConfigError("`limit=` and `tasks_dir=` have no effect without `tasks=`: name tasks")
-            return None
-        require("an evaluation by tasks", "lm_eval", "accelerate")
-        progress.say(f"loading tasks {', '.join(self._parts())}")
-        with progress.stage("load", 0):
-            from permtriton.evaluation.tasks import Tasks  # imports lm_eval, which takes seconds
+def versions(args: MeasureArgs) -> dict[str, str]:
+    """Returns the versions that a report names: with tasks, that of lm_eval, too."""
+    return machine.versions() | ({"lm_eval": metadata.version("lm_eval")} if args.task_names else {})
 
-            return Tasks(self._parts(), self.limit, self.folder)
 
-    def versions(self) -> dict[str, str]:
-        """Returns the versions that a report names: with tasks, that of lm_eval, too."""
-        return {**machine.versions(), **({} if self.names is None else {"lm_eval": metadata.version("lm_eval")})}
+def task_identity(args: MeasureArgs, output: Path | None) -> dict[str, Any]:
+    """Returns what decides the scores; empty without tasks.
 
-    def identity(self, output: Path | None = None) -> dict[str, Any]:
-        """Returns what decides the scores; empty without tasks.
-
-        Args:
-            output: file that the command writes; if it is in the folder of tasks, it is not hashed.
-        """
-        if self.names is None:
-            return {}
-        digest = sha256()
-        for path in _files(self.folder) if self.folder else ():
-            if output is None or real_path(path) != real_path(output):
-                with path.open("rb") as file:
-                    digest.update(file_digest(file, "sha256").digest())
-        return {
-            "names": self._parts(),
-            "limit": self.limit,
-            "files": digest.hexdigest(),
-            "lm_eval": metadata.version("lm_eval"),
-        }
-
-    def _parts(self) -> list[str]:
-        names = self.names or ""
-        return [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]
+    Args:
+        output: file that the command writes; if it is in the folder of tasks, it is not hashed.
+    """
+    if not args.task_names:
+        return {}
+    digest = sha256()
+    for path in _files(Path(args.tasks_dir)) if args.tasks_dir else ():
+        if output is None or real_path(path) != real_path(output):
+            with path.open("rb") as file:
+                digest.update(file_digest(file, "sha256").digest())
+    return {
+        "names": args.task_names,
+        "limit": args.limit,
+        "files": digest.hexdigest(),
+        "lm_eval": metadata.version("lm_eval"),
+    }
 
 
 def _files(folder: Path) -> Iterator[Path]:

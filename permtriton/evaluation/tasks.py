@@ -11,6 +11,7 @@ from contextlib import ExitStack, chdir, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ from permtriton.errors import ConfigError, PermTritonError, TaskError, first_lin
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import max_tokens
 from permtriton.model.tokenizer import tokenizer_of
-from permtriton.util.progress import Advance, NoProgress, Progress, without_other_bars
+from permtriton.util.progress import NoProgress, Progress, without_other_bars
 
 REQUESTS_AT_ONCE = 8
 BOOTSTRAPS = 1000  # resamples for the standard error of metrics that are no means; lm-eval's 100,000 take minutes
@@ -180,7 +181,7 @@ class _Harness(HFLM):
     def _reporting(self, answer: Callable[[list[Any]], list[Any]], requests: list[Any]) -> list[Any]:
         """Answers requests and reports progress: HFLM calls its cache hook for each answer, and ours counts them."""
         with self._progress.stage("tasks", len(requests)) as advance:
-            self.set_cache_hook(_Counter(advance))
+            self.set_cache_hook(SimpleNamespace(add_partial=lambda kind, request, answer: advance()))
             return answer(requests)
 
     def _loglikelihood_tokens(self, requests: Any, *arguments: Any, **named: Any) -> list[tuple[float, bool]]:
@@ -213,16 +214,6 @@ class _Harness(HFLM):
             self.truncated += int((mask.sum(1) > limit).sum())
             ids, mask = ids[:, -limit:], mask[:, -limit:]
         return ids, mask
-
-
-class _Counter:
-    """A cache hook that keeps nothing and counts the answers."""
-
-    def __init__(self, advance: Advance) -> None:
-        self._advance = advance
-
-    def add_partial(self, kind: str, request: Any, answer: Any) -> None:
-        self._advance()
 
 
 def _find(names: Sequence[str], folder: Path | None) -> tuple[TaskManager, list[str]]:
