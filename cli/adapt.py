@@ -7,7 +7,9 @@ import typer
 
 from permtriton import api
 from permtriton.cli.console import print_json, show
-from permtriton.cli.options import Json, TrustRemoteCode, output_option
+from permtriton.cli.options import Json, TrustRemoteCode, output_flag
+
+Output = output_flag("Folder to write; ADAPTER-for-FOLDER here by default.")
 
 
 def adapt(
@@ -15,7 +17,7 @@ def adapt(
         Path, typer.Argument(metavar="ADAPTER", help="An adapter of PEFT that was trained on the dense model.")
     ],
     to: Annotated[Path, typer.Option(help="The folder that was compiled from that model, of layout portable.")],
-    output: Annotated[Path | None, output_option(help="Folder to write; ADAPTER-for-FOLDER here by default.")] = None,
+    output: Output = None,
     trust_remote_code: TrustRemoteCode = False,
     json: Json = False,
 ) -> None:

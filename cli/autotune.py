@@ -102,10 +102,9 @@ def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
 
 
 def _list_trials(cases: Sequence[Case], json: bool) -> None:
-    tables_of_case: dict[str, dict[str, list[str]]] = {}
-    for case in cases:
-        tables = case.tables.items()
-        tables_of_case[case.name] = {name: [cache.describe(config) for config in configs] for name, configs in tables}
+    tables_of_case = {
+        case.name: {name: list(map(cache.describe, configs)) for name, configs in case.tables.items()} for case in cases
+    }
     if json:
         print_json({"cases": tables_of_case, "cache": str(cache.cache_file())})
         return

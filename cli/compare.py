@@ -37,7 +37,6 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    """Returns a line that says which row is the best, and its measure."""
     dense, *rows = report["rows"]
     is_perplexity = report["measure"] == "perplexity"
     best = (min if is_perplexity else max)(rows, key=lambda row: row["mean"])

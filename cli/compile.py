@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from permtriton.arguments import CompileArgs
 from permtriton.checkpoint.card import facts
@@ -13,12 +13,11 @@ from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.cli import dry_run as dry
 from permtriton.cli import torchrun
 from permtriton.cli.console import change, print_json, say, show
-from permtriton.cli.options import Flags, HelpAll, Json, Model, running_option, takes
+from permtriton.cli.options import Flags, HelpAll, Json, Model, running_flag, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
 from permtriton.errors import ConfigError, reasons_of
 from permtriton.methods import steps
-from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.step import Outcome
 from permtriton.model.gguf_file import SUFFIX
 from permtriton.model.source import Source
@@ -27,27 +26,22 @@ from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes, keep_freed_memory
 from permtriton.util.output_files import real_path
 
+DryRun = running_flag(
+    "Show the plan and an estimate of time, memory and disk, then stop; nothing is written.", "--dry-run", kind=bool
+)
+Devices = running_flag(
+    "With --dry-run: plan for this many GPUs with this many GiB each, such as 8x80. Needs no text and no weights.",
+    metavar="COUNTxGIB",
+)
+
 
 @takes()
 def compile(
     model: Model,
     args: CompileArgs,
     flags: Flags,  # by name, the options of `permtriton.config` and of the steps that the user set
-    dry_run: Annotated[
-        bool,
-        running_option(
-            "--dry-run",
-            help="Show the plan and an estimate of time, memory and disk, then stop; nothing is written.",
-        ),
-    ] = False,
-    devices: Annotated[
-        str | None,
-        running_option(
-            metavar="COUNTxGIB",
-            help="With --dry-run: plan for this many GPUs with this many GiB each, such as 8x80. Needs no text and no "
-            "weights.",
-        ),
-    ] = None,
+    dry_run: DryRun = False,
+    devices: Devices = None,
     json: Json = False,
     help_all: HelpAll = False,
 ) -> None:
@@ -59,8 +53,10 @@ def compile(
         raise ConfigError("--dry-run is for one process: start it without torchrun, and name the GPUs by --devices")
     if args.shard and devices is None and not torchrun.launched():
         raise ConfigError("--shard spreads weights over several processes: start permtriton with torchrun")
-    source = Source(model, **args.loading)
-    output = args.output or default_output(source, config)
+    source, output = Source(model, **args.loading), args.output
+    if output is None:
+        pattern, name = config.sparsity, real_path(Path(model)).name.removesuffix(SUFFIX)
+        output = Path(f"{name}-{pattern.kept}of{pattern.group}{'-mixed' * bool(config.pattern)}")
     job = Job(source, config, overrides, replace(args.with_protocol(model), output=output))
     if dry_run:
         dry.run(job, devices, json=json)
@@ -68,35 +64,27 @@ def compile(
         run(job, json=json)
 
 
-def default_output(source: Source, config: CompileConfig) -> Path:
-    """Returns the output folder where the user names none, such as ``MODEL-2of4``."""
-    pattern, name = config.sparsity, real_path(Path(source.name)).name.removesuffix(SUFFIX)
-    return Path(f"{name}-{pattern.kept}of{pattern.group}{'-mixed' * bool(config.pattern)}")
-
-
 def run(job: Job, *, json: bool) -> None:
     """Compiles a model, saves it and prints the report. Under ``torchrun``, only the first rank prints and saves."""
-    assert job.output is not None
     assert isinstance(job.model, Source)
-    first = torchrun.is_first()
-    progress = reporter(first)
+    progress = reporter(torchrun.is_first())
     suit_processor(job.model, progress)
     with ExitStack() as stack:
-        with torchrun.joined(job.model.device):
+        with torchrun.joined(job.args.device):
             stack.enter_context(job.claimed(progress))
             compiled = job.run(progress)
-        if not first:
+        if not torchrun.is_first():
             return
         job.save(compiled, progress)
     if json:
         print_json(compiled.report)
     else:
-        _print(compiled.report, job.output)
+        _print(compiled.report, str(job.output))
     if published := job.publish(compiled, progress):
         progress.say(f"published: {published}")
 
 
-def _print(report: Any, target: Path) -> None:
+def _print(report: Any, target: str) -> None:
     say(f"written to {target}")
     spaces = report["permutations"]
     if any(entry["moved"] for entry in spaces):
@@ -104,7 +92,7 @@ def _print(report: Any, target: Path) -> None:
         moved = ((*row, _range([spaces[n]["moved"] for n in members], "{}")) for row, members in grouped(rows))
         show("Permutations", moved, "permutation", "units", "where it went", "moved")
     show("Result", _results(report))
-    say(verdict(report, str(target)))
+    say(verdict(report, target))
 
 
 def verdict(report: Any, folder: str) -> str:
@@ -121,7 +109,6 @@ def verdict(report: Any, folder: str) -> str:
 
 
 def _results(report: Any) -> Iterator[tuple[str, str]]:
-    """Yields the name and the value of each row of the result table."""
     yield from facts(report)
     yield "zeros in pruned weights", _range(report["sparsity_by_layer"].values(), "{:.2%}")
     known = {kind.name: kind for kind in steps.STEPS}

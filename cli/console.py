@@ -30,24 +30,19 @@ UsageError: type[Exception] = typer.BadParameter.__base__  # type: ignore[assign
 out = PlainConsole(markup=False, emoji=False)
 
 
-class _Ended(KeyboardInterrupt):
-    """Raised by a signal to end, which a batch system sends before it kills a job, or a terminal as it closes."""
-
-
-def _signal_of(interruption: KeyboardInterrupt) -> int:
-    return interruption.args[0] if isinstance(interruption, _Ended) else signal.SIGINT
-
-
 @contextmanager
 def _ending_as_interrupted() -> Iterator[None]:
-    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless they are ignored or already handled."""
+    """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless they are ignored or already handled.
+
+    A batch system sends SIGTERM before it kills a job, and a terminal SIGHUP as it closes.
+    """
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     handled = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
 
     def end(number: int, _frame: object) -> None:
         for other in handled:
             signal.signal(other, signal.SIG_IGN)  # a second signal would interrupt the cleanup
-        raise _Ended(number)
+        raise KeyboardInterrupt(number)
 
     for number in handled:
         signal.signal(number, end)
@@ -88,7 +83,8 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
     except KeyboardInterrupt as error:
         after = getattr(error, "__notes__", [AGAIN] if continues() else [])
         line = "; ".join(["interrupted: no half-written output is left", *after])
-        fail(line, 128 + _signal_of(error))
+        number = next(iter(error.args), signal.SIGINT)  # Python's own interruption has no arguments
+        fail(line, 128 + number)
 
 
 def _what_failed(error: Exception) -> str:
@@ -106,33 +102,26 @@ def _what_failed(error: Exception) -> str:
     return out_of_memory(error) if is_out_of_memory(error) else ""
 
 
-class _Cell(Text):
-    """Text that wraps after a space or a part of a path, such as ``model.``, not inside a word."""
-
-    BREAK = re.compile(r"(?<=\s)(?=\S)|(?<=[./+])(?=[^\W\d]|\*)")
-
-    def wrap(self, console: Any, width: int, **options: Any) -> Any:
-        parts = [part for line in self.split(allow_blank=True) for part in line.divide(_breaks(line.plain, width))]
-        for part in parts:
-            part.rstrip()
-        return Text("\n").join(parts).wrap(console, width, **options)
+# Where a cell may be wrapped: after a space or a part of a path, such as ``model.``, not inside a word.
+BREAK = re.compile(r"(?<=\s)(?=\S)|(?<=[./+])(?=[^\W\d]|\*)")
 
 
-def _breaks(line: str, width: int) -> Iterator[int]:
-    """Yields where to break a line so that no part is wider than ``width``, except for single words that are."""
-    start = last = 0
-    for place in [*(match.start() for match in _Cell.BREAK.finditer(line)), len(line)]:
-        if cell_len(line[start:place].rstrip()) > width and last > start:
-            yield last
-            start = last
-        last = place
+def _wrapped(text: str, width: int) -> str:
+    lines = []
+    for line in text.split("\n"):
+        lines.append("")
+        for part in BREAK.split(line):
+            if lines[-1] and cell_len((lines[-1] + part).rstrip()) > width:
+                lines.append("")
+            lines[-1] += part
+    return "\n".join(map(str.rstrip, lines))
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
     """Returns widths of columns that share ``width`` as evenly as their texts need; no word is broken, however wide."""
     lines = [[line for text in column for line in text.split("\n")] for column in columns]
     needed = [max(map(cell_len, column)) for column in lines]
-    widths = [max(cell_len(part.rstrip()) for line in column for part in _Cell.BREAK.split(line)) for column in lines]
+    widths = [max(cell_len(part.rstrip()) for line in column for part in BREAK.split(line)) for column in lines]
     for _ in range(width - sum(widths)):
         if short := [number for number, current in enumerate(widths) if current < needed[number]]:
             widths[min(short, key=widths.__getitem__)] += 1
@@ -146,9 +135,9 @@ def show(title: str, rows: Iterable[Iterable[str]], *columns: str) -> None:
     heads = columns or ("", "")
     widths = _widths(list(zip(heads, *cells, strict=True)), out.width - 3 * len(heads) - 1)
     for head, width in zip(heads, widths, strict=True):
-        table.add_column(head, overflow="fold", width=width)
+        table.add_column(head, width=width)
     for row in cells:
-        table.add_row(*map(_Cell, row))
+        table.add_row(*map(_wrapped, row, widths))
     table.width = sum(widths) + 3 * len(widths) + 1  # may be more than the width of the terminal
     out.print(table, crop=False)
 
@@ -171,7 +160,6 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def print_json(value: Any) -> None:
-    """Prints JSON, and nothing else, on standard output."""
     echo(to_json(value))
 
 

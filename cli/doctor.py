@@ -74,6 +74,7 @@ def _vllm() -> str:
 
 def machine() -> dict[str, Any]:
     """Returns a description, in words, of this machine and of where permtriton's kernels run on it."""
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
     gpus = [_gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores",
@@ -82,7 +83,7 @@ def machine() -> dict[str, Any]:
         "extras": _extras(),
         "vLLM": _vllm(),
         "triton": _triton(),
-        "C compiler": _compiler(),
+        "C compiler": compiler or "none; Triton needs one to launch kernels on a GPU",
         "kernels run": _kernels_run(bool(gpus)),
         "packed FP8": _packed_fp8(torch.cuda.device_count() if gpus else 0),
         "measured configurations": _measured_configurations(bool(gpus)),
@@ -101,11 +102,6 @@ def _triton() -> str:
     if triton is None:
         return "not installed" + (" (there is none for macOS)" if sys.platform == "darwin" else ": pip install triton")
     return triton.__version__ + (", interpreting: TRITON_INTERPRET is set" if triton.knobs.runtime.interpret else "")
-
-
-def _compiler() -> str:
-    path = next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
-    return path or "none; Triton needs one to launch kernels on a GPU"
 
 
 def _kernels_run(gpu: bool) -> str:

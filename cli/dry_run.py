@@ -19,7 +19,6 @@ GIB = 1 << 30
 
 
 def run(job: Job, devices: str | None, *, json: bool) -> None:
-    """Loads a model and prints the plan and the estimate; writes nothing."""
     assert job.output is not None
     if devices is not None and job.args.device == "cpu":
         raise ConfigError("--devices plans for GPUs, --device cpu for a CPU: leave out one or the other")

@@ -3,18 +3,14 @@
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from permtriton.arguments import EvaluateArgs
 from permtriton.cli.console import out, print_json, show
-from permtriton.cli.options import Json, Overwrite, output_option, takes
+from permtriton.cli.options import Json, Model, Overwrite, output_flag, takes
 from permtriton.cli.processor import suit_processor
-from permtriton.errors import OutputError
 from permtriton.evaluation.compare_results import Cell, cell
 from permtriton.evaluation.evaluate import Evaluated, evaluate_with
 from permtriton.evaluation.measures import DISTANCES
@@ -23,23 +19,17 @@ from permtriton.model.source import Source
 from permtriton.util.bars import BarProgress
 from permtriton.util.output_files import check_report_file, write_report_file
 
-TOKEN = "--token"
 HEADERS = ("measure", "value", "standard error", "dense")
 REPORT_KEYS = ("model", "against", "protocol", "tokens_per_second")
+Output = output_flag("JSON file to write the results to as well.")
 
 
 @takes()
 def evaluate(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A model folder, a hub name, a .gguf file, or demo; dense, or written by permtriton in any format.",
-        ),
-    ],
+    model: Model,
     args: EvaluateArgs,
     json: Json = False,
-    output: Annotated[Path | None, output_option(help="JSON file to write the results to as well.")] = None,
+    output: Output = None,
     overwrite: Overwrite = False,
 ) -> None:
     args = args.with_protocol(model)
@@ -49,37 +39,28 @@ def evaluate(
     progress = BarProgress()
     suit_processor(Source(model, **args.loading), progress)
     measured = evaluate_with(model, replace(args, progress=progress))
+    words = [word.replace(args.token, "TOKEN") if args.token else word for word in sys.argv[1:]]
     report = {
         "model": model,
         "against": args.against,
         **asdict(measured),
         "tokens": measured.tokens,
         "limit": args.limit,
-        "command": shlex.join(["permtriton", *_without_token(sys.argv[1:])]),
+        "command": shlex.join(["permtriton", *words]),
         "versions": versions(args),
         "system": platform.platform(),
     }
-    rows = list(_rows(measured))
-    if output is not None:
-        try:
+    try:
+        if output is not None:
             write_report_file(output, report)
-        except OutputError as error:
-            _print(report, rows, json=json)
-            raise OutputError(f"{error}; the result is printed above") from error
-    _print(report, rows, json=json)
-
-
-def _without_token(words: Sequence[str]) -> list[str]:
-    """Returns the typed arguments without the token of the hub, which is never written anywhere."""
-    return [
-        word
-        for before, word in zip(("", *words), words, strict=False)
-        if TOKEN not in (before, word) and not word.startswith(f"{TOKEN}=")
-    ]
+    finally:  # it may have taken hours
+        if json:
+            print_json(report)
+        else:
+            _print(report, list(_rows(measured)))
 
 
 def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
-    """Yields the cells under `HEADERS` of each measure."""
     if measured.perplexity is not None:
         yield "perplexity", measured.perplexity, None, measured.dense_perplexity
     for name, distance in DISTANCES.items():
@@ -90,10 +71,7 @@ def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
             yield f"{task.name}, {metric} ({task.samples} samples)", score.value, score.stderr, None
 
 
-def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]], *, json: bool) -> None:
-    if json:
-        print_json(report)
-        return
+def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]]) -> None:
     title = report["model"] + (f", on {report['text']}: {report['protocol']}" if report["text"] else "")
     shown = [number for number in range(len(HEADERS)) if number < 2 or any(row[number] is not None for row in rows)]
     cells = ([cell(row[number]) for number in shown] for row in rows)

@@ -9,18 +9,19 @@ import typer
 from permtriton import api
 from permtriton.checkpoint.format import HELP, Format
 from permtriton.cli.console import print_json, show
-from permtriton.cli.options import Json, output_option
+from permtriton.cli.options import Json, output_flag
 from permtriton.util.machine import format_bytes
 
 ROUNDED_ALONE = (
     "compiled with --save-format {}, or with round as the last step, weights make up for each other's errors"
 )
+Output = output_flag("Folder to write; FOLDER-FORMAT here by default.")
 
 
 def export(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder that permtriton compile or export wrote.")],
     format: Annotated[str, typer.Option(help=HELP)] = Format.PACKED,
-    output: Annotated[Path | None, output_option(help="Folder to write; FOLDER-FORMAT here by default.")] = None,
+    output: Output = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier output.")] = False,
     json: Json = False,
 ) -> None:

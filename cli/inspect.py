@@ -1,7 +1,7 @@
 """The command ``permtriton inspect``: prints a model's plan, or its graph after each compiler pass."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -52,7 +52,6 @@ def inspect(
 
 
 def _graphs(plan: Plan, traced: fx.GraphModule) -> None:
-    """Runs the compiler passes with random permutations, and prints the graph after each pass."""
 
     def show(result: PassResult) -> None:
         changes = ", ".join(f"{name} {count:+d}" for name, count in result.changes.items()) or "no node"
@@ -76,7 +75,13 @@ def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:
 def _print(plan: Plan) -> None:
     report = plan_report(plan)
     permutations = {entry["name"]: entry for entry in report["permutations"]}
-    sites = [_site_row(site, report["patterns"], permutations) for site in report["sites"]]
+    sites = []
+    for site in report["sites"]:
+        permutation, linears = permutations[site["permutation"]], site["linears"]
+        order = "its own" if permutation["name"] == site["name"] else permutation["name"]
+        pattern = ", ".join(dict.fromkeys(report["patterns"][name] for name in linears))
+        size = str(len(linears)), str(site["channels"])
+        sites.append((site["name"], *size, pattern, order, at_run_time(permutation)))
     _show_grouped("Sites", sites, "site", "linears", "channels", "pattern", "permutation", "at run time")
     rows = [(p["name"], str(p["channels"]), _shortened(p["producers"]), destination(p)) for p in permutations.values()]
     _show_grouped("Permutations", rows, "permutation", "units", "produced by", "where it goes, or why there is none")
@@ -90,15 +95,6 @@ def _show_grouped(title: str, rows: Sequence[tuple[str, ...]], *columns: str) ->
     show(title, (row for row, _ in grouped(rows)), *columns)
 
 
-def _site_row(
-    site: dict[str, Any], patterns: Mapping[str, str], permutations: Mapping[str, dict[str, Any]]
-) -> tuple[str, ...]:
-    permutation, linears = permutations[site["permutation"]], site["linears"]
-    order = "its own" if permutation["name"] == site["name"] else permutation["name"]
-    pattern = ", ".join(dict.fromkeys(patterns[name] for name in linears))
-    return site["name"], str(len(linears)), str(site["channels"]), pattern, order, at_run_time(permutation)
-
-
-def _shortened(names: list[str], limit: int = 4) -> str:
-    shown = "\n".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown}\nand {len(names) - limit} more"
+def _shortened(names: list[str]) -> str:
+    more = [f"and {len(names) - 4} more"] if len(names) > 4 else []
+    return "\n".join(names[:4] + more)

@@ -26,7 +26,8 @@ COMMANDS = {
     "config.",
     "compare": "Prune MODEL with every method on the same text and show how much each one hurts. Saves no model. All "
     "options: --help-all.",
-    "evaluate": "Measure MODEL: perplexity, zero-shot tasks of lm-eval, KL and cosine to the dense model.",
+    "evaluate": "Measure MODEL, dense or written by permtriton in any format: perplexity, zero-shot tasks of lm-eval, "
+    "KL and cosine to the dense model.",
     "export": "Rewrite a compiled checkpoint packed or dense, bit for bit the same weights, or in 8 bits (fp8).",
     "adapt": "Bring an adapter of the dense model into the channel order of a compiled folder; its effect stays the "
     "same.",

@@ -17,7 +17,6 @@ from permtriton.errors import OutputError
 from permtriton.evaluation.compare_methods import FUSED, METHODS
 from permtriton.recipe import RECIPES, all_options, defaults
 from permtriton.util.option import Option
-from permtriton.util.sparsity import NMPattern
 
 Flags = dict[str, Any]
 HUB = "Where the model comes from, and publishing"
@@ -37,15 +36,13 @@ def flag(help: str, *names: str, panel: str | None = None, kind: Any = str, **se
     return Annotated[kind | None, typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)]
 
 
-_method, _calibration, _running, _hub = (
+_method, _calibration, running_flag, _hub = (
     functools.partial(flag, panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB)
 )
 _methods = f"{', '.join(name for name in METHODS if not name.endswith(FUSED))}, and those that order channels"
-running_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
-output_option = functools.partial(typer.Option, parser=output_path, metavar="PATH")
-_output = functools.partial(_running, kind=Path, parser=output_path, metavar="PATH")
-Config = _running("TOML file of options, with a table per step; flags win.", kind=Path, metavar="FILE")
-Json = _running("Print the report as JSON on standard output.", "--json", kind=bool)
+output_flag = functools.partial(flag, kind=Path, parser=output_path, metavar="PATH")
+Config = running_flag("TOML file of options, with a table per step; flags win.", kind=Path, metavar="FILE")
+Json = running_flag("Print the report as JSON on standard output.", "--json", kind=bool)
 Overwrite = flag("Replace an earlier file, whoever wrote it.", "--overwrite", kind=bool)
 Model = Annotated[
     str,
@@ -60,16 +57,16 @@ FLAGS: dict[type, dict[str, Any]] = {
             f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt or, with a step "
             "of yours, heuristic,my_steps.py:Mine; permtriton recipes describes them."
         ),
-        "output": _output("Folder to write; MODEL-NofM here by default."),
-        "save_format": _running(f"{FORMATS} By default dense."),
-        "overwrite": _running("Replace an earlier output.", "--overwrite", kind=bool),
-        "restart": _running("Start from scratch instead of resuming.", "--restart", kind=bool),
-        "shard": _running(
+        "output": output_flag("Folder to write; MODEL-NofM here by default.", panel=RUNNING),
+        "save_format": running_flag(f"{FORMATS} By default dense."),
+        "overwrite": running_flag("Replace an earlier output.", "--overwrite", kind=bool),
+        "restart": running_flag("Start from scratch instead of resuming.", "--restart", kind=bool),
+        "shard": running_flag(
             "Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
             kind=bool,
             hidden=True,
         ),
-        "onload": _running(
+        "onload": running_flag(
             "Keep the model in host memory and bring its layers to the GPU one by one; by default if the GPU cannot "
             "hold the model. Not for steps that need all weights at once.",
             kind=bool,
@@ -96,13 +93,14 @@ FLAGS: dict[type, dict[str, Any]] = {
             "Run each method with several --values of one option, such as refit-exchanges.", metavar="OPTION"
         ),
         "values": _method("With --ablate: the values, separated by commas, such as 0,2,4,8."),
-        "seeds": _running("Seeds, separated by commas."),
+        "seeds": running_flag("Seeds, separated by commas."),
         "config": Config,
-        "output": _output(
+        "output": output_flag(
             "JSON file to write the report to. Finished results are kept beside it: the same command, also with more "
-            "methods, continues from them."
+            "methods, continues from them.",
+            panel=RUNNING,
         ),
-        "overwrite": _running(
+        "overwrite": running_flag(
             "Measure everything again, whatever is kept, and replace any earlier file.", "--overwrite", kind=bool
         ),
     },
@@ -141,8 +139,8 @@ FLAGS: dict[type, dict[str, Any]] = {
         ),
     },
     LoadArgs: {
-        "device": _running("auto, cpu or cuda."),
-        "dtype": _running("auto (the checkpoint's), float32, float16 or bfloat16."),
+        "device": running_flag("auto, cpu or cuda."),
+        "dtype": running_flag("auto (the checkpoint's), float32, float16 or bfloat16."),
         "gguf_file": _hub(
             "Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
             "itself is a .gguf file."
@@ -188,11 +186,11 @@ def takes(names: Collection[str] | None = None) -> Callable[[Callable[..., None]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command).parameters
-        options = [option for name, option in all_options().items() if names is None or name in names]
-        options = options if "flags" in parameters else []
+        known = all_options().values() if "flags" in parameters else ()
+        options = [option for option in known if names is None or option.name in names]
         kind = parameters["args"].annotation if "args" in parameters else None
         made = {
-            "args": [_parameter(*entry) for entry in _entries(kind)] if kind else [],
+            "args": _arguments(kind) if kind else [],
             "flags": [_option(o, hidden="help_all" in parameters and o.name not in COMMON) for o in options],
         }
 
@@ -212,28 +210,21 @@ def takes(names: Collection[str] | None = None) -> Callable[[Callable[..., None]
     return decorate
 
 
-def _entries(kind: Any) -> list[tuple[str, Any, Any]]:
-    """Returns (name, type, default) of each argument with a flag; ``eval_data`` is None until a protocol chooses it."""
-    default = {field.name: field.default for field in fields(kind)} | {"eval_data": None}
-    return [(name, flag, default[name]) for base in kind.__mro__ for name, flag in FLAGS.get(base, {}).items()]
+def _arguments(kind: Any) -> list[inspect.Parameter]:
+    defaults = {field.name: field.default for field in fields(kind)}
+    defaults["eval_data"] = None  # until a protocol chooses it
+    entries = [entry for base in kind.__mro__ for entry in FLAGS.get(base, {}).items()]
+    return [_parameter(name, flag, defaults[name]) for name, flag in entries]
 
 
 def _option(option: Option, *, hidden: bool) -> inspect.Parameter:
-    """Returns the parameter of an option's flag: None unless the user sets it."""
     kind = list[str] if option.several else option.type if option.type in (int, float, bool) else str
-    values = option.values or "|".join(option.choices)
-    help = f"{option.help} [{values}{values and '; '}default: {defaults(option)}]"
-    return _parameter(
-        option.name, flag(help, panel=option.panel, kind=kind, hidden=hidden, metavar=_metavar(option)), None
-    )
-
-
-def _metavar(option: Option) -> str | None:
-    """Returns the metavar of an option's flag, which names its value in the help; None for typer's own."""
-    if option.several:
-        return "LINEARS=N:M" if option.name == "pattern" else "LINEARS"
     choices = "|".join(option.choices)
-    return "N:M" if option.type is NMPattern else choices if len(choices) in range(1, 20) else None
+    values = option.values or choices
+    help = f"{option.help} [{values}{values and '; '}default: {defaults(option)}]"
+    short = "LINEARS" if option.several else choices if len(choices) < 20 else ""
+    metavar = {"sparsity": "N:M", "pattern": "LINEARS=N:M"}.get(option.name, short) or None  # None for typer's own
+    return _parameter(option.name, flag(help, panel=option.panel, kind=kind, hidden=hidden, metavar=metavar), None)
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:

@@ -6,9 +6,11 @@ from typing import Annotated
 import typer
 
 from permtriton import api
-from permtriton.cli.options import Overwrite, output_option
+from permtriton.cli.options import Overwrite, output_flag
 from permtriton.util.bars import err
 from permtriton.util.machine import format_bytes
+
+Output = output_flag("HTML file to write; FOLDER-report.html here by default.")
 
 
 def report(
@@ -27,9 +29,7 @@ def report(
             "first layer.",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, output_option(help="HTML file to write; FOLDER-report.html here by default.")
-    ] = None,
+    output: Output = None,
     overwrite: Overwrite = False,
 ) -> None:
     written = api.report(folders, output, comparison=comparison, masks=masks, overwrite=overwrite)

@@ -13,7 +13,6 @@ PATIENCE = timedelta(days=1)  # of a collective operation, because rank 0 may co
 
 
 def launched() -> bool:
-    """Whether ``torchrun`` started this process as one of several."""
     return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 

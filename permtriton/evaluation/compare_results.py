@@ -51,7 +51,6 @@ class ResultFile:
         return hashlib.sha256(json.dumps([self.identity, inputs], sort_keys=True).encode()).hexdigest()
 
     def read(self) -> None:
-        """Reads the results of an earlier run, if there is a file."""
         if self.path.exists():
             hint = "--overwrite starts from scratch"
             with reading(f"{self.path} holds no results that can be continued ({hint})", OutputError):
@@ -144,7 +143,6 @@ def read_comparison(path: Path) -> dict[str, Any]:
 
 
 def columns(report: Mapping[str, Any]) -> dict[str, list[Cell]]:
-    """Returns the columns of a report's table by their headers."""
     rows, measure = report["rows"], report["measure"]
     dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)
     table: dict[str, list[Cell]] = {"method": [row["method"] for row in rows]}

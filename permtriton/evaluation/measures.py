@@ -151,14 +151,10 @@ def measure_samples(
     Returns:
         The measures, and the seconds of the model's forward passes.
     """
-    distances = {}
     if dense is not None:
         check_comparable(model, dense, samples.tokens)
-        distances = {
-            name: distance
-            for name, distance in DISTANCES.items()
-            if model.can_generate() or distance.output != "logits"
-        }
+    has_logits, known = model.can_generate(), DISTANCES.items() if dense is not None else ()
+    distances = {name: distance for name, distance in known if has_logits or distance.output != "logits"}
     count, first, counted = len(samples), first_predicted(model, samples), samples.counted
     turns = torch.arange(-(-count // ranks.count()) * ranks.count())  # as many for each rank: they may run in step
 
@@ -188,10 +184,9 @@ def measure_samples(
         return sums
 
     sums = {name: ranks.total(value) for name, value in MicroBatch(batch).run(totals).items()}
-    number = None if tokens is None else tokens.numel()
     measures = Measures(
-        perplexity=perplexity_of(model, sums["loss"], number),
-        dense_perplexity=None if dense is None else perplexity_of(dense, sums["dense_loss"], number),
+        perplexity=perplexity_of(model, sums["loss"], tokens),
+        dense_perplexity=None if dense is None else perplexity_of(dense, sums["dense_loss"], tokens),
         **{
             name: _finite(distance.short, sums[name] / sums["positions"], model) for name, distance in distances.items()
         },
@@ -219,13 +214,13 @@ def _in_order(dense: Tensor, order: Tensor | None) -> Tensor:
     return dense if order is None else dense[..., order]
 
 
-def perplexity_of(model: PreTrainedModel, loss: float, tokens: int | None) -> float | None:
-    """Returns exp of the mean next-token loss; None where no tokens are predicted."""
+def perplexity_of(model: PreTrainedModel, loss: float, tokens: Tensor | None) -> float | None:
+    """Returns exp of the mean loss of the predicted ``tokens``; None where no tokens are predicted."""
     if tokens is None:
         return None
-    if not tokens:
+    if not tokens.numel():
         raise CalibrationError("each held-out window holds 1 token, so that nothing is predicted: give longer ones")
-    return math.exp(min(_finite("held-out loss", loss, model) / tokens, MAX_LOSS))
+    return math.exp(min(_finite("held-out loss", loss, model) / tokens.numel(), MAX_LOSS))
 
 
 def _finite(name: str, value: float, model: PreTrainedModel) -> float:
@@ -352,4 +347,4 @@ class HeldOutMeasure:
                     logits = model(**rows.to(model.device, model.dtype).inputs).logits
                 total += next_token_loss(logits, targets, first)
                 advance(len(rows))
-        return perplexity_of(model, total, tokens.numel())
+        return perplexity_of(model, total, tokens)

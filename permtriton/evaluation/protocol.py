@@ -35,7 +35,6 @@ PROTOCOLS = {
         ("hellaswag", "arc_easy", "arc_challenge", "openbookqa", "rte"),
     ),
 }
-FORMER_NAMES = {"paper": "wanda"}
 # For the demo model, its own text and sizes: it was trained on no other text.
 ON_DEMO = Protocol({}, DEMO, None, None)
 
@@ -48,7 +47,6 @@ def protocol_of(name: str | None, model: str = "") -> Protocol | None:
     """
     if name is None:
         return None
-    name = FORMER_NAMES.get(name, name)
     if name not in PROTOCOLS:
         raise ConfigError(f"protocol {shown(name)} is unknown: choose {' or '.join(PROTOCOLS)}, or leave it out")
     return ON_DEMO if model == DEMO else PROTOCOLS[name]

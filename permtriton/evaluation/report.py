@@ -33,7 +33,6 @@ def report(
     masks: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Writes a report about one or several compiled folders as one HTML file."""
     require("a report", "jinja2")
     if not folders:
         raise ConfigError("no folder: give at least one output of permtriton compile")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from permtriton.util.output_files import real_path
 class Compiled(Folder):
     """A folder that ``permtriton compile`` or ``export`` wrote."""
 
-    label: str  # name of the folder, with as much of the path to it as distinguishes it in the report
+    label: str  # name of the folder; its path where another folder of the report has the same name
 
     @property
     def model(self) -> str:
@@ -52,17 +51,10 @@ class Compiled(Folder):
 
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
-    """Reads what permtriton recorded in each folder."""
-    compiled = [Compiled.open(folder) for folder in folders]
-    for folder, label in zip(compiled, _labels([real_path(folder.path) for folder in compiled]), strict=True):
-        folder.label = label
+    compiled, names = [Compiled.open(folder) for folder in folders], [real_path(folder).name for folder in folders]
+    for folder, name in zip(compiled, names, strict=True):
+        folder.label = name if names.count(name) == 1 else str(folder.path)
     return compiled
-
-
-def _labels(folders: Sequence[Path]) -> list[str]:
-    """Returns the last components of each folder's path, as few as distinguish all folders."""
-    by_length = ([str(Path(*folder.parts[-parts:])) for folder in folders] for parts in count(1))
-    return next(labels for labels in by_length if len(set(labels)) == len(set(folders)))
 
 
 @dataclass(frozen=True)
@@ -83,8 +75,8 @@ def mask_corners(folders: Sequence[Compiled], linear: str | None, size: int = 12
     """
     masks = {folder.label: Masks(folder.record, folder.pruned, folder.tensor) for folder in folders}
     if linear is None:
-        common = set[str].intersection(*(set(of_folder.linears) for of_folder in masks.values()))
-        names = [name for name in next(iter(masks.values())).linears if name in common]
+        first, *others = (dict.fromkeys(of_folder.linears) for of_folder in masks.values())
+        names = [name for name in first if all(name in linears for linears in others)]
         linear = next((name for name in reversed(names) if layer_number(name) == layer_number(names[0])), "")
     if not linear:
         return []

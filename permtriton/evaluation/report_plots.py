@@ -19,7 +19,7 @@ class Series:
     name: str  # name in the legend
     points: Sequence[tuple[float, float]]  # horizontal and vertical value of each
     number: int = 0  # index of their colour
-    look: str = "line"  # ``line``, ``dashed``, ``dots`` or ``rings``
+    look: str = "line"  # ``line``, ``dashed`` or ``dots``
     labels: Sequence[str] = ()  # what is written beside the points; empty for nothing
 
     @property
@@ -133,7 +133,7 @@ def _series(series: Series, places: Sequence[tuple[float, float]]) -> Iterator[s
         dashes = ' stroke-dasharray="4 3"' if series.look == "dashed" else ""
         yield f'<path d="M{path}" fill="none" stroke="{series.colour}" stroke-width="1.6"{dashes}/>'
     for x, y in places if series.look != "dashed" or len(places) == 1 else ():
-        fill = "none" if series.look in ("rings", "dashed") else series.colour
+        fill = "none" if series.look == "dashed" else series.colour
         radius = 2.4 if is_line else 4.2
         yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{fill}" stroke="{series.colour}"/>'
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from permtriton.evaluation.compare_methods import DENSE, FUSED
+from permtriton.evaluation.compare_methods import DENSE
 from permtriton.evaluation.compare_results import Cell, columns
 from permtriton.evaluation.report_folders import Compiled, MaskCorner
 from permtriton.evaluation.report_plots import Series, bitmap, chart, colour, legend
@@ -145,16 +145,11 @@ def _compared(comparison: Mapping[str, Any]) -> Picture:
     for row, (seconds, mean) in zip(rows, points, strict=True):
         beaten = any(x < seconds and sign * y <= sign * mean for x, y in points)
         pattern = row["pattern"] if len(comparison["patterns"]) > 1 else ""
-        parts = (row["method"].removesuffix(FUSED), pattern, row["setting"])
-        labels.append("" if beaten else ", ".join(filter(None, parts)))
-    series = []
-    for look, fused in (("dots", False), ("rings", True)):
-        chosen = [number for number, row in enumerate(rows) if row["method"].endswith(FUSED) == fused]
-        if chosen:
-            series.append(Series(look, [points[n] for n in chosen], 0, look, [labels[n] for n in chosen]))
+        labels.append("" if beaten else ", ".join(filter(None, (row["method"], pattern, row["setting"]))))
+    series = [Series("methods", points, 0, "dots", labels)]
     measure, line = comparison["measure"], _dense_line(dense)
     svg = chart(series, "seconds to compile", measure, log=(True, True), reference=line)
-    caption = "All methods by permtriton compare. Named are those that no other beats in both; rings: layout fused."
+    caption = "All methods by permtriton compare. Named are those that no other beats in both."
     return Picture(svg, f"{measure} of {len(rows)} methods against seconds", caption)
 
 

@@ -32,7 +32,6 @@ def load_tasks(args: MeasureArgs, progress: Progress) -> "Tasks | None":
 
 
 def versions(args: MeasureArgs) -> dict[str, str]:
-    """Returns the versions that a report names: with tasks, that of lm_eval, too."""
     return machine.versions() | ({"lm_eval": metadata.version("lm_eval")} if args.task_names else {})
 
 
