@@ -53,7 +53,7 @@ def evaluate(
     try:
         if output is not None:
             write_report_file(output, report)
-    finally:  # it may have taken hours
+    finally:  # a result that may have taken hours is printed in any case
         if json:
             print_json(report)
         else:
