@@ -1,7 +1,7 @@
 """The command ``permtriton adapt``: brings an adapter into the channel order of a compiled folder."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -9,7 +9,7 @@ from permtriton import api
 from permtriton.cli.console import print_json, show
 from permtriton.cli.options import Json, TrustRemoteCode, output_flag
 
-Output = output_flag("Folder to write; ADAPTER-for-FOLDER here by default.")
+Output: Any = output_flag("Folder to write; ADAPTER-for-FOLDER here by default.")
 
 
 def adapt(

@@ -26,10 +26,10 @@ from permtriton.util.bars import reporter
 from permtriton.util.machine import format_bytes, keep_freed_memory
 from permtriton.util.output_files import real_path
 
-DryRun = running_flag(
+DryRun: Any = running_flag(
     "Show the plan and an estimate of time, memory and disk, then stop; nothing is written.", "--dry-run", kind=bool
 )
-Devices = running_flag(
+Devices: Any = running_flag(
     "With --dry-run: plan for this many GPUs with this many GiB each, such as 8x80. Needs no text and no weights.",
     metavar="COUNTxGIB",
 )

@@ -21,7 +21,7 @@ from permtriton.util.output_files import check_report_file, write_report_file
 
 HEADERS = ("measure", "value", "standard error", "dense")
 REPORT_KEYS = ("model", "against", "protocol", "tokens_per_second")
-Output = output_flag("JSON file to write the results to as well.")
+Output: Any = output_flag("JSON file to write the results to as well.")
 
 
 @takes()

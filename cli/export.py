@@ -15,7 +15,7 @@ from permtriton.util.machine import format_bytes
 ROUNDED_ALONE = (
     "compiled with --save-format {}, or with round as the last step, weights make up for each other's errors"
 )
-Output = output_flag("Folder to write; FOLDER-FORMAT here by default.")
+Output: Any = output_flag("Folder to write; FOLDER-FORMAT here by default.")
 
 
 def export(

@@ -1,7 +1,7 @@
 """The command ``permtriton report``: writes an HTML page about compiled folders."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,7 +10,7 @@ from permtriton.cli.options import Overwrite, output_flag
 from permtriton.util.bars import err
 from permtriton.util.machine import format_bytes
 
-Output = output_flag("HTML file to write; FOLDER-report.html here by default.")
+Output: Any = output_flag("HTML file to write; FOLDER-report.html here by default.")
 
 
 def report(

@@ -69,7 +69,7 @@ def test_the_labels_are_what_is_predicted(name):
 
 def test_sound_without_labels_has_no_perplexity():
     with pytest.raises(ConfigError, match=r"WhisperForConditionalGeneration is given no labels.*`against=`"):
-        measure_model(build("whisper"), held_out={"input_features": SOUND})
+        measure_model(build("whisper"), held_out={"input_features": SOUND, "decoder_input_ids": token_ids(6, 4)})
     with pytest.raises(ConfigError, match="reads input_features, not text, so it has no tasks"):
         measure_model(build("whisper"), tasks=object())
 
