@@ -131,4 +131,4 @@ def empty_packed(layer: SparseLinear, pattern: NMPattern) -> SparseLinear:
     """Brings a layer into the packed state with empty buffers, for a state dict to fill."""
     shapes = packed_shapes(layer.out_features, layer.in_features, pattern)
     values = layer.weight.new_empty(shapes[0], requires_grad=False)
-    return layer.set_packed(values, torch.empty(shapes[1], dtype=torch.uint8, device=values.device), pattern)
+    return layer.set_packed(pattern, values, torch.empty(shapes[1], dtype=torch.uint8, device=values.device))

@@ -190,20 +190,6 @@ def test_an_adapter_is_refused_as_one_whatever_is_beside_it(tmp_path):
         permtriton.compile(tmp_path)
 
 
-def test_of_several_pickles_the_model_is_named(tmp_path):
-    for name in ("config.json", "optimizer.pt", "a.bin", "pytorch_model.bin"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(ModelError, match=r"holds only pytorch_model\.bin, a pickle"):
-        permtriton.compile(tmp_path)
-
-
-def test_the_states_of_a_training_are_no_weights(tmp_path):
-    for name in ("config.json", "optimizer.pt", "training_args.bin", "rng_state_0.pth", "scheduler.pt"):
-        (tmp_path / name).write_text("{}")
-    with pytest.raises(ModelError, match=r"holds no weights: give one with model\.safetensors"):
-        permtriton.compile(tmp_path)
-
-
 @pytest.mark.slow
 def test_weights_that_another_tool_pruned_are_packed_as_they_are(tmp_path):
     """As both errors say."""

@@ -76,7 +76,7 @@ def shrink_vocabulary(folder: Path) -> None:
 
 
 BAD_MODELS = {
-    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["pytorch_model.bin", "pickle"]),
+    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ["no weights", "convert pickles"]),
     "NaN": (poison(torch.nan), [LAST_UP, "NaN or infinite"]),
     "another tokenizer": (shrink_vocabulary, ["0 to 49", "tokenizer"]),
 }

@@ -11,9 +11,9 @@ from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure.statistics import channel_norms
+from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
-from permtriton.model.nm_checks import check_weight
 from permtriton.passes.plan import Destination
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
@@ -70,9 +70,10 @@ def _compile_and_reload(name, layout, folder):
 def test_each_expert_of_its_own_part_has_its_own_statistics():
     model, seen = tiny.build("Llama4ForCausalLM"), []
     model.model.layers = model.model.layers[:1]
-    with unstacked_experts(model) as found:
+    name = "model.layers.0.feed_forward.experts"
+    with unstacked_experts(model):
         plan = find_plan(model, PATTERN)
-        experts = model.get_submodule(found.names[0])
+        experts = model.get_submodule(name)
         experts.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
         samples = Samples.of(tiny.inputs(model))
         norms = channel_norms(LayerWalk(model, plan, samples, len(samples)), NoProgress())
@@ -80,7 +81,7 @@ def test_each_expert_of_its_own_part_has_its_own_statistics():
     assert bool((parts == 0).all(-1).any()), "some tokens are not for some expert"
     for number, part in enumerate(parts):
         expected = (part.double().square().sum(0) / len(samples)).sqrt().float()
-        assert torch.allclose(norms[f"{found.names[0]}.{number}.gate_up_proj"], expected, rtol=1e-5)
+        assert torch.allclose(norms[f"{name}.{number}.gate_up_proj"], expected, rtol=1e-5)
     router = "model.layers.0.feed_forward.router.weight"
     assert plan.skipped[router] == "weight of a Llama4Router, not of a linear layer"
 
@@ -124,10 +125,10 @@ def test_only_what_computes_the_same_is_unstacked(stack):
     name = "weight" if stack is _Sorted else "down_proj"
     assert input_dim(holder, f"experts.{name}") == (2 if stack is _Sorted else 1)
     before = holder.experts.get_parameter(name).clone()
-    assert unstack_experts(holder).names == ("experts",)
+    assert unstack_experts(holder) == {}
     linear = holder.experts.linear(2, name)
     linear.weight.data = linear.weight.data * 2
     restack_experts(holder)
     assert torch.equal(holder.experts.get_parameter(name)[2], before[2] * 2)
     assert torch.equal(holder.experts.get_parameter(name)[:2], before[:2])
-    assert "other outputs" in unstack_experts(other).refused[f"experts.{name}"]
+    assert "other outputs" in unstack_experts(other)[f"experts.{name}"]

@@ -91,7 +91,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "no architectures": (lambda f: configure(f, architectures=None), ["architectures", "LlamaForCausalLM"]),
     "unknown class": (lambda f: configure(f, architectures=["FancyForCausalLM"]), ["FancyForCausalLM", "transformers"]),
     "size is a word": (lambda f: configure(f, hidden_size="wide"), ["hidden_size"]),
-    "pickle only": (rename_weights("pytorch_model.bin"), ["pytorch_model.bin", "pickle"]),
+    "pickle only": (rename_weights("pytorch_model.bin"), ["no weights", "convert pickles"]),
     "no weights": (remove("model.safetensors"), ["no weights", ".safetensors"]),
     "not safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 9), ["not a complete"]),
     "cut off": (truncate, ["damaged or truncated"]),

@@ -186,8 +186,8 @@ def test_what_is_no_permutation_is_refused(index):
     gather = ChannelGather(torch.arange(4))
     makers = [
         lambda: ChannelGather(index),
-        lambda: PermutedRMSNorm(torch.ones(4), 1e-5, index),
-        lambda: PermutedLayerNorm(torch.ones(4), None, 1e-5, index),
+        lambda: PermutedRMSNorm(torch.ones(4), None, index, NormVariant("rms", 1e-5, 0.0)),
+        lambda: PermutedLayerNorm(torch.ones(4), None, index, NormVariant("layer", 1e-5, 0.0)),
         lambda: SparseLinear.from_linear(nn.Linear(4, 3), index),
         lambda: gather.compose(index),
         lambda: check_index(index, 4, "here"),
@@ -200,7 +200,7 @@ def test_what_is_no_permutation_is_refused(index):
 
 def test_an_index_of_another_size_is_refused():
     with pytest.raises(ModelError, match=r"\[5\].*expected integers \[4\]"):
-        PermutedRMSNorm(torch.ones(4), 1e-5, torch.arange(5))
+        PermutedRMSNorm(torch.ones(4), None, torch.arange(5), NormVariant("rms", 1e-5, 0.0))
     with pytest.raises(ModelError, match=r"\[5\].*expected integers \[24\]"):
         SparseLinear(24, 3, gather=ChannelGather(torch.arange(5)))
 

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from permtriton.errors import ModelError
 from permtriton.kernels import operator as module
+from permtriton.kernels.norm_permute import NormVariant
 from permtriton.kernels.operator import operator
 from permtriton.model.modules import ChannelGather, PermutedRMSNorm
 
@@ -163,6 +164,8 @@ def test_the_launcher_runs_on_the_gpu_of_its_arguments_if_it_supports_them(monke
 def test_a_graph_for_onnx_has_operators_of_torch_alone(monkeypatch, onnx):
     """ONNX knows no others, so that a folder of layout fused could not be written."""
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: onnx)
-    model = nn.Sequential(PermutedRMSNorm(torch.rand(8), 1e-6, torch.randperm(8)), ChannelGather(torch.randperm(8)))
+    variant = NormVariant("rms", 1e-6, 0.0)
+    norm = PermutedRMSNorm(torch.rand(8), None, torch.randperm(8), variant)
+    model = nn.Sequential(norm, ChannelGather(torch.randperm(8)))
     graph = torch.export.export(model, (torch.rand(2, 8),)).graph
     assert any("permtriton" in str(node.target) for node in graph.nodes) != onnx

@@ -27,7 +27,7 @@ from safetensors import safe_open
 from benchmarks.real.inputs import calibration_file, held_out_file, made_model, other_text
 from benchmarks.real.rows import DENSE, OTHER_WINDOWS, OURS, ROWS, THEIRS, Job, command
 from benchmarks.real.table import FLOAT32_MATMUL, OTHER
-from permtriton.checkpoint.shards import file_sha256
+from permtriton.checkpoint.folder import file_sha256
 from permtriton.util.durable import replace_file
 from permtriton.util.machine import versions
 

@@ -31,7 +31,7 @@ from benchmarks.gpu.checks import process
 from benchmarks.real.__main__ import COST, given, last_line, names, write
 from benchmarks.real.inputs import dequantized
 from benchmarks.real.rows import DENSE, OURS, Job, command
-from permtriton.checkpoint.shards import file_sha256
+from permtriton.checkpoint.folder import file_sha256
 from permtriton.kernels.launch import triton
 from permtriton.util.machine import versions
 

@@ -43,28 +43,20 @@ _KINDS = (
 def write_record(folder: Path, record: Mapping[str, Any], loads_with: str, name: str) -> Any:
     """Writes ``permtriton.json``, and the model card unless the folder has a README.md that somebody else wrote.
 
-    Args:
-        record: content of ``permtriton.json``; its entry ``card`` is the hash of a README.md that may be replaced.
-        loads_with: `ALONE`, `WITH_PERMTRITON` or `WITH_COMPRESSED_TENSORS`.
-    Returns:
-        The record that was written; ``card`` is the card's SHA-256 in hexadecimal, or None if README.md was kept.
+    The record's entry ``card`` is the hash of a README.md that may be replaced. Returns the record as it was written,
+    with the hash of the new card, or None if README.md was kept.
     """
-    written = {**record, "card": _write_card(folder, record, loads_with, name)}
+    card, written = folder / CARD_FILE, {**record, "card": None}
+    if not card.exists() or hashlib.sha256(card.read_bytes()).hexdigest() == record.get("card"):
+        config = read_json(folder / CONFIG_FILE)
+        architecture = str((config.get("architectures") or [""])[0])
+        auto_map = {} if hasattr(transformers, architecture) else config.get("auto_map") or {}
+        custom = next((loader for loader, code in auto_map.items() if str(code).endswith(f".{architecture}")), None)
+        content = model_card(record, architecture, loads_with, name, custom).encode("utf-8", "replace")
+        card.write_bytes(content)
+        written["card"] = hashlib.sha256(content).hexdigest()
     (folder / REPORT_FILE).write_text(to_json(written) + "\n", encoding="utf-8")
     return written
-
-
-def _write_card(folder: Path, report: Mapping[str, Any], loads_with: str, name: str) -> str | None:
-    path = folder / CARD_FILE
-    if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() != report.get("card"):
-        return None
-    config = read_json(folder / CONFIG_FILE)
-    architecture = str((config.get("architectures") or [""])[0])
-    auto_map = {} if hasattr(transformers, architecture) else config.get("auto_map") or {}
-    loader_class = next((loader for loader, code in auto_map.items() if str(code).endswith(f".{architecture}")), None)
-    content = model_card(report, architecture, loads_with, name, loader_class).encode("utf-8", "replace")
-    path.write_bytes(content)
-    return hashlib.sha256(content).hexdigest()
 
 
 def name_repository(folder: Path, repo: str) -> None:
@@ -118,11 +110,7 @@ def model_card(
         "## What was verified",
         "\n".join(f"- {name}: {result}" for name, result in checks(report)),
         "## Repeat it",
-        *(
-            ["This command pruned the model; how it was trained afterwards is not recorded."]
-            if "trained" in report
-            else []
-        ),
+        *["This command pruned the model; how it was trained afterwards is not recorded."] * ("trained" in report),
         f"```\n{report['command']}\n```",
         "All options, every permutation and all checks: see `permtriton.json`. Plots: `permtriton report FOLDER`.",
     ]
@@ -181,7 +169,6 @@ def facts(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _sizes(samples: Mapping[str, Any]) -> str:
-    """Returns the recorded size of samples, in words."""
     return f"{' x '.join(str(size) for size in samples['shape'])} {samples.get('unit', 'tokens')}" + (
         f", {samples['special_tokens']}" if "special_tokens" in samples else ""
     )

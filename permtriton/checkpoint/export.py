@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from permtriton.checkpoint.card import write_record
-from permtriton.checkpoint.folder import Folder
+from permtriton.checkpoint.folder import Folder, check_hashes, describe_files
 from permtriton.checkpoint.format import NEEDS, SERVED_ALONE, Format
 from permtriton.checkpoint.format_writers import FormatWriter, PackedWriter
 from permtriton.checkpoint.fp8 import Fp8Writer
@@ -18,7 +18,6 @@ from permtriton.checkpoint.output import check_apart, claimed, replacing_folder
 from permtriton.checkpoint.packed_fp8 import PackedFp8Writer
 from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.checkpoint.save import copy_file, share_mode
-from permtriton.checkpoint.shards import describe_files
 from permtriton.errors import ConfigError, ModelError, shown
 from permtriton.model.headers import CONFIG_FILE, INDEX_FILE, REPORT_FILE, WEIGHTS_FILE
 from permtriton.util.extras import require
@@ -43,39 +42,24 @@ def export(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Writes ``folder`` in another format to ``output``, verifies it tensor by tensor, and renames it into place.
+    """Writes a folder in another format, verifies it tensor by tensor, and renames it into place; see `api.export`.
 
     Each file of weights is rewritten under the same name; the tensors of one file are in memory at once.
 
-    Args:
-        folder: folder that ``permtriton compile`` or this function wrote.
-        output: folder to write.
-        format: a `Format`, or its name.
-        overwrite: whether an earlier output of permtriton may be replaced.
-
     Returns:
-        format, sparsity, weights, dense_bytes, stored_bytes, ratio, loads_with, seconds and what `FormatWriter.counts`
-        returns, which are also the entry ``export`` of ``permtriton.json``; and
-        files: bytes and SHA-256 per file, as in its entry ``files``.
-
-    Raises:
-        ConfigError: an unknown format, or "plain" or "fp8" for a model that permutes at run time.
-        MissingExtraError: a package that ``format`` needs is not installed.
-        ModelError: ``folder`` was not written by permtriton, is damaged or quantized, or its `FormatWriter` refuses it.
-        OutputError: ``output`` exists and may not be replaced, or cannot be written.
-        VerificationError: the written tensors differ from the ones that were read.
+        The entry ``export`` of the new ``permtriton.json``, and ``files``, as in its entry ``files``.
     """
     check_format(format)
     check_apart(output, folder)
     progress = progress or NoProgress()
     with claimed(output, overwrite=overwrite, say=progress.say):
-        source = Folder.open(folder)
+        source = Folder(folder)
         if source.is_quantized:
             raise ModelError(
                 f"{folder} is quantized already, and its weights before that are not in it: export the folder that it "
                 "was made from"
             )
-        source.check_hashes()
+        check_hashes(folder, {name: file["sha256"] for name, file in source.record["files"].items()})
         check_format(format, permuted=bool(source.permuted), what=str(folder))
         return rewrite(source, output, format, overwrite=overwrite, progress=progress)
 
@@ -93,8 +77,8 @@ def rewrite(
     writer = WRITERS[Format(format)](source)
     with replacing_folder(output, overwrite=overwrite) as partial:
         result = _write(writer, partial, Format(format), progress)
-        writer.verify(Folder.open(partial), progress)
-        result |= writer.counts()
+        writer.verify(Folder(partial), progress)
+        result |= writer.counts
         result["seconds"] = round(time.perf_counter() - started, 3)
         section = {key: value for key, value in result.items() if key != "files"}
         record = {**source.record, "files": result["files"], "export": section}
@@ -103,12 +87,7 @@ def rewrite(
 
 
 def check_format(format: str, *, permuted: bool = False, what: str = "the model") -> None:
-    """Refuses a format that is unknown, or that a model cannot have.
-
-    Args:
-        permuted: whether the model permutes channels at run time.
-        what: the model, for the error.
-    """
+    """Refuses a format that is unknown, or that a model cannot have, such as one that is ``permuted`` at run time."""
     if format not in list(Format):
         raise ConfigError(f"format {shown(format)} is unknown: choose one of {', '.join(Format)}")
     if format in SERVED_ALONE and permuted:

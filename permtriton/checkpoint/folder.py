@@ -1,9 +1,10 @@
-"""Reads a folder that permtriton wrote; used by export, masks and serving in vLLM."""
+"""Reads a folder that permtriton wrote, and hashes its files; used by export, masks and serving in vLLM."""
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
@@ -11,7 +12,6 @@ from torch import Tensor
 from permtriton.checkpoint.packed import unpacked
 from permtriton.checkpoint.quantization_config import METHOD, Packed, PermTritonQuantizationConfig, parts_of
 from permtriton.checkpoint.read_record import Record, read_record, recorded_weights
-from permtriton.checkpoint.shards import file_sha256
 from permtriton.errors import ModelError, reading
 from permtriton.kernels.sparse_linear_fp8 import unpack_fp8
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE, StoredTensor, read_checkpoint, read_json
@@ -19,26 +19,12 @@ from permtriton.util.sparsity import NMPattern, PrunedWeight
 
 
 class Folder:
-    """A folder that permtriton wrote; a file is read, and refused if damaged, when an attribute needs it.
-
-    Every attribute and method raises a `ModelError` for a file that is missing or damaged.
-
-    Attributes:
-        path: the folder.
-        config: content of config.json.
-        quantization: permtriton's entries in the config; None in a plain checkpoint or in format fp8.
-        stored: tensor name -> description of the stored tensor.
-        record: content of ``permtriton.json``.
-    """
+    """A folder that permtriton wrote; a file is read, and refused if damaged, when an attribute needs it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._opened = path, dict[Path, Any]()
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: give an output of permtriton compile or export")
-        return cls(path)
+        self.path, self._opened = path, dict[Path, Any]()
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -56,6 +42,7 @@ class Folder:
 
     @cached_property
     def quantization(self) -> PermTritonQuantizationConfig | None:
+        """permtriton's entries in the config; None in a plain checkpoint or in format fp8."""
         entries = self.config.get("quantization_config")
         if entries is None or self._is_compressed:
             return None
@@ -88,7 +75,6 @@ class Folder:
 
     @property
     def permuted(self) -> list[str]:
-        """Names of the modules that permute at run time."""
         return self.quantization.permuted if self.quantization else []
 
     @property
@@ -98,7 +84,6 @@ class Folder:
 
     @property
     def files(self) -> list[Path]:
-        """Files of weights."""
         return sorted({tensor.file for tensor in self.stored.values()})
 
     @cached_property
@@ -111,16 +96,12 @@ class Folder:
                     f"{self.path / REPORT_FILE} lists the pruned weight {name}, which the checkpoint does not hold"
                 )
             shape, dim, pattern = self.shape(name), weight.dim, weight.pattern
-            if not 0 <= dim < len(shape) or shape[dim] % pattern.group or len(shape) < 2:
+            if not 0 <= dim < len(shape) or shape[dim] % pattern.group:
                 raise ModelError(
                     f"{self.stored[name].file}: {name} is {list(shape)}, which cannot have been pruned to {pattern} "
                     f"along dimension {dim}: the checkpoint or {REPORT_FILE} is damaged"
                 )
         return pruned
-
-    def check_hashes(self) -> None:
-        """Refuses files of weights that were changed after they were written, by the hashes of ``permtriton.json``."""
-        check_hashes(self.path, {name: file["sha256"] for name, file in self.record["files"].items()})
 
     def names(self) -> list[str]:
         """Returns the names of the model's tensors, ordered by file and name."""
@@ -133,11 +114,11 @@ class Folder:
         return name.endswith(".weight") and name.removesuffix(".weight") in self.permuted
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Returns a tensor's shape in the model."""
+        """Returns a tensor's shape in the model, without the dimension that checkpoints add."""
         if name in self.packed:
             return tuple(self.packed[name]["shape"])
         shape = self.stored[name].shape
-        return shape[1:] if self.has_more_dimensions(name) and shape[:1] == (1,) and len(shape) > 1 else shape
+        return shape[1:] if self.has_more_dimensions(name) else shape
 
     def tensor(self, name: str) -> Tensor:
         """Reads a tensor in the model's shape, and unpacks and dequantizes it if it is packed."""
@@ -164,14 +145,20 @@ class Folder:
 
 
 def check_hashes(folder: Path, hashes: Mapping[str, str]) -> None:
-    """Refuses files of weights that were changed after they were written.
-
-    Args:
-        hashes: file of ``folder`` -> its SHA-256.
-    """
+    """Refuses files of weights that were changed after they were written, by the SHA-256 of each."""
     for name, expected in hashes.items():
         if not (folder / name).is_file() or file_sha256(folder / name) != expected:
             raise ModelError(
                 f"{folder / name} is missing, or its SHA-256 is not the one that was written with it: the file was "
                 "changed; copy, export or compile it again"
             )
+
+
+def describe_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Returns the size in bytes and the SHA-256 of each file, by name."""
+    return {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in files}
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

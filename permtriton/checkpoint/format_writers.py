@@ -12,13 +12,7 @@ from torch import Tensor
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON
 from permtriton.checkpoint.folder import Folder
-from permtriton.checkpoint.quantization_config import (
-    VERSION,
-    Packed,
-    PermTritonQuantizationConfig,
-    format_of,
-    packed_entry,
-)
+from permtriton.checkpoint.quantization_config import Packed, config_entries, packed_entry
 from permtriton.errors import VerificationError
 from permtriton.kernels.packing import pack
 from permtriton.util.progress import Progress
@@ -29,10 +23,12 @@ class FormatWriter:
 
     Attributes:
         source: folder that is rewritten.
+        counts: further entries of ``export`` in ``permtriton.json``, complete once all tensors are stored.
     """
 
     def __init__(self, source: Folder) -> None:
         self.source = source
+        self.counts: dict[str, int] = {}
 
     @property
     def loads_with(self) -> str:
@@ -56,7 +52,6 @@ class FormatWriter:
         return self.source.names()
 
     def verify(self, written: Folder, progress: Progress) -> None:
-        """Reads all tensors back and checks each."""
         names = self.source.names()
         if differing := sorted(set(self.names()) ^ set(written.names())):
             raise VerificationError(f"{differing[0]}: it was read but not written, or written but not read")
@@ -69,21 +64,10 @@ class FormatWriter:
         """Compares a tensor that was written with the one that was read."""
         check_same_bits(name, self.source.tensor(name), written.tensor(name))
 
-    def counts(self) -> dict[str, int]:
-        """Returns further entries of ``export`` in ``permtriton.json``, after all tensors are stored."""
-        return {}
-
     def _entries(self, hashes: Mapping[str, str], packed: dict[str, Packed] | None = None) -> dict[str, Any]:
-        quantization = self.source.quantization
-        return PermTritonQuantizationConfig(
-            version=VERSION,
-            format=format_of(packed or {}),
-            sparsity=str(self.source.pattern),
-            packed=packed or {},
-            gathers=quantization.gathers if quantization else {},
-            norms=quantization.norms if quantization else {},
-            sha256=dict(hashes),
-        ).to_dict()
+        source = self.source.quantization
+        gathers, norms = (source.gathers, source.norms) if source else ({}, {})
+        return config_entries(str(self.source.pattern), packed or {}, gathers, norms, hashes).to_dict()
 
 
 class PackedWriter(FormatWriter):

@@ -25,14 +25,14 @@ from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.names import loaded_names
 from permtriton.errors import ModelError
 from permtriton.kernels.quantize import dequantized, round_to_fp8
-from permtriton.model.checks import check_finite_tensor
+from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.expert_linears import stacks
 from permtriton.model.load import load_empty_model
 from permtriton.model.name import location_of
-from permtriton.model.nm_checks import check_weight
 from permtriton.model.source import Source
 
 LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them
+NOTHING_ROUNDED = {"quantized": 0, "rounded": 0, "further_zeros": 0}
 
 
 class Fp8Writer(FormatWriter):
@@ -61,7 +61,7 @@ class Fp8Writer(FormatWriter):
         left = linears.keys() - {name.removesuffix(".weight") for name in self.quantized.values()}
         stored = {name.removesuffix(".weight") for name, new in weights.items() if new.removesuffix(".weight") in left}
         self._ignored = self._not_quantized(left | stored)
-        self._rounding = Rounding()
+        self.counts = dict(NOTHING_ROUNDED)
 
     @property
     def loads_with(self) -> str:
@@ -70,14 +70,14 @@ class Fp8Writer(FormatWriter):
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if name not in self.quantized:
             return super().parts(name, tensor)
-        weight, scale = self._rounding(tensor)
+        weight, scale = rounded(tensor, self.counts)
         return {name: weight, f"{name}_scale": scale}
 
     def quantization_config(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        from compressed_tensors.quantization import QuantizationConfig
+        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
         config = QuantizationConfig(
-            config_groups={"group_0": _scheme()},
+            config_groups={"group_0": preset_name_to_scheme(SCHEME, ["Linear"])},
             format=LAYOUT,
             quantization_status="compressed",
             ignore=self._ignored,
@@ -97,9 +97,6 @@ class Fp8Writer(FormatWriter):
         check_finite_tensor(name, weight)
         if name in self.source.pruned:
             check_weight(name, weight, self.source.pruned[name].pattern)
-
-    def counts(self) -> dict[str, int]:
-        return self._rounding.counts()
 
     def _not_quantized(self, left: Set[str]) -> list[str]:
         """Returns the entry ``ignore``: names, and a pattern of all names outside the layers with quantized linears.
@@ -129,33 +126,18 @@ def check_quantizable(model: PreTrainedModel) -> None:
             )
 
 
-class Rounding:
-    """Rounds weights to 8 bits and counts what that changes."""
+def rounded(tensor: Tensor, counts: dict[str, int]) -> tuple[Tensor, Tensor]:
+    """Returns a weight ``[out, in]`` in float8 e4m3, and its scales ``[out, 1]`` in its own dtype.
 
-    def __init__(self) -> None:
-        self._quantized = self._further_zeros = self._rounded = 0
-
-    def __call__(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a weight ``[out, in]`` in float8 e4m3, and its scales ``[out, 1]`` in its own dtype."""
-        weight, scale = round_to_fp8(tensor)
-        self._quantized += 1
-        self._further_zeros += int(((weight.view(torch.uint8) == 0) & (tensor != 0)).sum())
-        self._rounded += not torch.equal(dequantized(weight, scale), tensor)
-        return weight, scale
-
-    def counts(self) -> dict[str, int]:
-        """Returns further entries of ``export`` in ``permtriton.json``.
-
-        ``quantized`` is the number of linears, ``rounded`` the number of linears whose weights were not on FP8's grid
-        already, and ``further_zeros`` the number of kept weights that became 0.
-        """
-        return {"quantized": self._quantized, "rounded": self._rounded, "further_zeros": self._further_zeros}
-
-
-def _scheme() -> Any:
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    return preset_name_to_scheme(SCHEME, ["Linear"])
+    Args:
+        counts: numbers of linears (``quantized``), of those whose weights were not on FP8's grid already (``rounded``),
+            and of kept weights that became 0 (``further_zeros``), to which this adds.
+    """
+    weight, scale = round_to_fp8(tensor)
+    counts["quantized"] += 1
+    counts["rounded"] += not torch.equal(dequantized(weight, scale), tensor)
+    counts["further_zeros"] += int(((weight.view(torch.uint8) == 0) & (tensor != 0)).sum())
+    return weight, scale
 
 
 def _place(weight: str) -> str:

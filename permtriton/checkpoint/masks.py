@@ -107,5 +107,5 @@ def read_masks(folder: str | Path) -> Masks:
         >>> masks.mask("model.layers.0.mlp.down_proj").float().mean()
         tensor(0.5000)
     """
-    opened = Folder.open(path_of("folder", folder))
+    opened = Folder(path_of("folder", folder))
     return Masks(opened.record, opened.pruned, opened.tensor)

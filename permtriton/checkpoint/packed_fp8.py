@@ -9,24 +9,19 @@ from torch import Tensor, nn
 
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format_writers import PackedWriter, check_same_bits
-from permtriton.checkpoint.fp8 import Rounding
+from permtriton.checkpoint.fp8 import NOTHING_ROUNDED, rounded
 from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.quantization_config import packed_entry
 from permtriton.kernels.quantize import dequantized, round_to_fp8
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8
-from permtriton.model.checks import check_finite_tensor
+from permtriton.model.checks import check_finite_tensor, check_weight
 from permtriton.model.load import load_empty_model
 from permtriton.model.name import location_of
-from permtriton.model.nm_checks import check_weight
 from permtriton.model.source import Source
 
 
 class PackedFp8Writer(PackedWriter):
-    """Stores the pruned weights of linears packed in FP8.
-
-    Attributes:
-        quantized: names of these weights in the folder.
-    """
+    """Stores the pruned weights of linears (``quantized``: their names in the folder) packed in FP8."""
 
     def __init__(self, source: Folder) -> None:
         super().__init__(source)
@@ -34,14 +29,14 @@ class PackedFp8Writer(PackedWriter):
         tied = {name for pair in dict(getattr(model, "all_tied_weights_keys", None) or {}).items() for name in pair}
         linears = {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear} - tied
         self.quantized = {name for name, new in loaded_names(model, source.pruned).items() if new in linears}
-        self._rounding = Rounding()
+        self.counts = dict(NOTHING_ROUNDED)
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if name not in self.quantized:
             return super().parts(name, tensor)
         pruned = self.source.pruned[name]
         self._packed[name] = packed_entry(tensor.shape, pruned, str(self.source.pattern), in_fp8=True)
-        self._rounding(tensor)
+        rounded(tensor, self.counts)
         values, positions, scale = pack_fp8(tensor, pruned.pattern)
         parts = {"_values": values, "_positions": positions, "_scale": scale, "": tensor.new_empty(0)}
         return {name + part: stored for part, stored in parts.items()}
@@ -55,6 +50,3 @@ class PackedFp8Writer(PackedWriter):
         check_finite_tensor(name, weight)
         check_weight(name, weight, self.source.pruned[name].pattern)
         check_same_bits(name, dequantized(*round_to_fp8(self.source.tensor(name))), weight)
-
-    def counts(self) -> dict[str, int]:
-        return self._rounding.counts()

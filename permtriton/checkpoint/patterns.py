@@ -10,22 +10,23 @@ from permtriton.checkpoint.read_record import Record, recorded_weights
 from permtriton.errors import listed
 from permtriton.model.expert_linears import stacks
 from permtriton.model.modules import LINEAR_MODULES
-from permtriton.util.sparsity import MAX_GROUP, NMPattern, PrunedWeight
+from permtriton.util.sparsity import MAX_GROUP, NMPattern
 
 REGULAR = 0.9  # more than this share of a weight's groups must hold N nonzero values; the others may hold fewer
 
 
 def broken_claim(model: PreTrainedModel, record: Record) -> str:
-    """Returns in a sentence which weights are not N:M although ``permtriton.json`` says so; empty if all are.
-
-    Args:
-        record: content of ``permtriton.json`` beside the model's weights.
-    """
+    """Returns in a sentence which weights are not N:M although ``permtriton.json`` says so; empty if all are."""
     parameters, pruned = dict(model.named_parameters()), recorded_weights(record)
     names = loaded_names(model, pruned, parameters)
-    weights = {stored: parameters.get(name) for stored, name in names.items()}
-    # A packed weight is None here; it is N:M by its form.
-    broken = [name for name, weight in weights.items() if weight is not None and not _holds(weight, pruned[name])]
+    broken = []
+    for stored, name in names.items():
+        weight, dim, pattern = parameters.get(name), pruned[stored].dim, pruned[stored].pattern
+        if weight is None or dim >= weight.ndim:  # packed, and so N:M by its form
+            continue
+        whole = weight.numel() and weight.shape[dim] % pattern.group == 0
+        if not (whole and 0 < int(kept_in_groups(weight, dim, pattern.group).max()) <= pattern.kept):
+            broken.append(stored)
     if not broken:
         return ""
     return (
@@ -33,16 +34,6 @@ def broken_claim(model: PreTrainedModel, record: Record) -> str:
         f"({listed(broken)}): they were changed after they were pruned. Quantizers that choose their rounding, such as "
         "GPTQ of llm-compressor, fill zeros"
     )
-
-
-def _holds(weight: Tensor, pruned: PrunedWeight) -> bool:
-    """Whether a weight keeps at most N of every M, and not only zeros; True if it has too few dimensions."""
-    dim, pattern = pruned.dim, pruned.pattern
-    if dim >= weight.ndim:
-        return True
-    if not weight.numel() or weight.shape[dim] % pattern.group:
-        return False
-    return 0 < int(kept_in_groups(weight, dim, pattern.group).max()) <= pattern.kept
 
 
 def linear_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

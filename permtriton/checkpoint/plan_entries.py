@@ -42,7 +42,6 @@ def plan_report(plan: Plan) -> dict[str, Any]:
 
 
 def site_report(site: Site) -> dict[str, Any]:
-    """Returns the entry of a site: its linears, and the permutation that orders its channels."""
     return {
         "name": site.name,
         "linears": list(site.linears),
@@ -57,16 +56,13 @@ def ordered_site_report(site: Site, index: Tensor) -> dict[str, Any]:
     return {**site_report(site), "moved": moved(index), "index": index.tolist()}
 
 
-def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dict[str, Any]:
+def permutation_report(plan: Plan, space: ChannelSpace) -> dict[str, Any]:
     """Returns the entry of one permutation: its placement, its cost at run time, its writers and its readers.
-
-    Args:
-        element: bytes per activation; 2 for bfloat16.
 
     Returns:
         ``placement`` is a value of `permtriton.passes.plan.Destination`; ``reason`` says why there is no permutation,
         else it is empty. ``gathers`` is the number of gathers at run time, ``bytes_per_token`` the bytes that they read
-        and write. A permuted norm adds no bytes, because a norm moves the same number in any order.
+        and write in bfloat16. A permuted norm adds no bytes, because a norm moves the same number in any order.
     """
     sites = plan.sites_of(space)
     gathers = sum(len(site.linears) for site in sites) if space.placement is Destination.GATHER else 0
@@ -79,7 +75,7 @@ def permutation_report(plan: Plan, space: ChannelSpace, element: int = 2) -> dic
         "reason": space.reason,
         "norm": space.norm.module if space.norm else None,
         "gathers": gathers,
-        "bytes_per_token": 2 * gathers * sites[0].channels * element,
+        "bytes_per_token": gathers * sites[0].channels * (2 + 2),
         "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
         "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.is_input],
     }
@@ -114,14 +110,10 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> dict[str, Any]:
     """Returns the order of the channels of hidden states (``output_hidden_states``) and of ``inputs_embeds``.
 
     Args:
-        order: index from the dense model's channels of the last hidden state to the compiled model's, int64 ``[C]``;
-            None if they keep their order.
-        unproved: why it is not known whether all hidden states have this order; empty if they do.
-
-    Returns:
-        ``permuted``; and if it is true, ``index``, with ``compiled[..., j] = dense[..., index[j]]``, and its inverse
-        ``undo``, with ``dense = compiled[..., undo]``. If not all hidden states are proved to have this order,
-        ``permuted`` is "unknown", ``why`` is ``unproved``, and ``last`` has these entries for the last hidden state.
+        order: index from the dense model's channels of the last hidden state to the compiled model's, int64 ``[C]``:
+            ``compiled[..., j] = dense[..., index[j]]``, and ``dense = compiled[..., undo]``; None if they stay.
+        unproved: why it is not known whether all hidden states have this order, so that ``permuted`` is "unknown", and
+            ``last`` has the entries for the last hidden state; empty if they do.
     """
     entry: dict[str, Any] = {"permuted": False}
     if order is not None and moved(order):
@@ -130,9 +122,7 @@ def hidden_states_report(order: Tensor | None, unproved: str) -> dict[str, Any]:
 
 
 def hidden_order_of(record: Record) -> Tensor | None:
-    """Returns the order of the last hidden state that `hidden_states_report` wrote, int64 ``[C]``; None if it did not
-    move.
-    """
+    """Returns the order that `hidden_states_report` wrote for the last hidden state, int64 ``[C]``, or None."""
     entry = record["hidden_states"]
     index = entry.get("last", entry).get("index")
     return None if index is None else torch.tensor(index)

@@ -14,13 +14,7 @@ WEIGHTS = ("model.safetensors*", "model-?????-of-?????.safetensors")
 def make_repository(repo: str, token: str | None, private: bool | None = None) -> str:
     """Makes a repository if it is not there, so that a wrong name or token is found before any work.
 
-    Args:
-        repo: name, such as ``me/my-model-2of4``; without an owner, the owner of the token is taken.
-        token: token of the hub; None for the one of ``hf auth login`` or of ``HF_TOKEN``.
-        private: whether a new repository is private; None for the default of its owner.
-
-    Returns:
-        The name with its owner.
+    The arguments are those of `permtriton.CompiledModel.push_to_hub`; returns the name with its owner.
     """
     try:
         api = HfApi(token=token, library_name="permtriton")
@@ -39,21 +33,14 @@ def make_repository(repo: str, token: str | None, private: bool | None = None) -
 def upload(folder: Path, repo: str, token: str | None, message: str) -> str:
     """Uploads a folder, whose card then names the repository, and deletes the weights of an earlier upload there.
 
-    Args:
-        repo: as `make_repository` returns it.
-        token: as in `make_repository`.
-        message: message of the commit.
-
-    Returns:
-        The address of the commit.
+    Returns the address of the commit.
     """
     api = HfApi(token=token, library_name="permtriton")
     name_repository(folder, repo)
     try:
-        uploaded = api.upload_folder(
-            repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=[*WEIGHTS]
+        return str(
+            api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message, delete_patterns=[*WEIGHTS])
         )
-        return str(uploaded)
     except Exception as error:
         raise _not_pushed(repo, error) from error
 

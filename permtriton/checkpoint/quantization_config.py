@@ -1,17 +1,5 @@
 """The entries ``quantization_config`` in the ``config.json`` of a permtriton checkpoint; version 1.
 
-    quant_method  "permtriton"
-    version       1
-    format        "packed": the weights in ``packed`` are stored as ``P_values`` and ``P_positions`` (see
-                  `permtriton.kernels.packing`); "packed-fp8": some of them in FP8, with ``P_scale``, too (see
-                  `permtriton.kernels.sparse_linear_fp8`); "dense": all weights are stored as they are
-    sparsity      N:M pattern, such as "2:4"
-    packed        packed parameter P -> {"shape": its shape, "dim": its input dimension}, and "sparsity" if P has
-                  another pattern, and "values": "float8_e4m3fn" if it is in FP8
-    gathers       linear that gathers its input -> number of its input channels
-    norms         norm that writes its output in another order -> {"kind", "offset", "eps", "channels"}
-    sha256        file of weights -> the SHA-256 of its bytes; may be missing
-
 The structure of a checkpoint does not show a flipped bit in a value, so ``permtriton export`` stores one hash per file.
 A hash per file covers every byte, embeddings and header included, and is what ``sha256sum`` prints. It is checked
 before the file is used, at one to two GB/s. To load without this check, remove the hashes from the config:
@@ -21,9 +9,8 @@ before the file is used, at one to two GB/s. To load without this check, remove 
     model = AutoModelForCausalLM.from_pretrained(folder, config=config)
 """
 
-import copy
-import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -45,12 +32,12 @@ Size = Annotated[int, Field(gt=0, le=2**31)]
 
 
 class Packed(TypedDict):
-    """The entry of one parameter in ``packed``."""
+    """A parameter P that is stored as ``P_values`` and ``P_positions`` (see `permtriton.kernels.packing`)."""
 
     shape: Annotated[list[Size], Field(min_length=2, max_length=4)]
-    dim: Annotated[int, Field(ge=0)]
-    sparsity: NotRequired[Pattern]
-    values: NotRequired[Literal["float8_e4m3fn"]]
+    dim: Annotated[int, Field(ge=0)]  # input dimension
+    sparsity: NotRequired[Pattern]  # if it is not that of the config
+    values: NotRequired[Literal["float8_e4m3fn"]]  # with ``P_scale`` (see `permtriton.kernels.sparse_linear_fp8`)
 
 
 class NormEntry(TypedDict):
@@ -63,16 +50,16 @@ class NormEntry(TypedDict):
 
 
 class Entries(TypedDict):
-    """The entries that the docstring of this module lists."""
+    """All entries; names are those of parameters and modules."""
 
     quant_method: NotRequired[Literal["permtriton"]]
     version: int
-    format: Literal["packed", "packed-fp8", "dense"]
+    format: Literal["packed", "packed-fp8", "dense"]  # packed-fp8 if any parameter is in FP8, dense if none is packed
     sparsity: Pattern
     packed: NotRequired[dict[Name, Packed]]
-    gathers: NotRequired[dict[Name, Size]]
+    gathers: NotRequired[dict[Name, Size]]  # linear that gathers its input -> number of its input channels
     norms: NotRequired[dict[Name, NormEntry]]
-    sha256: NotRequired[dict[str, Sha256]]
+    sha256: NotRequired[dict[str, Sha256]]  # file of weights -> the SHA-256 of its bytes
 
 
 class PermTritonQuantizationConfig(QuantizationConfigMixin):
@@ -85,7 +72,7 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
                 f"{WHERE}: version is {shown(version)}, but this permtriton reads version {VERSION}: upgrade "
                 "permtriton, or export the model again"
             )
-        fields = checked(Entries, copy.deepcopy(entries), _damaged)
+        fields = checked(Entries, entries, _damaged)
         self.quant_method = METHOD
         self.version = VERSION
         self.format = Format(fields["format"])
@@ -97,13 +84,10 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
         for name, entry in self.packed.items():
             shape, dim = entry["shape"], entry["dim"]
             group = self.pattern_of(name).group
-            if dim >= len(shape) or shape[dim] % group or math.prod(shape) >= 2**62:
+            if dim >= len(shape) or shape[dim] % group:
                 raise _damaged(f"{name} is {entry}, expected a dimension of the shape that is a multiple of {group}")
-            if "values" in entry and (len(shape), dim) != (2, 1):
-                raise _damaged(f"{name} is {entry}, but only the weight of a linear, [out, in], can be in FP8")
 
     def pattern_of(self, name: str) -> NMPattern:
-        """Returns the pattern of a packed parameter."""
         return NMPattern.parse(self.packed[name].get("sparsity", self.sparsity))
 
     @property
@@ -120,11 +104,7 @@ class PermTritonQuantizationConfig(QuantizationConfigMixin):
 
 
 def packed_entry(shape: Sequence[int], pruned: PrunedWeight, sparsity: str, *, in_fp8: bool = False) -> Packed:
-    """Returns the entry of a packed parameter.
-
-    Args:
-        sparsity: the entry ``sparsity`` of the config.
-    """
+    """Returns the entry of a parameter in a config with the pattern ``sparsity``."""
     entry: Packed = {"shape": list(shape), "dim": pruned.dim}
     if str(pruned.pattern) != sparsity:
         entry["sparsity"] = str(pruned.pattern)
@@ -138,11 +118,24 @@ def parts_of(entry: Packed) -> tuple[str, ...]:
     return ("_values", "_positions", *(["_scale"] if "values" in entry else []))
 
 
-def format_of(packed: Mapping[str, Packed]) -> Format:
-    """Returns the entry ``format`` of a folder with these packed parameters."""
-    if any("values" in entry for entry in packed.values()):
-        return Format.PACKED_FP8
-    return Format.PACKED if packed else Format.DENSE
+def config_entries(
+    sparsity: str,
+    packed: dict[str, Packed],
+    gathers: dict[str, int],
+    norms: dict[str, NormEntry],
+    hashes: Mapping[str, str] = MappingProxyType({}),
+) -> PermTritonQuantizationConfig:
+    """Returns the entries of a folder; its format follows from what is packed."""
+    in_fp8 = any("values" in entry for entry in packed.values())
+    return PermTritonQuantizationConfig(
+        version=VERSION,
+        format=Format.PACKED_FP8 if in_fp8 else Format.PACKED if packed else Format.DENSE,
+        sparsity=sparsity,
+        packed=packed,
+        gathers=gathers,
+        norms=norms,
+        sha256=dict(hashes),
+    )
 
 
 def _damaged(problem: str) -> ModelError:

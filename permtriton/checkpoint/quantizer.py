@@ -10,7 +10,6 @@ looks for have another shape: a packed parameter is stored as an empty tensor, a
 linear has an additional dimension.
 """
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -24,23 +23,20 @@ from transformers.quantizers.base import HfQuantizer
 from permtriton.checkpoint.folder import check_hashes
 from permtriton.checkpoint.format import Format
 from permtriton.checkpoint.names import loaded_names
-from permtriton.checkpoint.packed import cast_packed, check_packed_fp8, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
 from permtriton.checkpoint.quantization_config import (
-    VERSION,
     NormEntry,
     Packed,
     PermTritonQuantizationConfig,
-    format_of,
+    config_entries,
     packed_entry,
 )
 from permtriton.checkpoint.replace_modules import (
     device_of,
     find_name,
     owner_of,
-    replace_by_gathered_linear,
     replace_by_packed,
-    replace_by_permuted_norm,
-    replace_by_sparse_linear,
+    replace_by_permuted,
     set_parameter,
 )
 from permtriton.errors import ModelError
@@ -56,9 +52,9 @@ from permtriton.model.modules import (
     check_index,
     is_packed,
     is_permuted,
+    replace_module,
 )
-from permtriton.model.sizes import check_counts
-from permtriton.util.sparsity import NMPattern, PrunedWeight
+from permtriton.util.sparsity import PrunedWeight
 
 
 def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantizationConfig | None:
@@ -69,44 +65,21 @@ def checkpoint_config(model: nn.Module, sparsity: str) -> PermTritonQuantization
     for name, module in model.named_modules():
         if is_packed(module):
             assert module.pattern is not None
-            shape = module.out_features, module.in_features
-            in_fp8 = isinstance(module, SparseLinearFp8)
-            pruned = PrunedWeight(1, module.pattern)
-            packed[f"{name}.weight"] = packed_entry(shape, pruned, sparsity, in_fp8=in_fp8)
+            shape, in_fp8 = (module.out_features, module.in_features), isinstance(module, SparseLinearFp8)
+            packed[f"{name}.weight"] = packed_entry(shape, PrunedWeight(1, module.pattern), sparsity, in_fp8=in_fp8)
         if isinstance(module, PermutedRMSNorm | PermutedLayerNorm):
-            variant = module.variant
-            norms[name] = {
-                "kind": variant.kind,
-                "offset": variant.offset,
-                "eps": variant.eps,
-                "channels": module.index.numel(),
-            }
+            kind, eps, offset = module.variant.kind, module.variant.eps, module.variant.offset
+            norms[name] = {"kind": kind, "offset": offset, "eps": eps, "channels": module.index.numel()}
         elif isinstance(module, GatheredLinear) and module.gather is not None:
             gathers[name] = module.gather.index.numel()
-    if not norms and not gathers and not packed:
-        return None
-    return PermTritonQuantizationConfig(
-        version=VERSION,
-        format=format_of(packed),
-        sparsity=sparsity,
-        packed=packed,
-        gathers=gathers,
-        norms=norms,
-    )
+    return config_entries(sparsity, packed, gathers, norms) if norms or gathers or packed else None
 
 
-def attach(model: Any, sparsity: str) -> bool:
-    """Makes ``save_pretrained`` of a model with permuted or packed modules write a permtriton checkpoint.
-
-    Returns:
-        Whether the model has such modules; a plain model stays as it is.
-    """
-    config = checkpoint_config(model, sparsity)
-    if config is None:
-        return False
-    model.config.quantization_config = config
-    model.hf_quantizer = PermTritonQuantizer(config)
-    return True
+def attach(model: Any, sparsity: str) -> None:
+    """Makes ``save_pretrained`` of a model with permuted or packed modules write a permtriton checkpoint."""
+    if config := checkpoint_config(model, sparsity):
+        model.config.quantization_config = config
+        model.hf_quantizer = PermTritonQuantizer(config)
 
 
 class PermTritonQuantizer(HfQuantizer):
@@ -122,7 +95,6 @@ class PermTritonQuantizer(HfQuantizer):
             )
         self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
         self._copies: dict[str, list[str]] = {}  # packed parameter -> its other names, where layers share it
-        self._kept: set[str] = set()  # packed parameters that are not unpacked
         self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._dtype: torch.dtype | None = None
@@ -146,13 +118,6 @@ class PermTritonQuantizer(HfQuantizer):
         """Returns True, so that transformers leaves the check of shapes to this class; nothing is quantized."""
         return True
 
-    def update_attn_implementation(self, config: Any) -> Any:
-        """Refuses a config with impossible counts of layers, experts or labels; called before the model is built."""
-        check_counts(config.to_dict(), "config.json")
-        return config
-
-    update_tp_plan = update_attn_implementation  # older versions of transformers call this instead
-
     def _process_model_before_weight_loading(
         self,
         model: Any,
@@ -161,9 +126,10 @@ class PermTritonQuantizer(HfQuantizer):
         **kwargs: Any,
     ) -> None:
         self._refuse_offloading(device_map)
-        files = [Path(os.path.abspath(file)) for file in checkpoint_files or []]
-        folder = Path(os.path.abspath(model.config.name_or_path))
-        headers = self._headers(files, folder)
+        files = [Path(file) for file in checkpoint_files or []]
+        if files:
+            check_hashes(files[0].parent, self.quantization_config.sha256)
+        headers = read_headers(files)
         names = loaded_names(model, [*headers, *self.quantization_config.packed])
         stored = {names[name]: tensor for name, tensor in headers.items()}
         self._replace(model, stored, names, device_map)
@@ -239,23 +205,24 @@ class PermTritonQuantizer(HfQuantizer):
         modules = {name for name, _ in model.named_modules() if name}
         for stored_name, norm in config.norms.items():
             if name := find_name(stored_name, modules, model):
-                replace_by_permuted_norm(model, name, norm)
+                replace_by_permuted(model, name, norm["channels"], norm)
         for stored_name, channels in config.gathers.items():
             if name := find_name(stored_name, modules, model):
-                replace_by_gathered_linear(model, name, channels)
+                replace_by_permuted(model, name, channels, None)
         parameters = {name for name, _ in model.named_parameters()}
         model_names = {listed: find_name(names[listed], parameters, model) for listed in config.packed}
         dims = {name: input_dim(model, name) for name in model_names.values() if name}  # before any is emptied
         for listed, entry in config.packed.items():
             if name := model_names[listed]:
                 self._packed[name], self._copies[name] = listed, _other_names(model, name)
-                owner, attribute = owner_of(model, name)
-                dtype = self._target_dtype(model, name, getattr(owner, attribute))
-                device, alone = device_of(name, device_map), not self._copies[name]
-                pattern = config.pattern_of(listed)
-                if "values" in entry or (alone and _stays_packed(owner, attribute, dtype, pattern, device)):
-                    replace_by_sparse_linear(model, name, SparseLinearFp8 if "values" in entry else SparseLinear)
-                    self._kept.add(name)
+                path, _, _ = name.rpartition(".")
+                owner: Any = model.get_submodule(path)
+                pattern, dtype = config.pattern_of(listed), self._target_dtype(model, name, model.get_parameter(name))
+                is_linear = type(owner) in (nn.Linear, GatheredLinear) and not self._copies[name]
+                if "values" in entry:
+                    replace_module(model, path, SparseLinearFp8.from_linear(owner))
+                elif is_linear and runs_packed(owner.in_features, dtype, pattern, device_of(name, device_map)):
+                    replace_module(model, path, SparseLinear.from_linear(owner))
                 replace_by_packed(model, name, names[listed], dims[name], entry, stored, pattern)
                 set_parameter(model, self._copies[name], model.get_parameter(name))
         changed = {owner_of(model, name)[0] for name in chain(self._packed, *self._copies.values())}
@@ -265,38 +232,17 @@ class PermTritonQuantizer(HfQuantizer):
             # Keeps transformers from initializing it: some classes' code reads weights' shapes, which differ here.
             setattr(module, "_is_hf_initialized", True)  # noqa: B010
 
-    def _headers(self, files: Sequence[Path], folder: Path) -> Mapping[str, StoredTensor]:
-        """Returns the description of each stored tensor, after checking the folder and the hashes of ``files``."""
-        for file in files:
-            if file.parent != files[0].parent or (folder.is_dir() and not file.is_relative_to(folder)):
-                raise ModelError(
-                    f"the index of the weights names {file}, which is outside the checkpoint's folder: it is damaged"
-                )
-        if files:
-            check_hashes(files[0].parent, self.quantization_config.sha256)
-        stored = read_headers(files)
-        # No shape shows that a packed linear gathers, so that an unlisted gather would be left out in silence.
-        listed = {f"{name}.gather.index" for name in self.quantization_config.gathers}
-        if unlisted := {name for name in stored if name.endswith(".gather.index")} - listed:
-            raise ModelError(f"config.json does not list the permutation {min(unlisted)}: it is damaged")
-        return stored
-
     def _check_loaded(self, model: Any) -> None:
         """Checks that every tensor was loaded, with its shape and dtype, and removes the additional dimensions."""
         state = model.state_dict(keep_vars=True)
         loaded = {name for name in self._shapes if getattr(state[name], "_is_hf_initialized", False)}
         self.refuse_missing(model, set(self._shapes) - loaded)
         for name, shape in self._shapes.items():
-            if tuple(state[name].shape) not in self._allowed(model, name):
+            if tuple(state[name].shape) not in (tuple(shape), (1, *shape)):
                 raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
             if not state[name].is_floating_point() and state[name].dtype != self._dtypes[name]:
                 raise ModelError(f"{name} is stored as {state[name].dtype}, expected {self._dtypes[name]}")
             state[name].data = state[name].data.view(shape)
-
-    def _allowed(self, model: Any, name: str) -> set[tuple[int, ...]]:
-        shape = tuple(self._shapes[name])
-        owner, _, kind = name.rpartition(".")
-        return {shape, (1, *shape)} if kind == "weight" and is_permuted(model.get_submodule(owner)) else {shape}
 
     def refuse_missing(self, model: Any, missing: set[str]) -> None:
         """Refuses a checkpoint that lacks tensors, except tied ones and those that the model class does not need."""
@@ -330,16 +276,14 @@ class PermTritonQuantizer(HfQuantizer):
         entry, pattern = config.packed[listed], config.pattern_of(listed)
         owner, attribute = owner_of(model, name)
         values, positions = getattr(owner, f"{attribute}_values"), getattr(owner, f"{attribute}_positions")
-        if name in self._kept:
-            if isinstance(owner, SparseLinearFp8):
-                check_packed_fp8(name, values, owner.weight_scale)
-                owner.set_packed_fp8(values, positions, owner.weight_scale, pattern)
-                return
-            assert isinstance(owner, SparseLinear)
+        if isinstance(owner, SparseLinearFp8):
+            owner.set_packed(pattern, values, positions, owner.weight_scale)
+            return
+        if isinstance(owner, SparseLinear):
             dtype = self._dtypes[f"{name}_values"] = self._dtypes[name]
             if values.dtype != dtype:
                 values, positions = cast_packed(values, positions, owner.in_features, pattern, dtype)
-            owner.set_packed(values, positions, pattern).compress()
+            owner.set_packed(pattern, values, positions).compress()
             return
         weight = unpacked(values, positions, entry["shape"], entry["dim"], pattern)
         delattr(owner, f"{attribute}_values")
@@ -363,12 +307,3 @@ def _other_names(model: Any, name: str) -> list[str]:
     tied = dict(getattr(model, "all_tied_weights_keys", {}))
     source = tied.get(name, name)
     return [other for other in (source, *tied) if tied.get(other, other) == source and other != name]
-
-
-def _stays_packed(
-    owner: nn.Module, attribute: str, dtype: torch.dtype, pattern: NMPattern, device: torch.device
-) -> bool:
-    """Whether a packed parameter is the weight of a linear that a kernel multiplies in that form."""
-    if type(owner) not in (nn.Linear, GatheredLinear, SparseLinear) or attribute != "weight":
-        return False
-    return runs_packed(owner.get_parameter("weight").shape[1], dtype, pattern, device)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, NotRequired
 
 import torch
@@ -11,8 +10,7 @@ from typing_extensions import TypedDict
 
 from permtriton.errors import ConfigError, ModelError
 from permtriton.model.headers import REPORT_FILE, read_json
-from permtriton.model.name import is_hub_name
-from permtriton.model.source import fetched
+from permtriton.model.source import Source
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, PrunedWeight, in_words
 from permtriton.util.validation import checked
@@ -41,10 +39,9 @@ def _permutation(index: list[int]) -> list[int]:
     return index
 
 
-Integer = Annotated[int, Field(gt=-(2**63), lt=2**63)]  # larger ones are damage, and cannot be formatted as floats
 Pattern = Annotated[str, AfterValidator(pattern)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Index = Annotated[list[Integer], AfterValidator(_permutation)]
+Index = Annotated[list[int], AfterValidator(_permutation)]
 OPEN = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)  # entries that are only shown are not checked
 Record = dict[str, Any]  # all entries of ``permtriton.json``, which docs/formats.md describes
 
@@ -72,10 +69,10 @@ class RowsEntry(TypedDict):
     index: Index
 
 
+@with_config(OPEN)
 class FileEntry(TypedDict):
     """A file of weights."""
 
-    bytes: Integer
     sha256: Sha256
 
 
@@ -88,13 +85,12 @@ class ReadEntries(TypedDict):
     sites: list[SiteEntry]
     rows: list[RowsEntry]
     hidden_states: dict[str, Any]
-    pruned_weights: Annotated[dict[str, Integer], Field(min_length=1)]  # parameter -> its input dimension
+    pruned_weights: Annotated[dict[str, int], Field(min_length=1)]  # parameter -> its input dimension
     patterns: NotRequired[dict[str, Pattern]]  # parameter -> its pattern, where it is not that of the config
     files: dict[str, FileEntry]
 
 
 def described_sparsity(record: Mapping[str, Any]) -> str:
-    """Returns the patterns of a record in words, by `permtriton.util.sparsity.in_words`."""
     return in_words(record["config"]["sparsity"], record.get("patterns", {}).values(), len(record["pruned_weights"]))
 
 
@@ -106,7 +102,6 @@ def recorded_weights(record: Mapping[str, Any]) -> dict[str, PrunedWeight]:
 
 
 def read_record(folder: Path) -> Record:
-    """Returns ``permtriton.json`` of a folder."""
     path = folder / REPORT_FILE
     if not path.is_file():
         raise ModelError(
@@ -118,7 +113,7 @@ def read_record(folder: Path) -> Record:
     )
 
 
-def find_record(location: str, hub: Mapping[str, str] = MappingProxyType({})) -> Record | None:
+def find_record(source: Source) -> Record | None:
     """Returns ``permtriton.json`` of a folder or of a name on the hub; None where there is none."""
-    path = fetched(location, REPORT_FILE, hub) if is_hub_name(location) else Path(location, REPORT_FILE)
-    return read_record(path.parent) if location and path and path.is_file() else None
+    path = source.find(REPORT_FILE)
+    return None if path is None else read_record(path.parent)

@@ -20,7 +20,7 @@ MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module `QUANTIZERS` by the finders after this one, and registers permtriton once it is executed."""
+    """Finds the module `QUANTIZERS` by the other finders, and registers permtriton once it is executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -28,8 +28,7 @@ class _Finder(MetaPathFinder):
         if fullname != QUANTIZERS:
             _register()  # in case another thread looked QUANTIZERS up before this finder was installed
             return None
-        finders = list(sys.meta_path)
-        others = finders[finders.index(self) + 1 :] if self in finders else finders
+        others = [finder for finder in sys.meta_path if finder is not self]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from permtriton.checkpoint.card import ALONE, WITH_PERMTRITON, write_record
+from permtriton.checkpoint.folder import describe_files
 from permtriton.checkpoint.names import stored_names
 from permtriton.checkpoint.output import replacing_folder
 from permtriton.checkpoint.pruned import Pruned, pruned_parameters
 from permtriton.checkpoint.quantizer import checkpoint_config
 from permtriton.checkpoint.read_record import Record
-from permtriton.checkpoint.shards import describe_files
 from permtriton.checkpoint.verify import NOT_RELOADED, compare_reloaded, verify_tensors
 from permtriton.errors import ModelError, PermTritonError, first_line
 from permtriton.model.beside import beside
@@ -31,39 +31,41 @@ FURTHER_LAYERS = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")  # in names about la
 
 
 def save_checkpoint(compiled: Pruned, output: Path, *, overwrite: bool) -> Record:
+    pruned = pruned_parameters(compiled.model, compiled.plan)
+    return save(
+        compiled.model, compiled.tokenizer, compiled.report, pruned, output, overwrite=overwrite, compiled=compiled
+    )
+
+
+def save(
+    model: Any,
+    tokenizer: Any,
+    record: Record,
+    pruned: Mapping[str, PrunedWeight],
+    output: Path,
+    *,
+    overwrite: bool,
+    compiled: Pruned | None = None,
+) -> Record:
     """Writes and verifies a checkpoint: plain transformers, or format "dense" if modules permute at run time.
 
     Stacked experts are stored as the model holds them, one tensor per stack, whatever the original files look like; see
     `permtriton.checkpoint.names`.
 
-    Returns:
-        The content of its ``permtriton.json``.
-    """
-    pruned = pruned_parameters(compiled.model, compiled.plan)
-    what = compiled.model, compiled.tokenizer, compiled.source, compiled.report, pruned
-    return _save(*what, output, overwrite=overwrite, compiled=compiled)
-
-
-def save_trained(
-    model: Any, tokenizer: Any, record: Record, pruned: Mapping[str, PrunedWeight], output: Path, *, overwrite: bool
-) -> Path:
-    """Writes and verifies the checkpoint of a model whose kept weights were trained; see `save_checkpoint`.
-
     Args:
         tokenizer: tokenizer or processor, or None.
-        record: content of ``permtriton.json`` of the folder that was trained.
+        record: content of ``permtriton.json``: of the compilation, or of the folder whose kept weights were trained.
         pruned: parameter name -> its input dimension and pattern.
+        compiled: the compilation; None for a model that was loaded from a folder and trained.
+
+    Returns:
+        The content of the new ``permtriton.json``.
     """
-    source = Source(model.name_or_path).at_commit(model.config)
-    known = source.folder or source.revision  # else the folder is gone
-    _save(model, tokenizer, source if known else None, record, pruned, output, overwrite=overwrite)
-    return real_path(output)
-
-
-def _save(
-    model: Any, tokenizer: Any, source: Source | None, record: Record, pruned: Mapping[str, PrunedWeight], output: Path,
-    *, overwrite: bool, compiled: Pruned | None = None,
-) -> Record:  # fmt: skip
+    if compiled is not None:
+        source = compiled.source
+    else:
+        trained = Source(model.name_or_path).at_commit(model.config)
+        source = trained if trained.folder or trained.revision else None  # else the folder is gone
     sparsity = record["config"]["sparsity"]  # patterns that equal it are not recorded
     permuted = checkpoint_config(model, sparsity) is not None
     names = stored_names(model, pruned, original=not permuted)

@@ -1,26 +1,27 @@
 """Verifies a checkpoint that was written: tensor by tensor, and by loading it again as a user would."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from permtriton.checkpoint.names import StoredNames
 from permtriton.checkpoint.pruned import Pruned
-from permtriton.checkpoint.shards import read_tensors
 from permtriton.errors import VerificationError, first_line
-from permtriton.model.checks import check_finite_tensor, check_same_outputs, model_outputs
+from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
 from permtriton.model.forward import in_eval_mode
-from permtriton.model.nm_checks import check_weight
 from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.micro_batch import is_out_of_memory
 from permtriton.util.sparsity import PrunedWeight
 
-NOT_RELOADED = {"reloaded": "not run: every tensor was compared bit by bit instead"}
+INSTEAD = "every tensor was compared bit by bit instead"
+NOT_RELOADED = {"reloaded": f"not run: {INSTEAD}"}
+NO_MEMORY = {"reloaded": f"not run: a second copy does not fit into memory; {INSTEAD}"}
 
 
 def verify_tensors(
@@ -29,7 +30,6 @@ def verify_tensors(
     """Checks a written checkpoint: every tensor must be finite and equal the model's, every pruned weight N:M.
 
     Args:
-        pruned: parameter name -> its input dimension and pattern, as `pruned_parameters` returns them.
         permuted: whether modules of the model permute.
 
     Returns:
@@ -39,7 +39,7 @@ def verify_tensors(
     in_memory = names.tensors(model, state)
     parameters = {stored: name for name, stored in names.stored.items()}
     seen = set()
-    for name, tensor in read_tensors(sorted(folder.glob("*.safetensors"))):
+    for name, tensor in _tensors(folder):
         seen.add(name)
         check_finite_tensor(name, tensor)
         if parameter := parameters.get(name):
@@ -51,6 +51,13 @@ def verify_tensors(
     indices = {name for name in in_memory if name.endswith(".index")} if permuted else set()
     _check_complete(set(names.stored.values()) | indices, seen)
     return {"tensors": len(seen), "pruned_weights": len(pruned)}
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                yield name, opened.get_tensor(name)
 
 
 def _check_same(name: str, written: Tensor, in_memory: Tensor) -> None:
@@ -67,17 +74,16 @@ def _check_complete(expected: Set[str], written: Set[str]) -> None:
 
 def compare_reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:
     """Loads the checkpoint as a user would and compares the outputs, if a second model fits into memory."""
-    not_run = "not run: a second copy does not fit into memory; every tensor was compared bit by bit instead"
     size = sum(p.numel() * p.element_size() for p in compiled.model.parameters())
     if size * 1.2 > available_memory(compiled.model.device):
-        return {"reloaded": not_run}
+        return NO_MEMORY
     try:
         return _reloaded(compiled, folder)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     release_memory()  # that of the failed attempt, which the error's traceback kept alive
-    return {"reloaded": not_run}
+    return NO_MEMORY
 
 
 def _reloaded(compiled: Pruned, folder: Path) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = Fa
     check_apart(output, to)
     if output.exists():
         raise OutputError(f"output {output} exists: choose another folder")
-    settings, record = _settings(adapter, to), Folder.open(to).record
+    settings, record = _settings(adapter, to), Folder(to).record
     if not (adapter / WEIGHTS).is_file():
         raise ModelError(f"{adapter} holds no {WEIGHTS}: load it with PEFT and save it again")
     with reading(f"{adapter / WEIGHTS} cannot be read", ModelError):

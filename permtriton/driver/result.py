@@ -148,7 +148,7 @@ class CompiledModel(Pruned):
                 with working_folder(path) as place:
                     dense = place / real_path(path).name
                     save_checkpoint(self, dense, overwrite=False)
-                    rewrite(Folder.open(dense), path, format, overwrite=overwrite)
+                    rewrite(Folder(dense), path, format, overwrite=overwrite)
                 self.report = read_record(path)
         for state in self.states:
             state.delete()

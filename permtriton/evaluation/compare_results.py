@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from permtriton.checkpoint.read_record import OPEN, Integer
+from permtriton.checkpoint.read_record import OPEN
 from permtriton.errors import ModelError, OutputError, reading
 from permtriton.evaluation.compare_methods import DENSE, RowConfig
 from permtriton.evaluation.measures import DISTANCES, Distances
@@ -117,7 +117,7 @@ class Row(TypedDict):
     tasks: dict[str, float | None]  # as `Measured` has them; None where they were not measured with every seed
     seconds: float  # time that all seeds took together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
-    peak_bytes: Integer | None  # the highest of all seeds; None where one is unknown
+    peak_bytes: int | None  # the highest of all seeds; None where one is unknown
 
 
 @with_config(OPEN)
@@ -127,8 +127,8 @@ class ComparisonReport(TypedDict):
     model: str
     measure: str
     text: str
-    tokens: Integer
-    seeds: list[Integer]
+    tokens: int
+    seeds: list[int]
     patterns: list[str]
     ablation: str | None
     device: str

@@ -106,7 +106,7 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
         with shown.stage("load", 0):
             measured = load.load_model(source, progress=shown)
         # A record beside a GGUF file is not of that file.
-        record = None if source.gguf is not None else find_record(source.location, source.hub)
+        record = find_record(source)
         if record is not None and (problem := broken_claim(measured, record)):
             shown.say(f"warning: {problem}")
         tokenizer = tokenizer or load_processor(source, measured, shown)

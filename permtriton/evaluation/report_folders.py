@@ -51,7 +51,7 @@ class Compiled(Folder):
 
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
-    compiled, names = [Compiled.open(folder) for folder in folders], [real_path(folder).name for folder in folders]
+    compiled, names = [Compiled(folder) for folder in folders], [real_path(folder).name for folder in folders]
     for folder, name in zip(compiled, names, strict=True):
         folder.label = name if names.count(name) == 1 else str(folder.path)
     return compiled

@@ -22,17 +22,17 @@ from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.patterns import kept_in_groups, linear_weights, pattern_of
 from permtriton.checkpoint.read_record import PRUNED_ELSEWHERE, Record, find_record, recorded_weights
 from permtriton.checkpoint.replace_modules import resolve_name
-from permtriton.checkpoint.save import save_trained
+from permtriton.checkpoint.save import save
 from permtriton.data.media import Processor
 from permtriton.errors import ConfigError, ModelError, reading
 from permtriton.model.beside import fetch_beside
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.headers import CONFIG_FILE, REPORT_FILE
 from permtriton.model.modules import is_packed, is_permuted
-from permtriton.model.name import is_hub_name
 from permtriton.model.prunable import check_loaded
 from permtriton.model.source import Source
 from permtriton.util import ranks
+from permtriton.util.output_files import real_path
 from permtriton.util.permutation import moved
 from permtriton.util.sparsity import NMPattern, PrunedWeight
 
@@ -66,21 +66,19 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         raise ConfigError(f"model is a {type(model).__name__}: expected a loaded model")
     inner: Any = _unwrapped(model)
     source = Source(str(getattr(inner, "name_or_path", ""))).at_commit(getattr(inner, "config", None))
-    exists = source.revision or not is_hub_name(source.name)  # else the name may be that of a folder that was deleted
-    record = find_record(source.name, source.hub) if exists else None
+    exists = source.folder or source.revision  # else the name may be that of a folder that was deleted
+    record = find_record(source) if exists else None
     if record is not None:
         fetch_beside(source)  # now, and not when the trained model is saved
     check_loaded(inner)
     _refuse_untrainable(inner)
     _refuse_dense_adapters(model, inner, record)
-    weights = _recorded(inner, record) if record else _recognized(inner)
+    weights = _weights(inner, record)
     if not weights:
         raise ModelError(
             f"no weight of this {type(inner).__name__} is N:M: expected a model that was pruned, with its zeros in "
             "groups. Load a folder that permtriton compile wrote"
         )
-    for weight in weights.values():
-        weight.clear_signs()
     return KeptPattern(inner, weights, record)
 
 
@@ -91,6 +89,7 @@ class _Weight:
         owner, _, self.key = name.rpartition(".")
         self.owner, self.dim, self.pattern = model.get_submodule(owner), dim, pattern
         self.zeros = self.parameter.detach() == 0
+        self.clear_signs()
 
     @property
     def parameter(self) -> Tensor:
@@ -171,7 +170,7 @@ class KeptPattern:
 
         Raises:
             ModelError: the model is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged: of
-                the dense model, of ``modules_to_save``, or on a linear that gathers its input.
+                the dense model, or on a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:
@@ -180,13 +179,7 @@ class KeptPattern:
                 "PeftModel. Soft prompts change no weights; load adapters of add_adapter by PeftModel.from_pretrained"
             )
         _refuse_dense_adapters(model, inner, self.record)
-        owners = {id(weight.owner) for weight in self._weights.values()}
         for name, module in model.named_modules():
-            if ".original_module" in name and id(module) in owners:
-                raise ModelError(
-                    f"{name}: merging puts the copy that modules_to_save trained in its place, whose zeros are not "
-                    "kept: train it by target_modules in place of modules_to_save"
-                )
             if name.endswith(BASE_LAYER) and is_permuted(module):
                 raise ModelError(
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
@@ -235,7 +228,9 @@ class KeptPattern:
         for weight in self._weights.values():
             weight.clear_signs()
         pruned = {name: PrunedWeight(weight.dim, weight.pattern) for name, weight in self._weights.items()}
-        return ranks.on_first(lambda: save_trained(model, tokenizer, record, pruned, Path(folder), overwrite=overwrite))
+        path = real_path(Path(folder))
+        ranks.on_first(lambda: save(model, tokenizer, record, pruned, path, overwrite=overwrite))
+        return path
 
 
 class KeepPattern(TrainerCallback):
@@ -259,13 +254,11 @@ class KeepPattern(TrainerCallback):
     kept: KeptPattern | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Keeps the pattern of the Trainer's model from now on."""
         if self.kept is not None:
             self.kept.remove()
         self.kept = keep_pattern(named["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        """Stops keeping the pattern; the weights are N:M at this point."""
         assert self.kept is not None
         self.kept.remove()
 
@@ -318,10 +311,20 @@ def _refuse_dense_adapters(model: Any, inner: Any, record: Record | None) -> Non
             )
 
 
-def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
-    """Returns the weights that ``permtriton.json`` lists, by their names in the model."""
-    weights, pruned = dict[str, _Weight](), recorded_weights(record)
-    known = {_plain(name): name for name, _ in model.named_parameters()}
+def _weights(model: Any, record: Record | None) -> dict[str, _Weight]:
+    """Returns the weights that ``permtriton.json`` lists, by their names in the model.
+
+    Without that file, they are those of linears and stacked experts whose groups all keep N of M values.
+    """
+    weights = dict[str, _Weight]()
+    if record is None:
+        for name, parameter in linear_weights(model):
+            dim = input_dim(model, name)
+            if pattern := pattern_of(parameter.detach(), dim):
+                weights[name.replace(BASE_LAYER, "")] = _Weight(model, name, dim, pattern)
+        return weights
+    pruned = recorded_weights(record)
+    known = {name.replace(BASE_LAYER, ""): name for name, _ in model.named_parameters()}
     names = loaded_names(model, pruned, known)
     for stored, kept in pruned.items():
         plain = resolve_name(names[stored], known, getattr(model, "base_model_prefix", ""))
@@ -338,17 +341,3 @@ def _recorded(model: Any, record: Record) -> dict[str, _Weight]:
                 "since it was loaded: call keep_pattern before any training"
             )
     return weights
-
-
-def _recognized(model: nn.Module) -> dict[str, _Weight]:
-    """Returns the weights of linears and stacked experts whose groups all keep N of M values."""
-    weights = {}
-    for name, parameter in linear_weights(model):
-        dim = input_dim(model, name)
-        if pattern := pattern_of(parameter.detach(), dim):
-            weights[_plain(name)] = _Weight(model, name, dim, pattern)
-    return weights
-
-
-def _plain(name: str) -> str:
-    return name.replace(BASE_LAYER, "")

@@ -100,7 +100,7 @@ def plan_model(
     Args:
         samples: samples, the first of which gives the shapes of the trace; for text, or None, a few tokens are traced.
     """
-    with unstacked_experts(model) as experts:
+    with unstacked_experts(model) as stacked:
         graph = trace(model, None if samples is None or samples.is_text else samples[:1])
         provenance = propagate(graph.graph_module, graph.outputs, graph.hidden_position)
         plan = find_sites(
@@ -116,7 +116,7 @@ def plan_model(
         if config.layout == "fused":
             plan = fused_plan(plan, graph.graph_module, model, o_proj=config.o_proj)
         _check_stacks(model, plan, config)
-    plan.skipped.update(experts.refused)
+    plan.skipped.update(stacked)
     return plan, graph.graph_module
 
 

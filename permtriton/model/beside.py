@@ -34,14 +34,10 @@ def embeds(model: PreTrainedModel) -> bool:
 
 def modules_of(source: Source) -> list[str]:
     """Returns the subfolders that the file `MODULES` of a model lists; none if it is missing or damaged."""
-    path = source.find(MODULES)
-    return [] if path is None else _named(path)
-
-
-def _named(path: Path) -> list[str]:
-    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        named = [PurePosixPath(entry["path"]) for entry in json.loads(path.read_text(encoding="utf-8"))]
-        return [str(path) for path in named if path.parts and ".." not in path.parts and not path.is_absolute()]
+    if path := source.find(MODULES):
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            named = [PurePosixPath(entry["path"]) for entry in json.loads(path.read_text(encoding="utf-8"))]
+            return [str(path) for path in named if path.parts and ".." not in path.parts and not path.is_absolute()]
     return []
 
 

@@ -13,6 +13,7 @@ from permtriton.errors import VerificationError
 from permtriton.model.core import recorded_embeddings, recorded_states
 from permtriton.model.forward import without_cache
 from permtriton.util.hooks import hooked
+from permtriton.util.sparsity import NMPattern
 
 # Largest allowed difference between two computations of the same function in different orders, relative to the largest
 # output. The one for float64 is loose because norms and rotary angles are computed in float32 in any model.
@@ -32,11 +33,7 @@ NOT_IN_HASH = ("_name_or_path", "transformers_version", "dtype", "quantization_c
 
 @torch.no_grad()
 def model_outputs(model: PreTrainedModel, samples: Samples) -> Tensor:
-    """Returns the first output of a model, logits or the last hidden state; the model must be in eval mode.
-
-    Returns:
-        float32 ``[samples, tokens, vocabulary or hidden]`` on the CPU.
-    """
+    """Returns logits or, without a head, the last hidden state, float32 ``[samples, tokens, vocabulary or hidden]``."""
     with without_cache(model):
         return model(**samples.to(model.device, model.dtype).inputs)[0].float().cpu()
 
@@ -83,27 +80,22 @@ def same_channels(expected: Tensor, got: Tensor, dtype: torch.dtype) -> bool:
     return bool((error_C <= (size_C / 2).clamp_min(rounding)).all())  # NaN, too, is refused
 
 
-def with_rounding(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns ``value`` with noise as large as rounding errors: its dtype's epsilon times its root mean square.
-
-    The epsilon is at least float32's, because norms and rotary angles are computed in float32 in any model.
-    """
-    eps = max(torch.finfo(value.dtype).eps, torch.finfo(torch.float32).eps)
-    noise = torch.randn(value.shape, generator=generator).to(value.device, torch.float32)
-    return value + (noise * value.float().square().mean().sqrt() * eps).to(value.dtype)
-
-
 @torch.no_grad()
 def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
     """Measures how much rounding alone changes a model's outputs, relative to the largest output.
 
-    While ``run`` calls the model, random rounding errors are added to the outputs of all modules that hold parameters.
+    While ``run`` calls the model, the outputs of all modules that hold parameters get noise as large as rounding
+    errors: their dtype's epsilon times their root mean square. The epsilon is at least float32's, because norms and
+    rotary angles are computed in float32 in any model.
     """
     generator = torch.Generator().manual_seed(0)
 
     def rounded(_module: nn.Module, _inputs: tuple[object, ...], output: object) -> Tensor | None:
-        floating = isinstance(output, Tensor) and output.is_floating_point()
-        return with_rounding(output, generator) if floating else None  # type: ignore[arg-type]
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        eps = max(torch.finfo(output.dtype).eps, torch.finfo(torch.float32).eps)
+        noise = torch.randn(output.shape, generator=generator).to(output.device, torch.float32)
+        return output + (noise * output.float().square().mean().sqrt() * eps).to(output.dtype)
 
     expected = run()
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
@@ -111,17 +103,11 @@ def rounding_noise(model: PreTrainedModel, run: Callable[[], Tensor]) -> float:
         return relative_difference(expected, run())
 
 
-def allowed_difference(dtype: torch.dtype, noise: float) -> float:
-    """Returns the largest difference of outputs that rounding explains; ``noise`` is the result of `rounding_noise`."""
-    return max(TOLERANCE[dtype], min(NOISE_MARGIN * noise, MOST_ALLOWED))
-
-
 def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrainedModel, stage: str) -> float:
     """Checks that an exact step left the outputs the same, up to the tolerance of the dtype or the model's own noise.
 
     Args:
-        before: outputs before the step.
-        run: returns the outputs after the step, of the same shape; called again if their difference is too large.
+        run: returns the outputs after the step; called again if they differ too much from those ``before`` it.
     Returns:
         The largest difference relative to the largest output.
     """
@@ -129,7 +115,7 @@ def check_same_outputs(before: Tensor, run: Callable[[], Tensor], model: PreTrai
     if difference <= TOLERANCE[dtype]:
         return difference
     noise = rounding_noise(model, run)
-    allowed = allowed_difference(dtype, noise)
+    allowed = max(TOLERANCE[dtype], min(NOISE_MARGIN * noise, MOST_ALLOWED))
     if not difference <= allowed:  # NaN, too, is refused
         raise VerificationError(
             f"{stage}: outputs differ by {difference:.1e} of their size, but at most {allowed:.0e} is allowed in "
@@ -149,9 +135,45 @@ def all_finite(values: Tensor) -> bool:
 
 
 def check_finite_tensor(name: str, tensor: Tensor) -> None:
-    """Raises a `VerificationError` that names ``name`` if ``tensor`` holds NaN or infinity."""
     if not all_finite(tensor):
         raise VerificationError(f"{name}: {int((~tensor.isfinite()).sum())} of {tensor.numel()} values are not finite")
+
+
+def check_weight(name: str, weight_OC: Tensor, pattern: NMPattern) -> None:
+    """Checks that a weight ``[out_features, in_features]`` is N:M as it is stored, finite and free of ``-0.0``."""
+    check_finite_tensor(name, weight_OC)
+    if bool((weight_OC.signbit() & (weight_OC == 0)).any()):
+        raise VerificationError(f"{name}: some zeros are -0.0, whose bits differ from those of 0.0")
+    counts = (weight_OC != 0).unflatten(1, (-1, pattern.group)).sum(-1)
+    if int(counts.max()) > pattern.kept:
+        row, group = divmod(int(counts.argmax()), counts.shape[1])
+        raise VerificationError(
+            f"{name}: row {row}, group {group} holds {int(counts.max())} nonzero weights, "
+            f"but {pattern} allows {pattern.kept}"
+        )
+
+
+def zeros_in_groups(weight_CO: Tensor, pattern: NMPattern) -> Tensor:
+    """Returns the number of zeros per group of a weight ``[in_features, out_features]``, int16 ``[groups, out]``."""
+    return (weight_CO == 0).unflatten(0, (-1, pattern.group)).sum(1, dtype=torch.int16)
+
+
+def check_kept(name: str, weight_CO: Tensor, zeros_before: Tensor, pattern: NMPattern, allowed: float = 0.0) -> None:
+    """Checks that a weight keeps as many values in every group as its pattern says, fewer only where it held zeros.
+
+    Args:
+        weight_CO: pruned weight, ``[in_features, out_features]``.
+        zeros_before: what `zeros_in_groups` returned before pruning.
+        allowed: share of the groups that may keep fewer; above 0 where an update may cancel a weight exactly.
+    """
+    kept = pattern.group - zeros_in_groups(weight_CO, pattern)
+    short = int((kept + zeros_before < pattern.kept).sum())
+    if int(kept.max()) > pattern.kept or short > allowed * kept.numel():
+        raise VerificationError(
+            f"{name}: {short} of {kept.numel()} groups keep fewer weights than {pattern} allows, and the fullest one "
+            f"keeps {int(kept.max())}: expected {pattern.kept} in every group without zeros of its own. Nothing was "
+            "saved; this is a bug of permtriton, please report it"
+        )
 
 
 def model_hash(model: PreTrainedModel) -> str:

@@ -3,15 +3,13 @@
 transformers keeps all experts of a layer in two parameters, ``gate_up_proj [E, 2I, H]`` (``up_proj [E, I, H]`` without
 a gate) and ``down_proj [E, H, I]``, in some classes transposed, and their biases in two more; or in two modules with a
 ``weight [E, out, in]`` each. `unstack_experts` replaces such a module by one that holds the same storage as
-``nn.Linear``s, one or two per expert (see `permtriton.model.expert_linears`), so that
-tracing, hooks, masks and folding treat experts as any other linears. `restack_experts` puts the original module back,
-with the present weights of the linears. Stacked experts are recognised by their structure, and the replacement is
-checked by its outputs.
+``nn.Linear``s, one or two per expert (see `permtriton.model.expert_linears`), so that tracing, hooks, masks and folding
+treat experts as any other linears. `restack_experts` puts the original module back, with the present weights of the
+linears. Stacked experts are recognised by their structure, and the replacement is checked by its outputs.
 """
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -36,29 +34,22 @@ from permtriton.model.expert_linears import (
     projections,
     stacks,
 )
+from permtriton.model.modules import replace_module
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")  # names of this number in configs
 
 
-@dataclass(frozen=True)
-class Unstacked:
-    """The result of `unstack_experts`."""
-
-    names: tuple[str, ...]  # names of the modules that were replaced
-    refused: dict[str, str]  # name of a stacked parameter that stays stacked, and therefore dense -> why
-
-
-def unstack_experts(model: nn.Module) -> Unstacked:
+def unstack_experts(model: nn.Module) -> dict[str, str]:
     """Replaces every module of ``model`` that holds stacked experts by `UnstackedExperts`.
 
     Weights are shared, not copied. Each replacement is compared with the original on a small random input, except on
-    the meta device, where the structure alone decides. A module whose replacement does not match stays as it is, and
-    the reason is returned. After an error or an interrupt all original modules are restored.
+    the meta device, where the structure alone decides. A module whose replacement does not match stays as it is.
+
+    Returns:
+        Stacked parameter that stays stacked, and therefore dense -> why.
     """
-    names: list[str] = []
     refused: dict[str, str] = {}
-    replacements: dict[nn.Module, UnstackedExperts] = {}
-    for name, module in model.named_modules():
+    for name, module in list(model.named_modules()):
         stacked_names = stacks(module)
         if not stacked_names or module is model:  # the model itself has no parent in which it could be replaced
             continue
@@ -67,22 +58,13 @@ def unstack_experts(model: nn.Module) -> Unstacked:
             unstacked = FORMS[arguments_of(module)](module)
             problem = _mismatch(module, unstacked)
         if problem:
-            refused.update(
-                {f"{name}.{key}": f"stacked experts of a {type(module).__name__}: {problem}" for key in stacked_names}
-            )
+            reason = f"stacked experts of a {type(module).__name__}: {problem}"
+            refused |= {f"{name}.{key}": reason for key in stacked_names}
             continue
-        replacements[module] = unstacked
-        names.append(name)
-    slots = _slots(model)
-    try:
-        for module, unstacked in replacements.items():
-            _assign(slots[module], unstacked)
-            _release(module)
-    except BaseException:
-        for module, unstacked in replacements.items():
-            _assign(slots[module], unstacked.restacked())
-        raise
-    return Unstacked(tuple(names), refused)
+        replace_module(model, name, unstacked)
+        for parameter in module.parameters(recurse=False):  # so that their storage is free once the linears' change
+            parameter.data = parameter.data.new_empty(0)
+    return refused
 
 
 def restack_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
@@ -92,15 +74,15 @@ def restack_experts(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
     share a storage, and then one module at a time; its linears are empty afterwards. After an error or an interrupt
     some modules may still be unstacked: no weight is lost, and another call continues.
     """
-    for module, slots in _slots(model).items():
+    for name, module in list(model.named_modules()):
         if isinstance(module, UnstackedExperts) and module not in kept:
-            _assign(slots, module.restacked())
+            replace_module(model, name, module.restacked())
             module.release()
 
 
 @contextmanager
-def unstacked_experts(model: nn.Module) -> Iterator[Unstacked]:
-    """Unstacks experts inside the ``with`` block, and restacks them at its end.
+def unstacked_experts(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Unstacks experts inside the ``with`` block, and restacks them at its end; yields what `unstack_experts` returns.
 
     Re-entrant: a nested block unstacks nothing and only reports the refused parameters again.
     """
@@ -182,32 +164,11 @@ def share_sent(model: PreTrainedModel, experts: nn.Module) -> float:
     return (fmean(sent) if isinstance(sent, list | tuple) else sent) / len(experts)
 
 
-def _slots(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Returns each module -> the parents that hold it, and its name in each of them."""
-    slots: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-    for parent in model.modules():
-        for key, child in parent._modules.items():
-            if child is not None:
-                slots.setdefault(child, []).append((parent, key))
-    return slots
-
-
-def _assign(slots: list[tuple[nn.Module, str]], module: nn.Module) -> None:
-    for parent, key in slots:
-        parent._modules[key] = module
-
-
-def _release(stacked: nn.Module) -> None:
-    """Empties the original module's parameters, so that their storage is freed once the linears' weights change."""
-    for parameter in stacked.parameters(recurse=False):
-        parameter.data = parameter.data.new_empty(0)
-
-
 def _unsupported(module: nn.Module) -> str:
     """Returns why a module with 3-D parameters cannot be unstacked; empty if it can."""
     if getattr(module, "has_post_expert_norm", False):
         return "it has a norm after each expert, which is not supported"
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     names = projections(module)
     if set(tensors) not in ({*names}, {*names, *map(bias_of, names)}):
         return f"it holds {', '.join(sorted(tensors))}; supported are {' and '.join(names)} with or without biases"

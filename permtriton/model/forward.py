@@ -85,7 +85,8 @@ def last_hidden_state(model: PreTrainedModel, samples: Samples) -> Tensor:
             with core.register_forward_hook(_end):
                 model(**arguments)
         except _Reached as reached:
-            return reached.hidden
+            hidden: Tensor = reached.args[0]
+            return hidden
     raise AssertionError(f"{type(model).__name__} does not run its decoder")
 
 
@@ -103,11 +104,7 @@ def hidden_before_norm(model: PreTrainedModel, samples: Samples) -> Tensor:
 
 
 class _Reached(Exception):
-    """Ends a forward pass at the last hidden state, so that no logits are computed."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+    """Ends a forward pass at the last hidden state, its argument, so that no logits are computed."""
 
 
 def _end(_module: nn.Module, _inputs: object, output: Any) -> None:

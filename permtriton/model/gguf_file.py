@@ -1,17 +1,14 @@
 """Reads the header of a GGUF file, before transformers reads and dequantizes its tensors."""
 
 import math
-import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -35,7 +32,6 @@ SPLIT_AS_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 )  # fmt: skip
 SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class loses the split when it is reloaded
-TOKENIZER_LISTS = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 GEMMA_2_27B = 46  # its number of layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
@@ -51,11 +47,11 @@ class GgufFile:
     # tensor of divisors of the rotary frequencies -> its values; only tensors that are not all 1
     factors: Mapping[str, Sequence[float]]
     biases: frozenset[str]  # names of the biases that are not 0
-    reader: Any = field(repr=False, compare=False)  # gguf's, without the tokenizer's lists
+    reader: Any = field(repr=False, compare=False)  # gguf's
 
     @property
     def types(self) -> dict[str, int]:
-        """Dtype -> number of tensors of that dtype, the most frequent first."""
+        """Dtype -> number of its tensors, the most frequent first."""
         return dict(Counter(tensor.dtype for tensor in self.stored.values()).most_common())
 
 
@@ -67,8 +63,10 @@ def in_words(types: Mapping[str, int]) -> str:
 
 def read_gguf(path: Path) -> GgufFile:
     require(path.name, "gguf", "accelerate")
+    from gguf import GGUFReader
+
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
-        file = _reader()(path)
+        file = GGUFReader(path)
         stored = {
             str(tensor.name): StoredTensor(path, tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))))
             for tensor in file.tensors
@@ -87,19 +85,7 @@ def read_gguf(path: Path) -> GgufFile:
         }
         biases = frozenset(str(info.name) for info in file.tensors if info.name.endswith(".bias") and info.data.any())
     check_counts(header, str(path))
-    return GgufFile(path, stored, header, factors, biases, _without_words(file))
-
-
-def _without_words(file: Any) -> Any:
-    """Removes the tokenizer's lists from gguf's reader; zeros replace the words, whose count the config needs."""
-    from gguf import GGUFValueType
-
-    for name in TOKENIZER_LISTS:
-        file.fields.pop(name, None)
-    if (words := file.fields.get("tokenizer.ggml.tokens")) is not None:
-        zeros = {"parts": [[0]], "data": [0] * len(words.data), "types": [GGUFValueType.UINT32]}
-        file.fields[words.name] = words._replace(**zeros)
-    return file
+    return GgufFile(path, stored, header, factors, biases, file)
 
 
 def check_config(file: GgufFile, config: Any) -> None:
@@ -224,60 +210,16 @@ def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
 
 
 @contextmanager
-def read_quickly(file: GgufFile | None = None) -> Iterator[None]:
-    """Inside the ``with`` block, transformers reads GGUF files by `_reader`.
+def opened_once(file: GgufFile | None) -> Iterator[None]:
+    """Inside the ``with`` block, transformers reads a file by the reader that is open already.
 
-    Args:
-        file: file that is open already, to read its config only; None to open the file at each path.
+    Opening a file takes 14 s with the 262,144 words of Gemma 3, and transformers does so for each of config, weights
+    and tokenizer. For None, this does nothing.
     """
+    if file is None:
+        yield
+        return
     import gguf
 
-    def opened(path: Any, *mode: Any) -> Any:
-        return _reader()(path, *mode) if file is None else file.reader
-
-    with mock.patch.object(gguf, "GGUFReader", opened):
+    with mock.patch.object(gguf, "GGUFReader", return_value=file.reader):
         yield
-
-
-@cache
-def _reader() -> Any:
-    """Returns gguf's reader class, changed so that it refuses truncated files and reads lists of words fast."""
-    from gguf import GGUFReader, GGUFValueType
-
-    class Reader(GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            values = super()._get(offset, dtype, count, override_order)
-            if len(values) < count:  # else gguf would make as many empty reads as a damaged length says
-                raise ValueError(f"it ends before the {count} values at byte {offset}")
-            return values
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            """Reads a list at once: element by element, the 262,144 words of Gemma 3 take half a minute."""
-            if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
-                return super()._get_field_parts(orig_offs, raw_type)
-            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-            start, length = orig_offs + 12, int(count[0])
-            number = self.gguf_scalar_to_np.get(GGUFValueType(kind[0]))
-            if number is not None:
-                values = np.asarray(self._get(start, number, length))
-                parts, end = list(values.reshape(-1, 1)), start + values.nbytes
-            elif kind[0] == GGUFValueType.STRING:
-                parts, end = _texts(np.asarray(self.data), start, length)
-            else:
-                return super()._get_field_parts(orig_offs, raw_type)
-            types = [GGUFValueType.ARRAY, *([GGUFValueType(kind[0])] if length else [])]
-            return end - orig_offs, [kind, count, *parts], list(range(2, 2 + length)), types
-
-    return Reader
-
-
-def _texts(data: Any, place: int, count: int) -> tuple[list[Any], int]:
-    """Returns the bytes of each of ``count`` texts that follow each other from byte ``place``, and where they end."""
-    buffer, texts = memoryview(data), []
-    for _ in range(count):
-        begin = place + 8
-        if begin > len(buffer) or (end := begin + struct.unpack_from("=Q", buffer, place)[0]) > len(buffer):
-            raise ValueError(f"it ends before the text at byte {place}")
-        texts.append(data[begin:end])
-        place = end
-    return texts, place

@@ -1,7 +1,6 @@
 """Reads the JSON files, the safetensors headers and the index of a checkpoint, but no tensor."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +28,7 @@ class StoredTensor:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    if not os.path.isfile(path):  # Path.is_file fails on names that are too long; reading a pipe may not end
-        raise ModelError(f"{path} does not exist")
-    with reading(f"{path} cannot be read as JSON, the file is damaged", ModelError):
+    with reading(f"{path} cannot be read as JSON", ModelError):
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(
                 f"{path} has {path.stat().st_size} bytes: expected a JSON file of at most {MAX_JSON_BYTES} bytes"
@@ -48,12 +45,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return [folder / WEIGHTS_FILE]
     index = folder / INDEX_FILE
     if not index.is_file():
-        raise ModelError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}: it is not a safetensors checkpoint")
+        raise ModelError(
+            f"{folder} holds no weights that permtriton reads, neither {WEIGHTS_FILE} nor {INDEX_FILE}: convert "
+            "pickles (.bin, .pt), which can run code when they are read, to .safetensors first"
+        )
     names = sorted(set(_weight_map(index).values()))
     for name in names:
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{index} names the file {shown(name)}: expected a .safetensors file in the same folder")
-        if not os.path.isfile(folder / name):
+        if not (folder / name).is_file():
             raise ModelError(f"{folder / name} does not exist, but {index.name} names it: the checkpoint is incomplete")
     return [folder / name for name in names]
 
@@ -90,7 +90,5 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
         ):
             for name in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(name)
-                if name in stored:
-                    raise ModelError(f"tensor {name} is both in {stored[name].file} and in {file}")
                 stored[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
     return stored

@@ -2,23 +2,21 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from safetensors import safe_open
-from torch import nn
 from transformers import AutoConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
+from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.model.beside import fetch_beside, left_out, modules_of
-from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
+from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, opened_once
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -32,14 +30,12 @@ from permtriton.model.headers import (
 from permtriton.model.name import DEMO
 from permtriton.model.prunable import check_weights, compiled_already
 from permtriton.model.rehearsal import rehearse_saving
-from permtriton.model.sizes import build_empty, check_counts
+from permtriton.model.sizes import build_empty, check_counts, refuse_shapes
 from permtriton.model.source import MODULES, Source, dtype_of, resolve_device
 from permtriton.model.tokenizer import load_processor
 from permtriton.util.extras import require
-from permtriton.util.progress import Progress
+from permtriton.util.progress import NoProgress, Progress
 
-PICKLED = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")  # the likeliest to hold the model first
-OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")  # prefixes of a Trainer's pickles
 ADAPTER = "adapter_config.json"
 
 
@@ -55,17 +51,18 @@ def load_original(
     Args:
         saved: whether the model will be saved. If so, a model that could not be saved is refused now, and the files
             that are copied when it is saved are fetched now.
+        unused: as in `load_model`.
     """
+    progress = progress or NoProgress()
     model = load_model(source, allow_compiled=False, progress=progress, unused=unused)
     if (text := model.config.get_text_config(decoder=True)) is not model.config:  # transformers deletes the outer entry
         vars(text).pop("quantization_config", None)
     tokenizer = load_processor(source, model, progress)
     if saved:
         rehearse_saving(source.name, model, tokenizer)
-        unknown = fetch_beside(source.at_commit(model.config))
-        if unknown and progress is not None:
+        if unknown := fetch_beside(source.at_commit(model.config)):
             progress.say(f"{', '.join(unknown)} could not be looked up on the hub: left out if the model has such")
-        if progress is not None and (others := left_out(source)):
+        if others := left_out(source):
             progress.say(f"not copied, as only what is no weight comes along: {listed(others)}")
     return model, tokenizer
 
@@ -84,38 +81,26 @@ def load_model(
         unused: list to which the names of stored tensors are added that the class does not use, such as heads.
     """
     dtype, device = dtype_of(source), resolve_device(source.device)
-    _refuse_pickles(source)
-    stored = _stored(source)
     config = config_of(source)
     if not allow_compiled and (_is_compiled(config) or source.find(REPORT_FILE)):
         raise compiled_already(source)
-    _check_config(source, config)
+    stored = _stored(source)
     model_class = _model_class(source, config)
     if not source.trust_remote_code:  # a model's own code may fail on the meta device
         build_empty(model_class, config, stored, source.name)
-    with (
-        reading(f"{source.name} cannot be loaded as {model_class.__name__}", ModelError),
-        nullcontext() if source.gguf is None else read_quickly(),
-    ):
+    cannot = f"{source.name} cannot be loaded as {model_class.__name__}"
+    with reading(cannot, ModelError), opened_once(source.gguf):
         model, info = model_class.from_pretrained(
             source.location,
+            config=config,
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # lists them in the info; transformers' error names none
-            **({} if source.gguf is None else {"config": config}),
-            **_placement(source, config, device),
             **source.loading,
-            **_dequantizing(source, None if allow_compiled else config),
+            **_options(source, config, str(device), dequantize=not allow_compiled),
         )
-    if differing := sorted(info["mismatched_keys"]):
-        name, stored_shape, shape = differing[0]
-        raise ModelError(
-            f"{source.name}: {name} has the shape {list(stored_shape)}, but {model_class.__name__} with this "
-            f"config.json needs {list(shape)}"
-            + (f", and {len(differing) - 1} more differ" if differing[1:] else "")
-            + ": a size in config.json is damaged, or it belongs to other weights"
-        )
+    refuse_shapes(source.name, model_class, info["mismatched_keys"])
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
             f"{source.name} holds no weights for {missing[0]}"
@@ -124,8 +109,11 @@ def load_model(
         )
     stored = _fetched(source) if stored is None else stored
     without_place = set(info["unexpected_keys"])
-    _check_unused(model, stored, without_place, source.name)
-    _note_unused(model, without_place | _ignored(model, stored), progress, unused)
+    if names := _left_out(model, stored, without_place, source.name):
+        progress = progress or NoProgress()
+        progress.say(f"tensors that {model_class.__name__} does not use are left out: {listed(names)}")
+        if unused is not None:
+            unused += names
     if hasattr(model, "ct_decompress_hook"):  # the hook runs when the model is called, but not for a submodule
         model.hf_quantizer.compressor.decompress_model(model)
     check_weights(model)
@@ -135,12 +123,17 @@ def load_model(
     return model.to(device).eval()
 
 
-def _placement(source: Source, config: Any, device: torch.device) -> dict[str, str]:
-    """Returns the arguments that load a compiled model right onto a GPU: only there do packed weights stay packed."""
-    if not _is_compiled(config) or device.type == "cpu":
+def _options(source: Source, config: Any, device: str, *, dequantize: bool) -> dict[str, Any]:
+    """Returns further arguments of ``from_pretrained``; to dequantize what is not GGUF, it changes ``config``."""
+    if source.gguf is not None:  # older versions without the class always dequantize
+        kind = getattr(transformers, "GgufConfig", None)
+        return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+    if dequantize and isinstance(quantization := _quantization(config), dict):
+        quantization["dequantize"] = True
+    if not _is_compiled(config) or device == "cpu":
         return {}
     require(f"{source.name} on a GPU", "accelerate")
-    return {"device_map": str(device)}
+    return {"device_map": device}  # loaded right onto a GPU, packed weights stay packed
 
 
 def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrainedModel:
@@ -149,26 +142,29 @@ def load_empty_model(source: Source, allow_compiled: bool = False) -> PreTrained
     Args:
         allow_compiled: whether to accept a model that permtriton compiled, and build its original architecture.
     """
-    stored = None
+    config, stored = config_of(source), None
     with suppress(ModelError):  # no weights, or not all of them: the config is enough
         stored = _stored(source)
-    config = config_of(source)
-    _check_config(source, config)
-    model_class = _model_class(source, config)
     if _is_compiled(config):
         if not allow_compiled:
             raise compiled_already(source)
         del config.quantization_config
-    return build_empty(model_class, config, stored, source.name)
+    return build_empty(_model_class(source, config), config, stored, source.name)
 
 
-def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused: set[str], name: str) -> None:
-    """Refuses a checkpoint if the model uses a weight, but not the scale or the nonzero bias that belongs to it.
+def _left_out(model: PreTrainedModel, stored: Mapping[str, StoredTensor], unused: set[str], name: str) -> list[str]:
+    """Returns the stored tensors that the class does not use, such as heads, further layers and masks.
 
-    Without them the model would compute something else. Heads, further layers and masks may be left out.
+    Refuses a checkpoint if the model uses a weight, but not the scale or the nonzero bias that belongs to it: without
+    them it would compute something else.
+
+    Args:
+        unused: tensors that transformers' loading info names. It names none of those that a class ignores, such as
+            layers that predict further tokens.
     """
     inner = f"{model.base_model_prefix}."
-    used = {name.removeprefix(inner) for name in (stored.keys() - unused) | model.state_dict().keys()}
+    in_model = {name.removeprefix(inner) for name in model.state_dict()}
+    used = in_model | {name.removeprefix(inner) for name in stored.keys() - unused}
     for tensor in sorted(unused):
         inside = tensor.removeprefix(inner)
         if inside.rpartition("_scale")[0] in used:
@@ -181,27 +177,11 @@ def _check_unused(model: PreTrainedModel, stored: Mapping[str, StoredTensor], un
                 f"{name} holds {tensor}, but {type(model).__name__} with this config.json has no such bias: add the "
                 "entry that makes the class use it (such as attention_bias), or remove the tensor from the checkpoint"
             )
-
-
-def _note_unused(model: PreTrainedModel, names: set[str], progress: Progress | None, unused: list[str] | None) -> None:
-    """Says which tensors the class does not use, and adds them to ``unused``."""
-    if unused is not None:
-        unused += sorted(names)
-    if names and progress is not None:
-        progress.say(f"tensors that {type(model).__name__} does not use are left out: {listed(sorted(names))}")
-
-
-def _ignored(model: PreTrainedModel, stored: Iterable[str]) -> set[str]:
-    """Returns stored tensors that transformers leaves out in silence, such as layers that predict further tokens.
-
-    Buffers of earlier versions are not among them: a pattern only counts if it fits a weight.
-    """
-    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    inner = f"{model.base_model_prefix}."
-    used = {name.removeprefix(inner) for name in model.state_dict()}
-    unused = [name for name in stored if name.removeprefix(inner) not in used]
-    fitting = ({name for name in unused if re.search(pattern, name)} for pattern in patterns)
-    return {name for names in fitting if any(name.endswith("weight") for name in names) for name in names}
+    for pattern in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ():
+        fitting = {name for name in stored if name.removeprefix(inner) not in in_model and re.search(pattern, name)}
+        if any(name.endswith("weight") for name in fitting):  # else they are buffers of earlier versions
+            unused = unused | fitting
+    return sorted(unused)
 
 
 def _check_tensors(model: PreTrainedModel, file: GgufFile, unused: set[str]) -> None:
@@ -276,27 +256,29 @@ def _check_config(source: Source, config: Any) -> None:
 
 def config_of(source: Source) -> Any:
     """Returns a model's config; its weights need not be there."""
-    _check_revision(source)
-    if source.gguf is not None:
-        cannot = f"{source.gguf.path}: transformers {transformers.__version__} cannot read it"
-        with reading(cannot, ModelError), read_quickly(source.gguf):
-            config = AutoConfig.from_pretrained(source.location, **source.loading)
-            check_config(source.gguf, config)
-            return config
     check_folder(source)
-    if source.folder is None:
-        missing = "there is no such folder, and no such model can be fetched from the hub"
-        with reading(f"{source.name}: {missing}", ModelError):
-            return AutoConfig.from_pretrained(source.location, **source.loading)
-    path = source.folder / CONFIG_FILE
-    content = read_json(path)
-    with reading(f"{source.name}: its config.json cannot be used", ModelError):
-        check_counts(content, str(path))
-        return AutoConfig.from_pretrained(source.location, **source.loading)
+    problem = "there is no such folder, and no such model can be fetched from the hub"
+    if source.gguf is not None:
+        problem = f"transformers {transformers.__version__} cannot read it"
+    elif source.folder is not None:
+        problem, path = "its config.json cannot be used", source.folder / CONFIG_FILE
+        check_counts(read_json(path), str(path))
+    with reading(f"{source.name}: {problem}", ModelError), opened_once(source.gguf):
+        config = AutoConfig.from_pretrained(source.location, **source.loading)
+        if source.gguf is not None:
+            check_config(source.gguf, config)
+    _check_config(source, config)
+    return config
 
 
 def check_folder(source: Source) -> None:
-    """Refuses a path that is not a folder, and a folder that is not a model's."""
+    """Refuses a path that is no folder, a folder that is not a model's, and a revision of what is on this machine."""
+    if source.revision is not None and (source.name == DEMO or os.path.exists(source.name)):
+        raise ConfigError(
+            f"`revision={source.revision}` has no effect on {source.name}, which is on this machine: leave it out"
+        )
+    if source.gguf is not None:
+        return
     if source.folder is None:
         if os.path.exists(source.name) or source.name.startswith((".", "/", "~")) or source.name.count("/") > 1:
             problem = "is not a folder" if os.path.exists(source.name) else "does not exist"
@@ -304,7 +286,6 @@ def check_folder(source: Source) -> None:
                 f"{source.name} {problem}: give a Hugging Face model folder, a .gguf file, a hub name, or demo"
             )
         return
-    _check_revision(source)
     if source.holds(ADAPTER):
         raise ModelError(f"{source.name} holds an adapter ({ADAPTER}): merge it into its model and save that first")
     if not source.holds(CONFIG_FILE):
@@ -313,15 +294,10 @@ def check_folder(source: Source) -> None:
         raise ModelError(f"{source.name} holds no config.json{where or ': it is not a Hugging Face model folder'}")
 
 
-def _check_revision(source: Source) -> None:
-    if source.revision is not None and (source.name == DEMO or os.path.exists(source.name)):
-        raise ConfigError(
-            f"`revision={source.revision}` has no effect on {source.name}, which is on this machine: leave it out"
-        )
-
-
 def _model_class(source: Source, config: Any) -> Any:
-    names = config.architectures or ([] if source.gguf is None else _head(config))
+    # The config of a GGUF file names no class: the one that predicts tokens is taken.
+    heads = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    names = config.architectures or [of[config.model_type] for of in heads if source.gguf and config.model_type in of]
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelError(
             f'{source.name}: config.json names no class in "architectures": add one, such as LlamaForCausalLM'
@@ -330,30 +306,15 @@ def _model_class(source: Source, config: Any) -> Any:
         model_class: Any = getattr(transformers, names[0], None)
         if model_class is None and source.trust_remote_code:
             model_class = _remote_class(config, names[0], source)
-    is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
-    if not is_model:
+    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
             "transformers, or, if the model comes with its own code and you trust it, use `trust_remote_code=True`"
         )
-    if model_class.forward is nn.Module.forward:
-        raise ModelError(
-            f"{source.name}: {names[0]} in config.json is only a base for model classes: name the one that was trained"
-        )
     return model_class
 
 
-def _head(config: Any) -> list[str]:
-    """Returns the names of token-predicting classes for a config that names no class, as a GGUF file's does."""
-    mappings = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    )
-    return [mapping[config.model_type] for mapping in mappings if config.model_type in mapping]
-
-
 def _remote_class(config: Any, name: str, source: Source) -> Any:
-    """Returns the class ``name`` from the code that comes with the model; None if there is none."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
     for auto_class, path in getattr(config, "auto_map", {}).items():
@@ -366,36 +327,7 @@ def _remote_class(config: Any, name: str, source: Source) -> Any:
     return None
 
 
-def _refuse_pickles(source: Source) -> None:
-    if source.gguf is not None:
-        return
-    check_folder(source)
-    if source.folder is None or source.holds(INDEX_FILE) or any(source.folder.glob("*.safetensors")):
-        return
-    files = [name for pattern in PICKLED for name in sorted(file.name for file in source.folder.glob(pattern))]
-    pickles = [name for name in files if not name.startswith(OF_TRAINING)]
-    if not pickles:
-        raise ModelError(f"{source.name} holds no weights: give one with {WEIGHTS_FILE}, or shards and their index")
-    raise ModelError(
-        f"{source.name} holds only {pickles[0]}, a pickle, which can run code when it is read: permtriton reads "
-        ".safetensors only; convert the checkpoint first"
-    )
-
-
 def _quantization(config: Any) -> Any:
     """Returns the ``quantization_config`` of a config or of its text part; None if neither has one."""
     parts = (config, config.get_text_config(decoder=True))
     return next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None)
-
-
-def _dequantizing(source: Source, pruned: Any) -> dict[str, Any]:
-    """Returns the arguments that make transformers dequantize; versions without ``GgufConfig`` always dequantize GGUF.
-
-    Args:
-        pruned: config of a model to prune, which is dequantized also if it is not GGUF; None for any other model.
-    """
-    if pruned is not None and source.gguf is None and isinstance(quantization := _quantization(pruned), dict):
-        quantization["dequantize"] = True
-        return {"config": pruned}
-    kind = getattr(transformers, "GgufConfig", None)
-    return {} if source.gguf is None or kind is None else {"quantization_config": kind(dequantize=True)}

@@ -26,10 +26,7 @@ LINEAR_MODULES = (nn.Linear, Conv1D)  # classes of the linears that are pruned
 
 
 def check_index(index: Tensor, channels: int, name: str) -> None:
-    """Refuses an index that is not a permutation of ``channels`` channels.
-
-    On the meta device only its shape and dtype are checked.
-    """
+    """Refuses an index that is no permutation of ``channels`` channels; on the meta device, by shape and dtype only."""
     if index.dtype not in INDEX_DTYPES or index.shape != (channels,):
         raise ModelError(
             f"{name}: the index has dtype {index.dtype} and shape {list(index.shape)}: expected integers [{channels}]"
@@ -55,11 +52,7 @@ class _Indexed(nn.Module):
 
 
 class ChannelGather(_Indexed):
-    """Permutes channels: ``y[..., j] = x[..., index[j]]``.
-
-    Attributes:
-        index: buffer ``[C]``.
-    """
+    """Permutes channels: ``y[..., j] = x[..., index[j]]``."""
 
     def __init__(self, index: Tensor) -> None:
         """Copies an index ``[C]`` of any integer dtype; on the meta device its values are not checked."""
@@ -67,7 +60,6 @@ class ChannelGather(_Indexed):
         self._register_index(index, index.numel())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., C]`` of the same dtype."""
         return permute(x, self.index)
 
     def extra_repr(self) -> str:
@@ -75,11 +67,12 @@ class ChannelGather(_Indexed):
 
 
 class _PermutedNorm(_Indexed):
-    """Base of both norms. ``weight`` and ``bias`` stay in the order of the input; the index acts on the output."""
+    """Base of both norms. ``weight`` and ``bias``, ``[C]``, are in the order of the input, the index on the output."""
 
     bias: Any
 
     def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
+        """Shares ``weight`` and ``bias`` if they are Parameters."""
         nn.Module.__init__(self)
         self.variant = variant
         self.weight = _parameter(weight)
@@ -99,33 +92,15 @@ class _PermutedNorm(_Indexed):
 
 
 class PermutedRMSNorm(_PermutedNorm):
-    """An RMS norm that writes its output in the order of an index.
-
-    Attributes:
-        weight: parameter ``[C]``, in the order of the input.
-        index: buffer ``[C]``.
-        variant: kind "rms" or "rms_float", eps and offset.
-    """
-
-    def __init__(self, weight: Tensor, eps: float, index: Tensor, offset: float = 0.0, kind: str = "rms") -> None:
-        """Shares ``weight`` if it is a Parameter."""
-        super().__init__(weight, None, index, NormVariant(kind, eps, offset))
+    """An RMS norm (kind "rms" or "rms_float") that writes its output in the order of an index."""
 
 
 class PermutedLayerNorm(_PermutedNorm, nn.LayerNorm):
-    """A layer norm that writes its output in the order of an index; a subclass for ``isinstance`` tests.
+    """A layer norm that writes its output in the order of an index; a subclass for ``isinstance`` tests."""
 
-    Attributes:
-        weight: parameter ``[C]``, in the order of the input.
-        bias: parameter ``[C]`` or None, in the order of the input.
-        index: buffer ``[C]``.
-        variant: kind "layer", eps and offset.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, index: Tensor, offset: float = 0.0) -> None:
-        """Shares ``weight`` and ``bias`` if they are Parameters."""
-        super().__init__(weight, bias, index, NormVariant("layer", eps, offset))
-        self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), eps, True
+    def __init__(self, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> None:
+        super().__init__(weight, bias, index, variant)
+        self.normalized_shape, self.eps, self.elementwise_affine = tuple(weight.shape), variant.eps, True
 
 
 class GatheredLinear(nn.Linear):
@@ -135,18 +110,11 @@ class GatheredLinear(nn.Linear):
         gather: gather of the input, or None. The weight's columns are in the order of the gather's output.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        gather: ChannelGather | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
+    def __init__(self, *args: Any, gather: ChannelGather | None = None, **options: Any) -> None:
+        """Takes the arguments of ``nn.Linear``, and a gather."""
+        super().__init__(*args, **options)
         if gather is not None:
-            check_index(gather.index, in_features, type(self).__name__)
+            check_index(gather.index, self.in_features, type(self).__name__)
         self.gather = gather
 
     @classmethod
@@ -168,7 +136,6 @@ class GatheredLinear(nn.Linear):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., out_features]``."""
         return super().forward(as_multiplied(self, x))
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: Any) -> None:
@@ -209,9 +176,9 @@ class SparseLinear(GatheredLinear):
     weight_compressed: Tensor | None
     pattern: NMPattern | None = None
     _compresses = False
+    _pack: Callable[[Tensor, NMPattern], tuple[Tensor, ...]] = staticmethod(pack)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns ``[..., out_features]``."""
         if self.pattern is None:
             return super().forward(x)
         dtype = self.weight_values.dtype
@@ -230,10 +197,13 @@ class SparseLinear(GatheredLinear):
 
         The weight is no Parameter afterwards, so no optimizer may hold it.
         """
-        self._refuse_packed()
-        return self.set_packed(*pack(self.weight.detach(), pattern), pattern)
+        if self.pattern is not None:
+            raise ModelError(f"this linear is packed at {self.pattern} already: unpack it first")
+        if parametrize.is_parametrized(self, "weight"):
+            raise ModelError("a linear with a parametrized weight cannot be packed: remove the parametrization first")
+        return self.set_packed(pattern, *self._pack(self.weight.detach(), pattern))
 
-    def set_packed(self, values: Tensor, positions: Tensor, pattern: NMPattern) -> Self:
+    def set_packed(self, pattern: NMPattern, values: Tensor, positions: Tensor, *_: Tensor) -> Self:
         """Changes to the packed state with a weight that is packed already; its content is not checked."""
         del self.weight
         # An empty buffer, because models and PEFT read the weight's dtype and device.
@@ -257,8 +227,7 @@ class SparseLinear(GatheredLinear):
         values, device = self.weight_values, self.weight_values.device
         if not cusparselt.supports(values.dtype, self.out_features, self.in_features, device):
             return self
-        weight = unpack(values, self.weight_positions, self.in_features, self.pattern)
-        self.weight_compressed = compressed = cusparselt.compress(weight)
+        self.weight_compressed = compressed = cusparselt.compress(self._unpacked(self.pattern))
         shared = compressed[: values.numel()].view_as(values)
         if torch.equal(shared, values):
             self.weight_values = shared
@@ -268,10 +237,14 @@ class SparseLinear(GatheredLinear):
         """Changes back to the dense state, with a new Parameter; does nothing in the dense state."""
         if self.pattern is None:
             return self
-        weight = unpack(self.weight_values, self.weight_positions, self.in_features, self.pattern)
-        del self.weight, self.weight_values, self.weight_positions, self.weight_compressed
+        weight = self._unpacked(self.pattern)
+        for name in [*self._buffers]:
+            delattr(self, name)
         self.weight, self.pattern, self._compresses = nn.Parameter(weight), None, False
         return self
+
+    def _unpacked(self, pattern: NMPattern) -> Tensor:
+        return unpack(self.weight_values, self.weight_positions, self.in_features, pattern)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.pattern is None else f", packed={self.pattern}")
@@ -296,21 +269,16 @@ class SparseLinear(GatheredLinear):
             self.weight_compressed = None
             self.compress()
 
-    def _refuse_packed(self) -> None:
-        if self.pattern is not None:
-            raise ModelError(f"this linear is packed at {self.pattern} already: unpack it first")
-        if parametrize.is_parametrized(self, "weight"):
-            raise ModelError("a linear with a parametrized weight cannot be packed: remove the parametrization first")
-
 
 class SparseLinearFp8(SparseLinear):
     """A linear layer whose N:M weight is packed in FP8, and whose input is quantized per token, on any device.
 
     ``weight_values`` is float8 e4m3 and the buffer ``weight_scale`` float32 ``[out_features]``, as
-    `permtriton.kernels.sparse_linear_fp8` takes them; neither is cast with the model.
+    `permtriton.kernels.sparse_linear_fp8` takes them; neither is cast with the model. `pack` rounds the weight to FP8.
     """
 
     weight_scale: Tensor
+    _pack = staticmethod(pack_fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns ``[..., out_features]`` in the dtype of ``x``."""
@@ -325,35 +293,20 @@ class SparseLinearFp8(SparseLinear):
         packed = (self.weight_values, self.weight_positions, self.weight_scale)
         return sparse_linear_fp8(x, *packed, bias, index, self.in_features, self.pattern)
 
-    def pack(self, pattern: NMPattern) -> Self:
-        """Changes to the packed state; the weight is rounded to FP8.
-
-        Raises:
-            ModelError: as `SparseLinear.pack`.
-        """
-        self._refuse_packed()
-        return self.set_packed_fp8(*pack_fp8(self.weight.detach(), pattern), pattern)
-
-    def set_packed_fp8(self, values: Tensor, positions: Tensor, scale: Tensor, pattern: NMPattern) -> Self:
-        """Changes to the packed state with a weight that is packed already; its content is not checked."""
+    def set_packed(self, pattern: NMPattern, values: Tensor, positions: Tensor, *scale: Tensor) -> Self:
         dtype = self.weight.dtype
-        self.set_packed(values, positions, pattern)
+        super().set_packed(pattern, values, positions)
         self.weight = values.new_empty(0, dtype=dtype)
-        self.register_buffer("weight_scale", scale)
+        self.register_buffer("weight_scale", *scale)
         return self
 
     def compress(self) -> Self:
         """Does nothing: cuSPARSELt's form has no kernel for FP8 here."""
         return self
 
-    def unpack(self) -> Self:
-        """Changes to the dense state, with the dequantized weight as a new Parameter."""
-        if self.pattern is not None:
-            packed = (self.weight_values, self.weight_positions, self.weight_scale)
-            weight = unpack_fp8(*packed, self.in_features, self.pattern).to(self.weight.dtype)
-            del self.weight, self.weight_values, self.weight_positions, self.weight_compressed, self.weight_scale
-            self.weight, self.pattern = nn.Parameter(weight), None
-        return self
+    def _unpacked(self, pattern: NMPattern) -> Tensor:
+        packed = (self.weight_values, self.weight_positions, self.weight_scale)
+        return unpack_fp8(*packed, self.in_features, pattern).to(self.weight.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the layer; a cast leaves the bytes of the packed weight as they are."""
@@ -362,10 +315,8 @@ class SparseLinearFp8(SparseLinear):
         values, scale = self.weight_values, self.weight_scale
         self.weight_values, self.weight_scale = values.view(torch.uint8), scale.view(torch.int32)
         super()._apply(fn, recurse)
-        self.weight_values, self.weight_scale = (
-            self.weight_values.view(values.dtype),
-            self.weight_scale.view(scale.dtype),
-        )
+        self.weight_values = self.weight_values.view(values.dtype)
+        self.weight_scale = self.weight_scale.view(scale.dtype)
         return self
 
 
@@ -390,13 +341,8 @@ def is_packed(module: nn.Module) -> TypeGuard[SparseLinear]:
 def from_norm(module: nn.Module, variant: NormVariant, index: Tensor) -> PermutedRMSNorm | PermutedLayerNorm:
     """Returns the norm that computes ``module(x)[..., index]`` and shares its Parameter objects."""
     weight, bias = module.get_parameter("weight"), module._parameters.get("bias")
-    index = _on_device_of(weight, index)
-    norm: PermutedRMSNorm | PermutedLayerNorm
-    if variant.kind == "layer":
-        norm = PermutedLayerNorm(weight, bias, variant.eps, index, variant.offset)
-    else:
-        norm = PermutedRMSNorm(weight, variant.eps, index, variant.offset, variant.kind)
-    return norm.train(module.training)
+    kind = PermutedLayerNorm if variant.kind == "layer" else PermutedRMSNorm
+    return kind(weight, bias, _on_device_of(weight, index), variant).train(module.training)
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:

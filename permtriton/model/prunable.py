@@ -50,13 +50,11 @@ def check_original(model: PreTrainedModel) -> None:
 
 
 def check_not_compiled(model: PreTrainedModel) -> None:
-    """Refuses a model in memory that was loaded from a folder which permtriton wrote."""
     if model.name_or_path and os.path.isfile(os.path.join(model.name_or_path, REPORT_FILE)):
         raise compiled_already(Source(model.name_or_path))
 
 
 def check_loaded(model: PreTrainedModel) -> None:
-    """Refuses a model that was given in memory without its weights."""
     if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
         raise ModelError(
             f"{empty} of this {type(model).__name__} has no values (it is on the meta device): load the weights first, "

@@ -46,9 +46,11 @@ class Routing:
         def replay(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             if not _chooses(inputs):
                 return None
+            is_unstacked = isinstance(module, UnstackedExperts)
+            experts = len(module) if is_unstacked else module.get_parameter(stacks(module)[0]).shape[0]
             before, now = remaining.pop(0).to(inputs[1].device), inputs[1]
             changed = float((now.unsqueeze(-1) != before.unsqueeze(-2)).all(-1).float().mean())
-            at_random = 1 - now.shape[-1] / _expert_count(module)  # share of the choices that random routing changes
+            at_random = 1 - now.shape[-1] / experts  # share of the choices that random routing changes
             if changed > 0.5 * at_random:
                 raise VerificationError(
                     f"{changed:.0%} of the choices of experts in a {type(module).__name__} changed, expected none: the "
@@ -64,12 +66,6 @@ class Routing:
         modules = [module for module in self._model.modules() if isinstance(module, UnstackedExperts) or stacks(module)]
         with hooked(module.register_forward_pre_hook(hook) for module in modules):
             yield
-
-
-def _expert_count(experts: nn.Module) -> int:
-    if isinstance(experts, UnstackedExperts):
-        return len(experts)
-    return experts.get_parameter(stacks(experts)[0]).shape[0]
 
 
 def _chooses(inputs: tuple[Any, ...]) -> bool:

@@ -29,13 +29,13 @@ def arguments_of(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> dict[s
             encoder and decoder; or the encoder's inputs with the decoder's ``labels`` or ``decoder_input_ids``.
     """
     inputs = dict(inputs)
-    if takes_decoder_ids(model) and all(name == "labels" or name.startswith("decoder_") for name in inputs):
+    if not takes_decoder_ids(model):
+        return inputs
+    if all(name == "labels" or name.startswith("decoder_") for name in inputs):
         raise CalibrationError(
             f"the inputs are {', '.join(inputs)} alone, which {type(model).__name__}'s decoder reads: add "
             f"{model.main_input_name} for its encoder, or give {model.main_input_name} alone, which is then divided"
         )
-    if not takes_decoder_ids(model):
-        return inputs
     labels = inputs.pop("labels", None)
     if any(name.startswith("decoder_input") for name in inputs):
         return inputs

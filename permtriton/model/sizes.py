@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,3 +51,20 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
             "size in it is damaged, or it belongs to other weights"
         )
     return model
+
+
+def refuse_shapes(name: str, model_class: type, differing: Iterable[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    """Refuses a checkpoint with tensors of other shapes than its model needs.
+
+    Args:
+        name: the checkpoint.
+        differing: name, stored shape and needed shape of each such tensor.
+    """
+    if not (listed := sorted(differing)):
+        return
+    tensor, stored, needed = listed[0]
+    raise ModelError(
+        f"{name}: {tensor} has the shape {list(stored)}, but {model_class.__name__} with this config.json needs "
+        f"{list(needed)}{f', and {len(listed) - 1} more differ' if listed[1:] else ''}: a size in config.json is "
+        "damaged, or it belongs to other weights"
+    )

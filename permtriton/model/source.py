@@ -1,7 +1,7 @@
 """The source of a model: a folder, the hub, a GGUF file or the demo, with its device and dtype."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +18,7 @@ from permtriton.model.gguf_file import SUFFIX, GgufFile, in_words, read_gguf
 from permtriton.model.headers import CONFIG_FILE
 from permtriton.model.name import checked_token, is_hub_name, location_of
 
-DTYPES: dict[str, torch.dtype | str] = {
-    "auto": "auto",
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 LEGACY_TEMPLATE = "chat_template.json"  # a processor's; a tokenizer's is saved with the tokenizer
 MODULES = "modules.json"  # of sentence-transformers: lists the modules that read hidden states
@@ -111,10 +105,20 @@ class Source:
         return self.gguf is None and os.path.isfile(os.path.join(self.location, file))
 
     def find(self, file: str) -> Path | None:
-        """Returns the path of ``file`` in the folder, or from the hub by `fetched`; None if there is none."""
-        if self.folder is None:
-            return fetched(self.location, file, self.hub)
-        return Path(self.location, file) if self.holds(file) else None
+        """Returns the path of ``file`` in the folder, or from the hub or its cache; None if there is none."""
+        if self.folder is not None:
+            return Path(self.location, file) if self.holds(file) else None
+        advice = "check the name, the network, and the token (from hf auth login, or HF_TOKEN)"
+        with reading(f"{self.location}: {file} cannot be fetched from the hub ({advice})", ModelError):
+            path = cached_file(
+                self.location,
+                file,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_connection_errors=False,
+                **self.hub,
+            )
+        return Path(str(path)) if path else None
 
     def fetch(self, files: Iterable[str]) -> list[str]:
         """Fetches files of a hub name into the cache; returns those that could not be looked up there."""
@@ -134,21 +138,6 @@ class Source:
         return replace(self, revision=getattr(config, "_commit_hash", None) or cached or self.revision)
 
 
-def fetched(location: str, file: str, hub: Mapping[str, str]) -> Path | None:
-    """Returns the path of a file of the hub; None if there is none, or it can neither be fetched nor is cached."""
-    advice = "check the name, the network, and the token (from hf auth login, or HF_TOKEN)"
-    with reading(f"{location}: {file} cannot be fetched from the hub ({advice})", ModelError):
-        path = cached_file(
-            location,
-            file,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_gated_repo=False,
-            _raise_exceptions_for_connection_errors=False,
-            **hub,
-        )
-    return Path(str(path)) if path else None
-
-
 def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | PreTrainedModel:
     """Returns the `Source` that a caller named by ``model`` and ``loading``, or the model itself if it is loaded."""
     if isinstance(model, str | Path):
@@ -166,7 +155,6 @@ def source_of(model: PreTrainedModel | str | Path, **loading: Any) -> Source | P
 
 
 def resolve_device(device: str) -> torch.device:
-    """Returns the device that ``auto``, ``cpu`` or ``cuda`` means on this machine."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device {device!r} is unknown: choose auto, cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
@@ -177,7 +165,6 @@ def resolve_device(device: str) -> torch.device:
 
 
 def dtype_of(source: Source) -> torch.dtype | str:
-    """Returns the dtype that a model is loaded in, or ``auto``."""
     if source.dtype not in DTYPES:
         raise ConfigError(f"dtype {source.dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
-    return DTYPES[source.dtype]
+    return source.dtype if source.dtype == "auto" else getattr(torch, source.dtype)

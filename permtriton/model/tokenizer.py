@@ -1,7 +1,7 @@
 """Loads what makes a model's inputs, a tokenizer or a processor."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import transformers
@@ -9,7 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ModelError, first_line, reading
-from permtriton.model.gguf_file import complete_tokenizer, read_quickly
+from permtriton.model.gguf_file import complete_tokenizer, opened_once
 from permtriton.model.source import PROCESSOR_FILES, Source
 from permtriton.util.progress import NoProgress, Progress
 
@@ -60,10 +60,8 @@ def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 
 def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer; returns None if there is none."""
     try:
-        quickly = nullcontext() if source.gguf is None else read_quickly()
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), quickly:
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), opened_once(source.gguf):
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:

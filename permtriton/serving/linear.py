@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from permtriton.checkpoint.packed import cast_packed, check_packed_fp8, runs_packed, unpacked
+from permtriton.checkpoint.packed import cast_packed, runs_packed, unpacked
 from permtriton.errors import ModelError
 from permtriton.kernels.packing import packed_shapes, position_bits
 from permtriton.kernels.permute import permute
@@ -88,9 +88,8 @@ class PermTritonLinearMethod(LinearMethodBase):
             if self.stored.dtype == FLOAT8:
                 scale = layer.weight_scale.data
                 del layer.weight_scale
-                check_packed_fp8(self.name, values, scale)
                 linear = SparseLinearFp8(self.columns, self.rows, bias=False, device="meta")
-                layer.packed = linear.set_packed_fp8(values, positions, scale, pattern)
+                layer.packed = linear.set_packed(pattern, values, positions, scale)
                 return
             if runs_packed(self.columns, self.dtype, pattern, values.device):
                 layer.packed = self._packed(values, positions, pattern)
@@ -125,4 +124,4 @@ class PermTritonLinearMethod(LinearMethodBase):
         if values.dtype != self.dtype:
             values, positions = cast_packed(values, positions, self.columns, pattern, self.dtype)
         linear = SparseLinear(self.columns, self.rows, bias=False, device="meta")
-        return linear.set_packed(values, positions, pattern).compress()
+        return linear.set_packed(pattern, values, positions).compress()

@@ -34,7 +34,7 @@ def check_folder(name: str) -> Folder:
             f"{name} is not a folder on this machine, and permtriton checks a folder before anything is loaded: "
             "download it first (hf download), then give its path"
         )
-    folder = Folder.open(path)
+    folder = Folder(path)
     if others := sorted(set(path.glob("*.safetensors")) - set(folder.files)):
         raise ModelError(f"{others[0]} does not belong to the checkpoint, but might be loaded with it: move it away")
     quantizer = PermTritonQuantizer(folder.entries, pre_quantized=True)

@@ -53,7 +53,7 @@ DAMAGE = {
     "a flipped bit": (flip, "its SHA-256 is not the one that was written"),
     "an unknown entry": (edit(surprise=1), "surprise is unknown: the file is damaged"),
     "another version": (edit(version=2), "version is 2"),
-    "another pattern": (edit(sparsity="4:8"), "expected F64 or F32"),
+    "another pattern": (edit(sparsity="4:8"), "for .* at 4:8: the checkpoint is damaged"),
     "a file more": (
         lambda folder: shutil.copy(folder / folders.WEIGHTS, folder / "more.safetensors"),
         "more.safetensors does not belong to the checkpoint",
