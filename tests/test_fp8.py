@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -234,7 +235,7 @@ def test_what_another_tool_quantized_is_dequantized_and_compiled(written, tmp_pa
 def test_weights_are_rounded_as_compressed_tensors_rounds_them(dtype):
     """Bit for bit; rows of small weights keep their precision."""
     weight = (torch.randn(4, 32) * torch.tensor([[1.0], [1e-6], [1e4], [1e-3]])).to(dtype)
-    scheme = fp8._scheme()
+    scheme = preset_name_to_scheme(fp8.SCHEME, ["Linear"])
     scale, _ = calculate_qparams(weight.amin(1, keepdim=True), weight.amax(1, keepdim=True), scheme.weights)
     compressor = BaseCompressor.get_value_from_registry(fp8.LAYOUT)
     theirs = compressor.compress({"weight": weight, "weight_scale": scale}, scheme)["weight"]

@@ -42,14 +42,13 @@ def export(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Writes a folder in another format, verifies it tensor by tensor, and renames it into place; see `api.export`.
+    """Does the work of `permtriton.export`: writes a folder in another format, verifies it, and renames it into place.
 
     Each file of weights is rewritten under the same name; the tensors of one file are in memory at once.
 
     Returns:
         The entry ``export`` of the new ``permtriton.json``, and ``files``, as in its entry ``files``.
     """
-    check_format(format)
     check_apart(output, folder)
     progress = progress or NoProgress()
     with claimed(output, overwrite=overwrite, say=progress.say):
@@ -59,18 +58,13 @@ def export(
                 f"{folder} is quantized already, and its weights before that are not in it: export the folder that it "
                 "was made from"
             )
-        check_hashes(folder, {name: file["sha256"] for name, file in source.record["files"].items()})
         check_format(format, permuted=bool(source.permuted), what=str(folder))
+        check_hashes(folder, {name: file["sha256"] for name, file in source.record["files"].items()})
         return rewrite(source, output, format, overwrite=overwrite, progress=progress)
 
 
 def rewrite(
-    source: Folder,
-    output: Path,
-    format: str,
-    *,
-    overwrite: bool,
-    progress: Progress | None = None,
+    source: Folder, output: Path, format: str, *, overwrite: bool, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Does what `export` does, but without checking the folder, which may have been verified just now."""
     started, progress = time.perf_counter(), progress or NoProgress()
@@ -86,7 +80,7 @@ def rewrite(
     return result
 
 
-def check_format(format: str, *, permuted: bool = False, what: str = "the model") -> None:
+def check_format(format: str, *, permuted: bool, what: str) -> None:
     """Refuses a format that is unknown, or that a model cannot have, such as one that is ``permuted`` at run time."""
     if format not in list(Format):
         raise ConfigError(f"format {shown(format)} is unknown: choose one of {', '.join(Format)}")

@@ -28,7 +28,7 @@ class _Finder(MetaPathFinder):
         if fullname != QUANTIZERS:
             _register()  # in case another thread looked QUANTIZERS up before this finder was installed
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
+        others = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
         if spec is None or spec.loader is None:
             return spec

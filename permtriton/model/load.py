@@ -40,11 +40,7 @@ ADAPTER = "adapter_config.json"
 
 
 def load_original(
-    source: Source,
-    *,
-    saved: bool = False,
-    progress: Progress | None = None,
-    unused: list[str] | None = None,
+    source: Source, *, saved: bool = False, progress: Progress | None = None, unused: list[str] | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """Loads a model to prune, and its tokenizer or processor, as `load_processor` returns it.
 
@@ -68,10 +64,7 @@ def load_original(
 
 
 def load_model(
-    source: Source,
-    allow_compiled: bool = True,
-    progress: Progress | None = None,
-    unused: list[str] | None = None,
+    source: Source, allow_compiled: bool = True, progress: Progress | None = None, unused: list[str] | None = None
 ) -> PreTrainedModel:
     """Loads a model with the class that its config names, in eval mode, on the device of ``source``.
 

@@ -41,7 +41,8 @@ def load_outline(source: Source) -> tuple[PreTrainedModel, Any]:
     Returns:
         The model, in the dtype that `load_model` would give it, and its tokenizer or processor.
     """
-    model, stored = load_empty_model(source), {}
+    model = load_empty_model(source)
+    stored: dict[str, Any] = {}
     if source.folder is None:
         with reading(f"{source.name}: the headers of its weights cannot be fetched from the hub", ModelError):
             headers = HfApi(token=source.token).get_safetensors_metadata(source.name, revision=source.revision)

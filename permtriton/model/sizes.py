@@ -35,10 +35,7 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
     Args:
         stored: tensors of the checkpoint, by name; None if the weights are not at hand.
     """
-    with (
-        reading(f"{name}: {model_class.__name__} cannot be built from config.json", ModelError),
-        torch.device("meta"),
-    ):
+    with reading(f"{name}: {model_class.__name__} cannot be built from config.json", ModelError), torch.device("meta"):
         model = model_class._from_config(config).eval()
         total = sum(parameter.numel() for parameter in model.parameters())
     most = MOST_ELEMENTS
