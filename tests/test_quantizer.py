@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from permtriton.checkpoint.export import export
-from permtriton.checkpoint.quantization_config import PermTritonQuantizationConfig
 from permtriton.errors import ModelError
 from permtriton.model.modules import GatheredLinear, PermutedLayerNorm, PermutedRMSNorm
 
 from . import folders
-from .folders import LAST_UP, QUANTIZATION, load
+from .folders import LAST_UP, load
 
 IDS = torch.arange(3, 27).view(2, 12)
 
@@ -222,8 +221,3 @@ def test_damage_is_named_and_gives_no_model(place, tmp_path, case):
     with pytest.raises(ModelError) as caught:
         load(folder)
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
-
-
-def test_a_dense_model_is_not_packed_on_loading(place):
-    with pytest.raises(ModelError, match="permtriton compile"):
-        load(place("llama", "saved"), quantization_config=PermTritonQuantizationConfig(**QUANTIZATION))

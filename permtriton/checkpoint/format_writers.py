@@ -23,17 +23,14 @@ class FormatWriter:
 
     Attributes:
         source: folder that is rewritten.
+        loads_with: what loads the result, in words.
         counts: further entries of ``export`` in ``permtriton.json``, complete once all tensors are stored.
     """
 
     def __init__(self, source: Folder) -> None:
         self.source = source
+        self.loads_with = WITH_PERMTRITON if source.permuted else ALONE
         self.counts: dict[str, int] = {}
-
-    @property
-    def loads_with(self) -> str:
-        """What loads the result, in words."""
-        return WITH_PERMTRITON if self.source.permuted else ALONE
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Returns the tensors that are stored for one tensor of the model, by name."""
@@ -75,11 +72,8 @@ class PackedWriter(FormatWriter):
 
     def __init__(self, source: Folder) -> None:
         super().__init__(source)
+        self.loads_with = WITH_PERMTRITON
         self._packed: dict[str, Packed] = {}
-
-    @property
-    def loads_with(self) -> str:
-        return WITH_PERMTRITON
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if (pruned := self.source.pruned.get(name)) is None:

@@ -61,11 +61,7 @@ class Fp8Writer(FormatWriter):
         left = linears.keys() - {name.removesuffix(".weight") for name in self.quantized.values()}
         stored = {name.removesuffix(".weight") for name, new in weights.items() if new.removesuffix(".weight") in left}
         self._ignored = self._not_quantized(left | stored)
-        self.counts = dict(NOTHING_ROUNDED)
-
-    @property
-    def loads_with(self) -> str:
-        return WITH_COMPRESSED_TENSORS
+        self.loads_with, self.counts = WITH_COMPRESSED_TENSORS, dict(NOTHING_ROUNDED)
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if name not in self.quantized:

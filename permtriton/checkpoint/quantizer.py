@@ -89,10 +89,6 @@ class PermTritonQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: PermTritonQuantizationConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        if not self.pre_quantized:
-            raise ModelError(
-                "permtriton does not prune a model while loading it: use `permtriton compile`, then load its output"
-            )
         self._packed: dict[str, str] = {}  # packed parameter of the model -> its name in the config
         self._copies: dict[str, list[str]] = {}  # packed parameter -> its other names, where layers share it
         self._shapes: dict[str, torch.Size] = {}

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.accelerate import get_device
 
 from permtriton.checkpoint.quantization_config import WHERE, NormEntry, Packed
 from permtriton.errors import ModelError
@@ -19,20 +20,11 @@ PARTS = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # dtypes 
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
-    """Returns the device on which transformers puts a parameter.
-
-    Args:
-        device_map: devices by module name; text such as "auto", which transformers has not resolved yet, means a GPU if
-            there is one.
-    """
+    """Returns the device on which transformers puts a parameter; "auto", not resolved yet, is a GPU if there is one."""
     if isinstance(device_map, str):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = name.split(".")
-    for length in range(len(parts), -1, -1):
-        device = (device_map or {}).get(".".join(parts[:length]))
-        if device is not None and device != "disk":
-            return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    return torch.device("cpu")
+    device = get_device(dict(device_map) if device_map else None, name, valid_torch_device=True)
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def resolve_name(name: str, known: Any, prefix: str) -> str | None:

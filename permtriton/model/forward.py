@@ -1,9 +1,10 @@
 """Running a model up to its last hidden state."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -43,17 +44,10 @@ def in_eval_mode(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def without_cache(model: PreTrainedModel) -> Iterator[None]:
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
-    before = {key: vars(config).get("use_cache") for key, config in configs.items()}
-    for config in configs.values():
-        config.use_cache = False
-    try:
+    with ExitStack() as stack:
+        for config in configs.values():
+            stack.enter_context(mock.patch.object(config, "use_cache", False, create=True))
         yield
-    finally:
-        for key, config in configs.items():
-            if before[key] is None:
-                del config.use_cache
-            else:
-                config.use_cache = before[key]
 
 
 @contextmanager

@@ -297,7 +297,7 @@ class SparseLinearFp8(SparseLinear):
         dtype = self.weight.dtype
         super().set_packed(pattern, values, positions)
         self.weight = values.new_empty(0, dtype=dtype)
-        self.register_buffer("weight_scale", *scale)
+        self.register_buffer("weight_scale", scale[0])
         return self
 
     def compress(self) -> Self:

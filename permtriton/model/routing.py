@@ -43,7 +43,7 @@ class Routing:
         """Replays the recorded choices inside the ``with`` block; the model must be called with the same token ids."""
         remaining = list(self._chosen)
 
-        def replay(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        def replay(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             if not _chooses(inputs):
                 return None
             is_unstacked = isinstance(module, UnstackedExperts)
