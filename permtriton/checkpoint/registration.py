@@ -47,17 +47,13 @@ def register_with_transformers() -> None:
 
     Threads may import permtriton and transformers at the same time, in any order. Existing entries stay as they are.
     """
-    if not _registered() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    registered = all(METHOD in getattr(sys.modules.get(QUANTIZERS), name, ()) for name in MAPPINGS)
+    if not registered and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     if QUANTIZERS in sys.modules:
         with suppress(ImportError):  # an error of transformers, which its importer gets, too
             import_module(QUANTIZERS)  # waits for the thread that executes it
         _register()
-
-
-def _registered() -> bool:
-    module = sys.modules.get(QUANTIZERS)
-    return all(METHOD in getattr(module, name, ()) for name in MAPPINGS)
 
 
 def _register() -> None:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def build_empty(model_class: Any, config: Any, stored: Mapping[str, StoredTensor
         stored: tensors of the checkpoint, by name; None if the weights are not at hand.
     """
     with reading(f"{name}: {model_class.__name__} cannot be built from config.json", ModelError), torch.device("meta"):
-        model = model_class._from_config(config).eval()
+        model = model_class._from_config(deepcopy(config)).eval()  # _from_config changes it
         total = sum(parameter.numel() for parameter in model.parameters())
     most = MOST_ELEMENTS
     if stored is not None:
