@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import struct
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from permtriton.checkpoint.card import CARD_FILE
 from permtriton.cli.main import app
 from permtriton.errors import ConfigError, ModelError
+from permtriton.model import gguf_file
 from permtriton.model.load import config_of, load_empty_model, load_model, load_original
 from permtriton.model.modules import SparseLinearFp8
 from permtriton.model.prunable import check_original
@@ -71,6 +74,19 @@ def test_the_weights_are_those_of_the_file(pristine, file):
     same_as_file(model, pristine)
     assert tokenizer(SENTENCE).input_ids == trained_tokenizer()(SENTENCE).input_ids
     assert source.described == f"{file}, dequantized: {WORDS}"
+
+
+def test_lists_of_words_are_read_at_once_and_as_gguf_reads_them(file, monkeypatch):
+    calls, read = [], GGUFReader._get_field_parts
+    monkeypatch.setattr(GGUFReader, "_get_field_parts", lambda *call: calls.append(call) or read(*call))
+    expected = GGUFReader(file).fields
+    elements = len(calls)
+    found = gguf_file._reader()(file).fields
+    assert len(calls) - elements < len(expected), "no call per word"
+    assert {name: each.contents() for name, each in found.items()} == {
+        name: each.contents() for name, each in expected.items()
+    }
+    assert [each.types for each in found.values()] == [each.types for each in expected.values()]
 
 
 def test_a_file_in_a_folder(pristine, file):
@@ -249,6 +265,12 @@ def holding(name: str, *values: float) -> Callable[[Path], object]:
     return written(further={name: np.array(values, dtype=np.float32)})
 
 
+def endless(path: Path) -> None:
+    """Leaves one field, an array that claims 2^62 numbers, of which the file has none."""
+    array = struct.pack("<Q1sIIQ", 1, b"a", 9, 4, 2**62)
+    path.write_bytes(path.read_bytes()[:16] + struct.pack("<Q", 1) + array)
+
+
 # The damage to a file, and the words that its error must contain.
 DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "cut off": (cut, ["damaged or truncated"]),
@@ -259,6 +281,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "too many layers": (written(block_count=10**9), ["llama.block_count is 1000000000"]),
     "too many experts": (written(expert_count=10**9), ["llama.expert_count is 1000000000"]),
     "too wide": (written(feed_forward_length=10**8), ["parameters", "a size in it is damaged"]),
+    "an endless array": (endless, ["it ends before"]),
     "a part": (written(**{"split.count": 2}), ["is one of 2 parts", "llama-gguf-split --merge"]),
     "biases": (holding("blk.1.attn_q.bias", *[0, 1] * 16), ["blk.1.attn_q.bias", "no such tensor", "safetensors"]),
     "norms of queries": (holding("blk.0.attn_q_norm.weight", *[3] * 8), ["blk.0.attn_q_norm.weight", "no such tensor"]),

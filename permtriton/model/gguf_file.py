@@ -1,15 +1,17 @@
 """Reads the header of a GGUF file, before transformers reads and dequantizes its tensors."""
 
 import math
+import struct
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -33,6 +35,7 @@ SPLIT_AS_LLAMA_3 = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken"
 )  # fmt: skip
 SPLIT_DIGITS = ("smollm", "refact", "minerva-7b")  # "starcoder", too, but its class loses the split when it is reloaded
+TOKENIZER_LISTS = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type", "tokenizer.ggml.merges")
 GEMMA_2_27B = 46  # its number of layers
 ANOTHER = "which makes it another model: give the model in safetensors"
 
@@ -48,11 +51,11 @@ class GgufFile:
     # tensor of divisors of the rotary frequencies -> its values; only tensors that are not all 1
     factors: Mapping[str, Sequence[float]]
     biases: frozenset[str]  # names of the biases that are not 0
-    reader: Any = field(repr=False, compare=False)  # gguf's
+    reader: Any = field(repr=False, compare=False)  # gguf's, without the tokenizer's lists
 
     @property
     def types(self) -> dict[str, int]:
-        """Dtype -> number of its tensors, the most frequent first."""
+        """Dtype -> number of tensors of that dtype, the most frequent first."""
         return dict(Counter(tensor.dtype for tensor in self.stored.values()).most_common())
 
 
@@ -65,7 +68,7 @@ def in_words(types: Mapping[str, int]) -> str:
 def read_gguf(path: Path) -> GgufFile:
     require(path.name, "gguf", "accelerate")
     with reading(f"{path} is not a complete GGUF file, it is damaged or truncated", ModelError):
-        file = _opened(path, path.stat().st_mtime_ns)
+        file = _reader()(path)
         stored = {
             str(tensor.name): StoredTensor(path, tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))))
             for tensor in file.tensors
@@ -84,15 +87,19 @@ def read_gguf(path: Path) -> GgufFile:
         }
         biases = frozenset(str(info.name) for info in file.tensors if info.name.endswith(".bias") and info.data.any())
     check_counts(header, str(path))
-    return GgufFile(path, stored, header, factors, biases, file)
+    return GgufFile(path, stored, header, factors, biases, _without_words(file))
 
 
-@lru_cache(maxsize=1)
-def _opened(path: Path, _changed: int) -> Any:
-    """Returns gguf's reader of a file, which takes 14 s to open with the 262,144 words of Gemma 3."""
-    from gguf import GGUFReader
+def _without_words(file: Any) -> Any:
+    """Removes the tokenizer's lists from gguf's reader; zeros replace the words, whose count the config needs."""
+    from gguf import GGUFValueType
 
-    return GGUFReader(path)
+    for name in TOKENIZER_LISTS:
+        file.fields.pop(name, None)
+    if (words := file.fields.get("tokenizer.ggml.tokens")) is not None:
+        zeros = {"parts": [[0]], "data": [0] * len(words.data), "types": [GGUFValueType.UINT32]}
+        file.fields[words.name] = words._replace(**zeros)
+    return file
 
 
 def check_config(file: GgufFile, config: Any) -> None:
@@ -217,15 +224,61 @@ def _takes_factors(config: Any, factors: Mapping[str, Sequence[float]]) -> bool:
 
 
 @contextmanager
-def opened_once(file: GgufFile | None) -> Iterator[None]:
-    """Inside the ``with`` block, transformers reads a file by the reader that is open already; for None, as always.
+def read_quickly(file: GgufFile | None, *, config_only: bool = False) -> Iterator[None]:
+    """Inside the ``with`` block, transformers reads GGUF files by `_reader`; for None, it reads as always.
 
-    It would open the file for each of config, weights and tokenizer.
+    Args:
+        config_only: whether it reads no more than the config, from the file as it is open already.
     """
     if file is None:
         yield
         return
     import gguf
 
-    with mock.patch.object(gguf, "GGUFReader", return_value=file.reader):
+    opened = (lambda *_: file.reader) if config_only else _reader()
+    with mock.patch.object(gguf, "GGUFReader", opened):
         yield
+
+
+@cache
+def _reader() -> Any:
+    """Returns gguf's reader class, changed so that it refuses truncated files and reads lists of words fast."""
+    from gguf import GGUFReader, GGUFValueType
+
+    class Reader(GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            values = super()._get(offset, dtype, count, override_order)
+            if len(values) < count:  # else gguf would make as many empty reads as a damaged length says
+                raise ValueError(f"it ends before the {count} values at byte {offset}")
+            return values
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            """Reads a list at once: element by element, the 262,144 words of Gemma 3 take half a minute."""
+            if raw_type != GGUFValueType.ARRAY or self.byte_order == "S":
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            start, length = orig_offs + 12, int(count[0])
+            number = self.gguf_scalar_to_np.get(GGUFValueType(kind[0]))
+            if number is not None:
+                values = np.asarray(self._get(start, number, length))
+                parts, end = list(values.reshape(-1, 1)), start + values.nbytes
+            elif kind[0] == GGUFValueType.STRING:
+                parts, end = _texts(np.asarray(self.data), start, length)
+            else:
+                return super()._get_field_parts(orig_offs, raw_type)
+            types = [GGUFValueType.ARRAY, *([GGUFValueType(kind[0])] if length else [])]
+            return end - orig_offs, [kind, count, *parts], list(range(2, 2 + length)), types
+
+    return Reader
+
+
+def _texts(data: Any, place: int, count: int) -> tuple[list[Any], int]:
+    """Returns the bytes of each of ``count`` texts that follow each other from byte ``place``, and where they end."""
+    buffer, texts = memoryview(data), []
+    for _ in range(count):
+        begin = place + 8
+        if begin > len(buffer) or (end := begin + struct.unpack_from("=Q", buffer, place)[0]) > len(buffer):
+            raise ValueError(f"it ends before the text at byte {place}")
+        texts.append(data[begin:end])
+        place = end
+    return texts, place

@@ -16,7 +16,7 @@ from transformers.utils import cached_file
 
 from permtriton.errors import ConfigError, ModelError, listed, reading, shown
 from permtriton.model.beside import fetch_beside, left_out, modules_of
-from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, opened_once
+from permtriton.model.gguf_file import ANOTHER, MAY_BE_UNUSED, GgufFile, check_config, read_quickly
 from permtriton.model.headers import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -82,7 +82,7 @@ def load_model(
     if not source.trust_remote_code:  # a model's own code may fail on the meta device
         build_empty(model_class, config, stored, source.name)
     cannot = f"{source.name} cannot be loaded as {model_class.__name__}"
-    with reading(cannot, ModelError), opened_once(source.gguf):
+    with reading(cannot, ModelError), read_quickly(source.gguf):
         model, info = model_class.from_pretrained(
             source.location,
             config=config,
@@ -256,7 +256,7 @@ def config_of(source: Source) -> Any:
     elif source.folder is not None:
         problem, path = "its config.json cannot be used", source.folder / CONFIG_FILE
         check_counts(read_json(path), str(path))
-    with reading(f"{source.name}: {problem}", ModelError), opened_once(source.gguf):
+    with reading(f"{source.name}: {problem}", ModelError), read_quickly(source.gguf, config_only=True):
         config = AutoConfig.from_pretrained(source.location, **source.loading)
         if source.gguf is not None:
             check_config(source.gguf, config)

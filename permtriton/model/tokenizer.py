@@ -9,7 +9,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.errors import ModelError, first_line, reading
-from permtriton.model.gguf_file import complete_tokenizer, opened_once
+from permtriton.model.gguf_file import complete_tokenizer, read_quickly
 from permtriton.model.source import PROCESSOR_FILES, Source
 from permtriton.util.progress import NoProgress, Progress
 
@@ -61,7 +61,7 @@ def unchanged(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
 
 def load_tokenizer(source: Source, progress: Progress | None = None) -> PreTrainedTokenizerBase | None:
     try:
-        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), opened_once(source.gguf):
+        with reading(f"{source.name}: its tokenizer cannot be loaded", ModelError), read_quickly(source.gguf):
             tokenizer = AutoTokenizer.from_pretrained(source.location, **source.loading)
             _check_vocabulary(source, tokenizer)
             if source.gguf is not None:
