@@ -57,7 +57,7 @@ def measure(layers: int) -> dict[str, Any]:
     import torch.export
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from permtriton import NMPattern
+    from permtriton.config import CommonConfig
     from permtriton.passes.pipeline import run_with_stand_ins
     from permtriton.passes.provenance import propagate
     from permtriton.passes.sites import find_sites
@@ -78,8 +78,7 @@ def measure(layers: int) -> dict[str, Any]:
 
     traced = timed("trace", lambda: trace(model))
     provenance = timed("provenance", lambda: propagate(traced.graph_module, traced.outputs, traced.hidden_position))
-    pattern = NMPattern(2, 4)
-    plan = timed("sites", lambda: find_sites(provenance, model, traced.hidden_node, pattern))
+    plan = timed("sites", lambda: find_sites(provenance, model, traced.hidden_node, CommonConfig()))
     # The structure is verified after each pass.
     timed("passes", lambda: run_with_stand_ins(plan, traced.graph_module))
     peak = peak_memory(cpu) - imported

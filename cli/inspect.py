@@ -14,7 +14,6 @@ from permtriton.errors import ConfigError
 from permtriton.methods import planning
 from permtriton.model import load
 from permtriton.model.source import Source
-from permtriton.passes.listing import listing
 from permtriton.passes.pipeline import PassResult, run_with_stand_ins
 from permtriton.passes.plan import Plan
 from permtriton.recipe import resolve
@@ -59,9 +58,19 @@ def _graphs(plan: Plan, traced: fx.GraphModule) -> None:
         if result.name == "fuse_permutations":
             for space in plan.spaces:
                 echo(f"# {space.name}: {destination(permutation_report(plan, space))}")
-        echo("\n".join(listing(result.graph_module)) + "\n")
+        echo("\n".join(map(_node_line, result.graph_module.graph.nodes)) + "\n")
 
     run_with_stand_ins(plan, traced, show)
+
+
+def _node_line(node: fx.Node) -> str:
+    """Returns the name, operator, arguments and shape of a node."""
+    value, line = node.meta.get("val"), f"{node.name} = {node.target}"
+    if node.op != "get_attr":
+        operator = str(node.target).removesuffix(".default") if node.op == "call_function" else node.op
+        arguments = [*map(str, node.args), *(f"{name}={argument}" for name, argument in node.kwargs.items())]
+        line = f"{node.name} = {operator}({', '.join(arguments)})"
+    return f"{line} {list(value.shape)}" if isinstance(value, torch.Tensor) else line
 
 
 def _summary(sizes: Mapping[str, int], dtype: torch.dtype) -> str:

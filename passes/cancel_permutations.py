@@ -23,7 +23,7 @@ def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _merge(node: fx.Node, constants: Constants) -> None:
     """Merges a permute node with the permute node before it, or into the norm before it."""
     before = argument(node, 0)
-    if before.target is PERMUTE and _dim(before) == _dim(node):
+    if before.target is PERMUTE and before.args[2:] == node.args[2:]:  # along the same dimension
         node.update_arg(1, _composed(argument(before, 1), argument(node, 1), constants))
         node.update_arg(0, before.args[0])
     elif before.target is NORM_PERMUTE and all(
@@ -32,11 +32,6 @@ def _merge(node: fx.Node, constants: Constants) -> None:
         before.update_arg(3, _composed(argument(before, 3), argument(node, 1), constants))
         for user in list(before.users):
             user.replace_all_uses_with(before)
-
-
-def _dim(node: fx.Node) -> int:
-    """Returns the dimension that a permute node reorders; the default is the last one."""
-    return int(node.args[2]) if len(node.args) > 2 else node.meta["val"].ndim - 1  # type: ignore[arg-type]
 
 
 def _composed(first: fx.Node, second: fx.Node, constants: Constants) -> fx.Node:

@@ -1,14 +1,13 @@
 """What each operator does to channels: tables of operators by kind, and a rule per kind.
 
 An operator of a known kind is one entry in that kind's table; an operator like no other is an entry of `SPECIAL` with a
-rule of its own. An operator without an entry is a barrier. A rule is called as ``rule(channels, target, args, kwargs)``
-and returns the ids of the result. Among its arguments, tensors are ids (see `permtriton.passes.provenance`), parameters
-are `ParameterValue` and indices are `IndexValue`.
+rule of its own. An operator without an entry is a barrier. A rule is called as ``rule(channels, arguments)``, with all
+arguments of the operator by name, and returns the ids of the result. In place of parameters, the arguments hold
+`ParameterValue`, in place of other tensors their ids (see `permtriton.passes.provenance`).
 """
 
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor, fx
 
 from permtriton.passes.channel_ids import differs
 from permtriton.passes.channels import Channels
-from permtriton.passes.combining import Rule, combine, contracted, joined, mapped, parts_of
-from permtriton.passes.graph_values import Crossed, IndexValue, ParameterValue, leaves
+from permtriton.passes.combining import Arguments, Rule, combine, contracted, joined, mapped, parts_of
+from permtriton.passes.graph_values import Crossed, ParameterValue, leaves
 from permtriton.passes.product_rules import NORMS, PRODUCTS
 from permtriton.passes.row_rules import index_add, index_put, joined_weights, known_size, summed_parts, taken_rows
 
@@ -35,10 +34,10 @@ LAYOUT = {
     aten.numpy_T, aten.permute, aten.repeat, aten.repeat_interleave, aten.reshape, aten.reshape_as, aten.squeeze,
     aten.stack, aten.t, aten.transpose, aten.unflatten, aten.unsqueeze, aten._unsafe_view, aten.view, aten.view_as,
 }  # fmt: skip
-# Operators that take some positions along a dimension, or reorder it -> the position of the dimension's argument.
+# Operators that take some positions along the dimensions ``dim`` or ``dims``, or reorder them.
 ALONG = {
-    aten.chunk: 2, aten.flip: 1, aten.narrow: 1, aten.roll: 2, aten.select: 1, aten.slice: 1, aten.split: 2,
-    aten.split_with_sizes: 2, aten.unbind: 1,
+    aten.chunk, aten.flip, aten.narrow, aten.roll, aten.select, aten.slice, aten.split, aten.split_with_sizes,
+    aten.unbind,
 }  # fmt: skip
 # The same function at every element of the broadcast operands.
 ELEMENTWISE = {
@@ -51,12 +50,12 @@ ELEMENTWISE = {
     aten.lt, aten.masked_fill, aten.maximum, aten.minimum, aten.mul, aten.multiply, aten.ne, aten.pow, aten.rsub,
     aten.sub, aten.where,
 }  # fmt: skip
-# A reduction over ``dim`` whose result does not depend on the order along it -> the position of the argument ``dim``.
+# A reduction over ``dim``, or all dimensions, whose result does not depend on the order along them.
 REDUCTION = {
-    aten.all: 1, aten.amax: 1, aten.amin: 1, aten.any: 1, aten.linalg_vector_norm: 2, aten.logsumexp: 1, aten.mean: 1,
-    aten.std: 1, aten.sum: 1, aten.var: 1,
+    aten.all, aten.amax, aten.amin, aten.any, aten.linalg_vector_norm, aten.logsumexp, aten.mean, aten.std, aten.sum,
+    aten.var,
 }  # fmt: skip
-# Each element is a function of the values up to it along ``dim``, the operator's second argument.
+# Each element is a function of the values up to it along ``dim``.
 CUMULATIVE = {aten.cumsum, aten.cumprod, aten.logcumsumexp}
 # The same value at every element, whatever the arguments hold; the values of ``empty`` should never be read.
 CONSTANT = {
@@ -69,7 +68,7 @@ def rule_of(node: fx.Node) -> Rule | None:
     """Returns the rule of the operator that a node calls, or None for a barrier."""
     packet = getattr(node.target, "overloadpacket", node.target)
     if packet is aten.sym_size:
-        return _size
+        return lambda c, args: c.node.meta["val"]
     if node.target in WITHOUT_RULE or not known_size(node, packet):
         return None
     return RULES.get(packet) or RULES.get(getattr(packet, "_qualified_op_name", None))
@@ -79,43 +78,40 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 # Overloads unlike others of their operator: they reinterpret bits as another dtype, or repeat by a tensor of counts.
 WITHOUT_RULE = {aten.view.dtype, aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
+VIEWS = {aten.view, aten.view_as, aten._unsafe_view}
 
 
-def _same(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return args[0]
+def _same(c: Channels, args: Arguments) -> Any:
+    return next(iter(args.values()))
 
 
-def _size(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return c.node.meta["val"]
-
-
-def constant(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def constant(c: Channels, args: Arguments) -> Any:
     """The rule of an operator whose result has the same value at every element."""
     return c.new_ids(()).expand(c.node.meta["val"].shape)
 
 
-def _layout(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    packet, x = target.overloadpacket, args[0]
-    if isinstance(x, ParameterValue) and (moved := x.moved(target, *args[1:], **kwargs)) is not None:
+def _layout(c: Channels, args: Arguments) -> Any:
+    target: Any = c.node.target
+    x = args.get("self")
+    if isinstance(x, ParameterValue) and (moved := x.moved(target, args)) is not None:
         return moved
-    if packet in (aten.view, aten.view_as, aten._unsafe_view):  # the strides of ids may differ from those of the data
-        target = aten.reshape_as.default if packet is aten.view_as else aten.reshape.default
-    if isinstance(x, Crossed):
-        with_ids = fx.node.map_aggregate((args[1:], kwargs), c.ids_of)
-        return mapped(c, x, lambda part: c.compact_repeats(target(part, *with_ids[0], **with_ids[1])))
-    args, kwargs = fx.node.map_aggregate((args, kwargs), c.ids_of)
-    return c.compact_repeats(target(*args, **kwargs))
+    others = fx.node.map_aggregate({name: value for name, value in args.items() if name != "self"}, c.ids_of)
+    if x is None:  # ``stack``
+        return c.compact_repeats(target(**others))
+    if target.overloadpacket in VIEWS:  # the strides of ids may differ from those of the data
+        return mapped(c, x, lambda part: c.compact_repeats(part.reshape(c.node.meta["val"].shape)))
+    return mapped(c, x, lambda part: c.compact_repeats(target(self=part, **others)))
 
 
-def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _cat(c: Channels, args: Arguments) -> Any:
     """Concatenates. Next to channels that repeat along the dimension, a constant is one more value of each channel."""
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if len(args[0]) > 1 and all(
-        isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in args[0]
+    tensors, dim = args["tensors"], args["dim"]
+    if len(tensors) > 1 and all(
+        isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in tensors
     ):
-        return joined_weights(c, args[0], dim)
-    part_counts = {len(parts_of(c, x)) for x in args[0] if isinstance(x, Crossed)}
-    operands = args[0] if len(part_counts) == 1 else [c.ids_of(x) for x in args[0]]
+        return joined_weights(c, tensors, dim)
+    part_counts = {len(x.parts) for x in tensors if isinstance(x, Crossed)}
+    operands = tensors if len(part_counts) == 1 else [c.ids_of(x) for x in tensors]
     count = part_counts.pop() if len(part_counts) == 1 else 1
     split = [parts_of(c, x) for x in operands]
     split = [parts if len(parts) == count else _repeated(c, parts[0], count) for parts in split]
@@ -137,62 +133,59 @@ def _cat(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def _repeated(c: Channels, ids: Tensor, count: int) -> list[Tensor]:
     """Returns ids as ``count`` parts of `Crossed` ids; only the first part has channels."""
-    return [ids, *[c.new_ids_like(ids) if c.any_channel(ids) else ids] * (count - 1)]
+    return [ids, *[c.new_ids(ids.shape) if c.any_channel(ids) else ids] * (count - 1)]
 
 
-def _along(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Adds the operator, and the tokens at which it takes each channel, to the contexts of the channels taken."""
-    x, packet = args[0], target.overloadpacket
-    moved = x.moved(target, *args[1:], **kwargs) if packet is aten.slice and isinstance(x, ParameterValue) else None
+def _along(c: Channels, args: Arguments, take: Any = None) -> Any:
+    """Adds the operator, and the tokens at which it takes each channel, to the contexts of the channels taken.
+
+    Args:
+        take: Operator that is applied to the arguments; None for the node's.
+    """
+    x, take = args["self"], take or c.node.target
+    packet = take.overloadpacket
+    moved = x.moved(take, args) if packet is aten.slice and isinstance(x, ParameterValue) else None
     if moved is not None:
         return moved
     if isinstance(x, Crossed):
-        results = [_along(c, target, (part, *args[1:]), kwargs) for part in x.parts]
+        results = [_along(c, {**args, "self": part}, take) for part in x.parts]
         return joined(results) if isinstance(results[0], Tensor) else [joined(r) for r in zip(*results, strict=True)]
-    args, kwargs = fx.node.map_aggregate((args, kwargs), c.ids_of)
-    x = args[0]
-    result = target(*args, **kwargs)
+    args = fx.node.map_aggregate(args, c.ids_of)
+    x = args["self"]
+    result = take(**args)
     parts = _as_list(result)
     if len(parts) == 1 and parts[0].shape == x.shape and packet not in _REORDERING:
         return result
-    position = ALONG.get(packet, 1)
-    dims = (
-        args[position]
-        if len(args) > position
-        else kwargs.get("dim", kwargs.get("dims", [] if packet is aten.roll else 0))
-    )
-    if dims == []:
-        return c.barrier(f"{target} across dimensions", (args, kwargs))
-    for dim in [dims] if isinstance(dims, int) else dims:
+    dims = args["dims"] if "dims" in args else [args["dim"]]
+    if not dims:
+        return c.barrier(f"{take} across dimensions")
+    for dim in dims:
         tokens = c.occurrences(x, dim)
         if tokens is not None:
-            for part, positions in zip(parts, _as_list(target(tokens, *args[1:], **kwargs)), strict=True):
-                c.add_opaque_context(part, positions, f"{target} takes different tokens of some of them")
+            for part, positions in zip(parts, _as_list(take(**{**args, "self": tokens})), strict=True):
+                c.add_opaque_context(part, positions, f"{take} takes different tokens of some of them")
     for part in parts:
         c.touch(part)
     return c.compact_repeats(result) if isinstance(result, Tensor) else [c.compact_repeats(part) for part in parts]
 
 
-def _scatter(take: Any) -> Rule:
-    """Returns the rule of an operator that writes its second argument where ``take`` reads the first argument."""
-
-    def rule(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        x, source = c.ids_of(args[0]), c.ids_of(args[1])
-        _along(c, take, (x, *args[2:]), kwargs)  # for the contexts: which of each channel's values are overwritten
-        c.touch(source)
-        return c.compact_repeats(target(x, source, *args[2:], **kwargs))
-
-    return rule
+def _scatter(c: Channels, args: Arguments, take: Any) -> Any:
+    """Writes ``src`` where the operator ``take`` reads ``self``."""
+    x, source = c.ids_of(args["self"]), c.ids_of(args["src"])
+    places = {name: value for name, value in args.items() if name not in ("self", "src")}
+    _along(c, {"self": x, **places}, take)  # for the contexts: which of each channel's values are overwritten
+    c.touch(source)
+    write: Any = c.node.target
+    return c.compact_repeats(write(self=x, src=source, **places))
 
 
-def _copy(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return mapped(c, args[1], lambda part: part.expand(c.node.meta["val"].shape))
+def _copy(c: Channels, args: Arguments) -> Any:
+    return mapped(c, args["src"], lambda part: part.expand(c.node.meta["val"].shape))
 
 
-def _pad(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _pad(c: Channels, args: Arguments) -> Any:
     """Pads: where channels repeat along the dimension, padding is more values of each; elsewhere it is no channel."""
-    ids, pad = c.ids_of(args[0]), args[1]
-    mode = kwargs.get("mode", args[2] if len(args) > 2 and isinstance(args[2], str) else "constant")
+    ids, pad, mode = c.ids_of(args["self"]), args["pad"], args.get("mode", "constant")
     c.touch(ids)
     constant = c.new_ids(())
     for pair in range(len(pad) // 2):
@@ -205,10 +198,10 @@ def _pad(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
             shape[dim] += left + right
             ids = ids.narrow(dim, 0, 1).expand(shape)
         elif mode != "constant":
-            return c.barrier(f"{target} by {mode} among channels", (args, kwargs))
+            return c.barrier(f"{c.node.target} by {mode} among channels")
         else:
-            bounds = (ids, dim, max(-left, 0), ids.shape[dim] - max(-right, 0))
-            cut = _along(c, aten.slice.Tensor, bounds, {})
+            bounds = {"self": ids, "dim": dim, "start": max(-left, 0), "end": ids.shape[dim] - max(-right, 0)}
+            cut = _along(c, bounds, aten.slice.Tensor)
             ends = [constant.expand(*cut.shape[:dim], max(n, 0), *cut.shape[dim + 1 :]) for n in (left, right)]
             ids = torch.cat([ends[0], cut, ends[1]], dim)
     return ids
@@ -218,22 +211,22 @@ _REORDERING = {aten.flip, aten.roll, aten.index_select}
 _COPIES = {aten.clone, aten.lift_fresh_copy, aten.to, aten._to_copy}
 
 
-def _index(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _index(c: Channels, args: Arguments) -> Any:
     """Takes rows of a table as an embedding does, rows that depend on data, or positions by a constant index."""
     indices: Any = c.node.args[1]  # one per dimension; None takes the whole dimension
-    table = isinstance(args[0], ParameterValue) and len(args[0].shape) == 2 and len(indices) == 1
+    table = isinstance(args["self"], ParameterValue) and len(args["self"].shape) == 2 and len(indices) == 1
     if table and indices[0].meta["val"].dtype == torch.int64:  # such as Whisper's position embedding
-        return PRODUCTS[aten.embedding](c, target, (args[0], args[1][0]), {})
-    x = c.ids_of(args[0])
+        return PRODUCTS[aten.embedding](c, {"weight": args["self"], "indices": args["indices"][0]})
+    x = c.ids_of(args["self"])
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     index = _constant_value(indices[dims[0]]) if len(dims) == 1 else None
-    if index is None and len(dims) == 1 and not c.any_channel(c.ids_of(args[1][dims[0]])):
+    if index is None and len(dims) == 1 and not c.any_channel(c.ids_of(args["indices"][dims[0]])):
         rows = taken_rows(c, x, dims[0], indices[dims[0]], c.node.meta["val"].shape)
         if rows is not None:
             return rows
     if index is None or index.ndim != 1 or index.dtype != torch.int64:
-        return c.barrier(f"{target} by an index without known values", (args, kwargs))
-    return _along(c, aten.index_select.default, (x, dims[0], index % x.shape[dims[0]]), {})
+        return c.barrier(f"{c.node.target} by an index without known values")
+    return _along(c, {"self": x, "dim": dims[0], "index": index % x.shape[dims[0]]}, aten.index_select.default)
 
 
 def _constant_value(node: fx.Node) -> Tensor | None:
@@ -250,21 +243,20 @@ def _as_list(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else list(result)
 
 
-def _permute(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, index, dim = (*args, -1)[:3]
-    dim = kwargs.get("dim", dim)
-    if not isinstance(index, IndexValue):
-        return c.barrier(f"{target} by a computed index", (args, kwargs))
+def _permute(c: Channels, args: Arguments) -> Any:
+    x, dim, index = args["x"], args["dim"], c.index_argument(1)
+    if index is None:
+        return c.barrier(f"{c.node.target} by a computed index")
     if isinstance(x, ParameterValue):
-        return x.permuted(index.index, dim)
-    return mapped(c, x, lambda part: c.gather(part, index.index, dim))
+        return x.permuted(index, dim)
+    return mapped(c, x, lambda part: c.gather(part, index, dim))
 
 
 # -- combining ---------------------------------------------------------------------------------------------------------
 
 
-def _elementwise(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    operands = [a for a in leaves((args, kwargs)) if isinstance(a, (Tensor, Crossed, ParameterValue, IndexValue))]
+def _elementwise(c: Channels, args: Arguments) -> Any:
+    operands = [value for value in leaves(args) if isinstance(value, (Tensor, Crossed, ParameterValue))]
     first = operands[0]
     if len(operands) == 1 and isinstance(first, ParameterValue) and math.prod(first.shape) > 1:
         for axis in c.axes(first):
@@ -273,88 +265,82 @@ def _elementwise(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str
     return combine(c, operands)
 
 
-def _prelu(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _prelu(c: Channels, args: Arguments) -> Any:
     """A leaky ReLU with a learned slope for each channel of dimension 1, or one slope for all."""
-    x, weight = args
+    x, weight = args.values()
     per_channel = isinstance(weight, ParameterValue) and math.prod(weight.shape) > 1
     return combine(c, [x, weight.with_dims([0, *[None] * (c.ids_of(x).ndim - 2)]) if per_channel else weight])
 
 
-def _glu(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-    return combine(c, _along(c, aten.chunk.default, (c.ids_of(args[0]), 2, dim), {}))
+def _glu(c: Channels, args: Arguments) -> Any:
+    halves = {"self": c.ids_of(args["self"]), "chunks": 2, "dim": args["dim"]}
+    return combine(c, _along(c, halves, aten.chunk.default))
 
 
-def _triangle(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x = c.ids_of(args[0])
-    return combine(c, [x, c.new_ids(tuple(x.shape[-2:]))])
+def _triangle(c: Channels, args: Arguments) -> Any:
+    x = c.ids_of(args["self"])
+    return combine(c, [x, c.new_ids(x.shape[-2:])])
 
 
-def _reduction(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    ids, position = joined(parts_of(c, args[0])), REDUCTION.get(target.overloadpacket, 1)
-    ndim = parts_of(c, ids)[0].ndim
-    dims = args[position] if len(args) > position else kwargs.get("dim")
-    if isinstance(dims, bool) or dims is None or dims == []:
+def _reduction(c: Channels, args: Arguments) -> Any:
+    ids, dims = joined(parts_of(c, args["self"])), args.get("dim")
+    ndim = len(ids.shape)
+    if dims is None or dims == []:
         dims = list(range(ndim))
     elif isinstance(dims, int):
         dims = [dims]
     return contracted(c, summed_parts(c, ids, dims), dims, keep=c.node.meta["val"].ndim == ndim)
 
 
-def _cumulative(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-    if any(differs(part)[dim] for part in parts_of(c, args[0])):
-        return c.barrier(f"{target} along channels", (args, kwargs))
-    for part in parts_of(c, args[0]):
+def _cumulative(c: Channels, args: Arguments) -> Any:
+    parts = parts_of(c, args["self"])
+    if any(differs(part)[args["dim"]] for part in parts):
+        return c.barrier(f"{c.node.target} along channels")
+    for part in parts:
         c.touch(part)
-    return mapped(c, args[0], c.renew_ids)
+    return joined([c.renew_ids(part) for part in parts])
 
 
-def _extreme(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _extreme(c: Channels, args: Arguments) -> Any:
     """``max`` and ``min``: of two operands, of all values, or of one dimension, with positions."""
-    name = target._overloadname
-    if name == "other":
-        return _elementwise(c, target, args, kwargs)
-    if name == "default":
-        return _reduction(c, target, args, kwargs)
-    ids = c.ids_of(args[0])
-    dim = args[1] if name == "dim" else None
-    if dim is None or differs(ids)[dim]:
-        return _choice(c, target, args, kwargs)
+    if "other" in args:
+        return _elementwise(c, args)
+    if "dim" not in args:
+        return _reduction(c, args)
+    ids = c.ids_of(args["self"])
+    if differs(ids)[args["dim"]]:
+        return _choice(c, args)
     c.touch(ids)
-    result = c.reduce(ids, [dim], keep=c.node.meta["val"][0].ndim == ids.ndim)
+    result = c.reduce(ids, [args["dim"]], keep=c.node.meta["val"][0].ndim == ids.ndim)
     return [result, result]
 
 
-def _softmax(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs["dim"]
-
-    def along(ids: Tensor) -> Tensor:
-        c.reduce(ids, [dim], keep=True)
-        return c.renew_ids(ids)
-
-    return mapped(c, args[0], along)
+def _softmax(c: Channels, args: Arguments) -> Any:
+    parts = parts_of(c, args["self"])
+    for part in parts:
+        c.reduce(part, [args["dim"]], keep=True)
+    return joined([c.renew_ids(part) for part in parts])
 
 
-def _choice(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    for leaf in leaves((args, kwargs)):
-        if isinstance(leaf, (Tensor, Crossed, ParameterValue, IndexValue)):
-            c.separate(c.ids_of(leaf), f"{target} selects among them by position")
-    return fx.node.map_aggregate(c.node.meta["val"], c.new_ids_like)  # type: ignore[arg-type]
+def _choice(c: Channels, args: Arguments) -> Any:
+    for leaf in leaves(args):
+        if isinstance(leaf, (Tensor, Crossed, ParameterValue)):
+            c.separate(c.ids_of(leaf), f"{c.node.target} selects among them by position")
+    return c.unknown(c.node.meta["val"])
 
 
 # Operators like no other, each with its rule. Those of permtriton are found by name, without loading their kernels.
 SPECIAL: dict[Any, Rule] = {
-    operator.getitem: lambda c, _, args, kw: args[0][args[1]],
-    aten._assert_tensor_metadata: lambda c, _, args, kw: None,
+    operator.getitem: lambda c, args: operator.getitem(*args.values()),
+    aten._assert_tensor_metadata: lambda c, args: None,
     aten.cat: _cat,
     aten.concat: _cat,
     aten.concatenate: _cat,
     aten.copy: _copy,
     aten.pad: _pad,
     aten.constant_pad_nd: _pad,
-    aten.select_scatter: _scatter(aten.select.int),
-    aten.slice_scatter: _scatter(aten.slice.Tensor),
+    aten.select_scatter: lambda c, args: _scatter(c, args, aten.select.int),
+    aten.slice_scatter: lambda c, args: _scatter(c, args, aten.slice.Tensor),
     aten.glu: _glu,
     aten.max: _extreme,
     aten.min: _extreme,

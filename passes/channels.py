@@ -23,7 +23,8 @@ from permtriton.passes.channel_ids import (
     unexpanded,
     values_of,
 )
-from permtriton.passes.graph_values import Crossed, IndexValue, LinearCall, ParameterValue, leaves
+from permtriton.passes.graph import index_value, is_index
+from permtriton.passes.graph_values import Crossed, LinearCall, ParameterValue, leaves
 
 AxisKey = tuple[str, int]  # a parameter and one of its dimensions
 
@@ -56,46 +57,35 @@ class Channels:
 
     Args:
         contexts: Whether to record contexts; False records only joints, which is faster.
-
-    Attributes:
-        node: The graph node that is running.
-        linears: Products with a weight that have run so far.
-        embedding_columns: The axes that are columns of an embedding.
-        total: One more than the largest id.
-        sizes: Axis -> its size, for all parameters of the graph.
-        starts: Axis -> its first id.
-        used_axes: The axes that the graph has used so far, in order (a dict without values).
-        joints: Channels that move together.
-        context_changes: What operators added to contexts.
-        barriers: Reasons of the barriers that channels entered, each once and in order (a dict without values).
     """
 
     def __init__(self, graph_module: fx.GraphModule, *, contexts: bool = True) -> None:
-        self.node: fx.Node = next(iter(graph_module.graph.nodes))
-        self.linears: list[LinearCall] = []
+        self.node: fx.Node = next(iter(graph_module.graph.nodes))  # the node that is running
+        self.arguments: Any = ()  # what it reads, with ids in place of tensors
+        self.linears: list[LinearCall] = []  # products with a weight that have run so far
         self.embedding_columns: set[AxisKey] = set()
         targets = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
-        self.sizes: dict[AxisKey, int] = {}
+        self.sizes: dict[AxisKey, int] = {}  # of all parameters of the graph
         for name in sorted(targets):
             value = attrgetter(name)(graph_module)
             if isinstance(value, nn.Parameter):
                 self.sizes.update({(name, dim): size for dim, size in enumerate(value.shape)})
         starts = np.cumsum([1, *self.sizes.values()])
-        self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}
-        self.total = int(starts[-1])
+        self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}  # first ids
+        self.total = int(starts[-1])  # one more than the largest id
         self._ids = torch.arange(self.total)  # id 0 belongs to no channel
-        self.used_axes: dict[AxisKey, None] = {}
+        self.used_axes: dict[AxisKey, None] = {}  # those that the graph has used so far, in order
         self._contexts = contexts
         self._next_opaque = -1
         self.joints: list[Joint] = []
         self.context_changes: list[ContextChange] = []
         self._scalars: dict[str, int] = {}
-        self.barriers: dict[str, None] = {}
+        self.barriers: dict[str, None] = {}  # reasons of the barriers that channels entered, each once and in order
 
     # -- ids -------------------------------------------------------------------------------------------------------
 
     def ids_of(self, value: Any, dim: int | None = None) -> Any:
-        """Returns an argument of an operator as one tensor of ids, if it is a parameter, an index or `Crossed`.
+        """Returns an argument of an operator as one tensor of ids, if it is a parameter or `Crossed`.
 
         A parameter that is used as data carries the channels of one dimension; its other dimensions must then keep
         their order. Of `Crossed` parts, the one that differs along the last dimension is returned; the channels of the
@@ -105,8 +95,6 @@ class Channels:
             value: Any argument; other kinds are returned unchanged.
             dim: Dimension of the parameter whose channels are returned; None for its last one of size above 1.
         """
-        if isinstance(value, IndexValue):
-            return self.new_ids_like(value.index)
         if isinstance(value, Crossed):
             differing = next((part for part in value.parts if differs(part)[-1]), value.parts[0])
             for part in value.parts:
@@ -137,19 +125,20 @@ class Channels:
         """Returns the channels of every stored dimension of a parameter."""
         return [self.axis(value, dim) for dim, stored in enumerate(value.dims) if stored is not None]
 
-    def new_ids(self, shape: tuple[int, ...]) -> Tensor:
+    def index_argument(self, position: int) -> Tensor | None:
+        """Returns the index, int64 ``[C]``, that a pass has put at a position of the node's arguments, or None."""
+        node: Any = self.node.args[position]
+        return index_value(node) if is_index(node) else None
+
+    def new_ids(self, shape: Sequence[int]) -> Tensor:
         """Returns new, distinct ids for values that are not channels."""
         start = self._next_opaque
         self._next_opaque -= int(np.prod(shape))
-        return torch.arange(start, self._next_opaque, -1).view(shape)
-
-    def new_ids_like(self, value: Tensor) -> Tensor:
-        """Returns new, distinct ids for values that are not channels, in the shape of ``value``."""
-        return self.new_ids(tuple(value.shape))
+        return torch.arange(start, self._next_opaque, -1).view(tuple(shape))
 
     def renew_ids(self, ids: Tensor) -> Tensor:
         """Returns the ids of an operator's result: channels keep their ids, all other elements get new ones."""
-        return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.new_ids_like(ids))
+        return ids if self.all_channels(ids) else torch.where(ids > 0, ids, self.new_ids(ids.shape))
 
     def any_channel(self, ids: Tensor) -> bool:
         return self._in_range(ids) or bool((unexpanded(ids) > 0).any())
@@ -271,7 +260,7 @@ class Channels:
         for d in range(len(kept_dims), ids.ndim):
             if rows.stride(d) == 0:
                 rows = rows.narrow(d, 0, 1)
-        group_ids = self.new_ids(tuple(shape))
+        group_ids = self.new_ids(shape)
         reason = f"{self.node.target} reduces the channels in separate groups"
         if self._in_range(ids) and self._distinct(unexpanded(ids)):
             row = rows
@@ -360,10 +349,14 @@ class Channels:
         contexts = mix(self.new_ids(unique.shape).numpy().view(np.uint64))
         self.context_changes.append(ContextChange(unique, contexts, reason))
 
-    def barrier(self, operator: str, arguments: Any) -> Any:
-        """Returns new ids for the result of an operator without a rule; the channels that it reads keep their order."""
+    def barrier(self, operator: str) -> Any:
+        """Returns new ids for the node's result; the channels that it reads keep their order.
+
+        Args:
+            operator: The node's operator, in the words of the reason.
+        """
         ids: list[Tensor] = []
-        for value in leaves(arguments):
+        for value in leaves(self.arguments):
             if isinstance(value, ParameterValue):
                 ids += self.axes(value)
             elif isinstance(value, Crossed):

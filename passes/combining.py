@@ -15,11 +15,13 @@ from permtriton.passes.channel_ids import differs, unexpanded
 from permtriton.passes.channels import Channels
 from permtriton.passes.graph_values import Crossed, ParameterValue
 
-Rule = Callable[[Channels, Any, Sequence[Any], dict[str, Any]], Any]
+Arguments = dict[str, Any]  # all arguments of an operator, by name
+Rule = Callable[[Channels, Arguments], Any]
 
 
-def parts_of(c: Channels, value: Any) -> list[Tensor]:
-    return list(value.parts) if isinstance(value, Crossed) else [c.ids_of(value)]
+def parts_of(c: Channels, value: Any, dim: int | None = None) -> list[Tensor]:
+    """Returns the ids of an operand, for each factor of a product; see `Channels.ids_of` for ``dim``."""
+    return list(value.parts) if isinstance(value, Crossed) else [c.ids_of(value, dim)]
 
 
 def joined(parts: Sequence[Tensor]) -> Any:
@@ -35,12 +37,7 @@ def mapped(c: Channels, value: Any, function: Callable[[Tensor], Tensor]) -> Any
 def combine(c: Channels, operands: Sequence[Any]) -> Any:
     """Returns the ids of an elementwise function of several operands, which are broadcast."""
     inputs = [part for operand in operands if not isinstance(operand, ParameterValue) for part in parts_of(c, operand)]
-    ids = [
-        [c.ids_of(operand, _carrying(c, operand, inputs))]
-        if isinstance(operand, ParameterValue)
-        else parts_of(c, operand)
-        for operand in operands
-    ]
+    ids = [parts_of(c, operand, _carrying(c, operand, inputs)) for operand in operands]
     parameters = [isinstance(operand, ParameterValue) for operand in operands]
     shape = torch.broadcast_shapes(*(parts[0].shape for parts in ids))
     if not any(c.any_channel(part) for parts in ids for part in parts):
@@ -62,9 +59,7 @@ def combine(c: Channels, operands: Sequence[Any]) -> Any:
 
 def contracted(c: Channels, value: Any, dims: Sequence[int], *, keep: bool) -> Any:
     """Returns the ids of a reduction over ``dims`` that does not depend on the order along them."""
-    if not isinstance(value, Crossed):
-        return c.reduce(value, dims, keep=keep)
-    parts = [c.reduce(part, dims, keep=keep) for part in value.parts]
+    parts = [c.reduce(part, dims, keep=keep) for part in parts_of(c, value)]
     return joined([part for part in parts if c.any_channel(part)] or parts[:1])
 
 
@@ -117,7 +112,9 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
             continue
         first, second = differs(part), differs(other)
         finer, coarser = _each_a_run(part, second), _each_a_run(other, first)
-        if _outer(first, second) or (finer and coarser):
+        # like the factors of an outer product, both differ, but along no dimension in common
+        is_outer = any(first) and any(second) and not any(x and y for x, y in zip(first, second, strict=True))
+        if is_outer or (finer and coarser):
             c.cross(part, other)
             remaining.append(part)
         elif finer or coarser:
@@ -127,11 +124,6 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
         else:
             other = c.join(part, other, attached)
     return [*remaining, other]
-
-
-def _outer(first: Sequence[bool], second: Sequence[bool]) -> bool:
-    """Whether both tensors differ, but along no dimension in common, like the factors of an outer product."""
-    return any(first) and any(second) and not any(x and y for x, y in zip(first, second, strict=True))
 
 
 def _each_a_run(ids: Tensor, others: Sequence[bool]) -> bool:
@@ -150,8 +142,10 @@ def _is_run(ids: Tensor, dim: int) -> bool:
     return bool(line.min() > 0) and int(line.sort().values.diff().min()) == 1
 
 
-def _carrying(c: Channels, parameter: ParameterValue, others: Sequence[Tensor]) -> int | None:
+def _carrying(c: Channels, parameter: Any, others: Sequence[Tensor]) -> int | None:
     """Returns the only dimension of a parameter along which the channels of the other operands differ, or None."""
+    if not isinstance(parameter, ParameterValue):
+        return None
     ndim = len(parameter.shape)
     dims = [
         dim

@@ -66,11 +66,7 @@ class Move:
     @property
     def edits(self) -> tuple[Edit, ...]:
         """The edits to write into the model: a gather only if nothing upstream replaces it."""
-        at_run_time: tuple[Edit, ...] = ()
-        if self.placement is Destination.GATHER:
-            at_run_time = self.gathers
-        elif self.norm is not None:
-            at_run_time = (self.norm,)
+        at_run_time = self.gathers if self.placement is Destination.GATHER else filter(None, [self.norm])
         return (*self.columns, *self.upstream, *at_run_time)
 
 

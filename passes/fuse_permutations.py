@@ -37,7 +37,7 @@ def fuse_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) ->
         for fold in move.upstream:
             if fold.parameter in parameters:
                 node = parameters[fold.parameter]
-                wrap(tail(node), PERMUTE, (constants.index(fold.index), fold.dim), node.meta["val"])
+                wrap(tail(node), PERMUTE, (constants.index(fold.index), fold.dim))
         if move.norm is not None:
             _into_norm(parameters, constants, move.norm, source_of(argument(inserted[0], 0)))
         if move.placement is not Destination.GATHER:

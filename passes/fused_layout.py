@@ -9,23 +9,14 @@ from torch import fx, nn
 from permtriton.config import OProj
 from permtriton.model.experts import stacked_name
 from permtriton.model.norms import match_norm
-from permtriton.passes.graph import (
-    WEIGHT_PRODUCTS,
-    argument,
-    input_dim,
-    module_path,
-    norm_input,
-    parameter_nodes,
-    products,
-    source_of,
-    tail,
-)
+from permtriton.passes.graph import WEIGHT_PRODUCTS, module_path, norm_input, source_of
+from permtriton.passes.graph_values import LinearCall
 from permtriton.passes.plan import Axis, ChannelSpace, Destination, Norm, Plan, Site
-from permtriton.passes.untraced import Untraced
+from permtriton.passes.untraced import untraced_reach
 from permtriton.util.permutation import identity
 
 
-def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_proj: OProj = "tied") -> Plan:
+def fused_plan(plan: Plan, linears: Sequence[LinearCall], model: nn.Module, *, o_proj: OProj = "tied") -> Plan:
     """Returns the plan of layout ``fused``, in which every site has its own permutation.
 
     A site that is the only reader of a space that may move (``down``; ``o``, within its heads) keeps this space, whose
@@ -35,11 +26,12 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
 
     Args:
         plan: Plan of layout ``portable``; its sites are changed.
+        linears: All products with a weight in the graph.
         o_proj: With ``free``, a site whose channels have copies or may move only within heads gets its own space, too.
     """
     shared = {id(space) for space in plan.spaces if len(plan.sites_of(space)) > 1}
     barriers = list(plan.barriers)
-    finder = _NormFinder(graph_module, model, plan.untraced)
+    finder = _NormFinder(linears, model, plan.untraced)
     needed = {site.name for site in plan.sites if site.space.frozen or id(site.space) in shared}
     within_heads = {site.name for site in plan.sites if len(site.space.segments) > 1 or site.copies > 1}
     own_orders = {
@@ -53,7 +45,8 @@ def fused_plan(plan: Plan, graph_module: fx.GraphModule, model: nn.Module, *, o_
         if isinstance(space_or_reason, ChannelSpace):
             site.space, site.units = space_or_reason, identity(site.channels)
         elif space_or_reason and site.name in needed and (site.space.frozen or id(site.space) in gathered):
-            site.space = ChannelSpace.frozen_space(site.name, (site.channels,), site.space.reason or space_or_reason)
+            reason = site.space.reason or space_or_reason
+            site.space = ChannelSpace(site.name, (site.channels,), (), Destination.NONE, reason)
             site.units = identity(site.channels)
         elif space_or_reason and site.name not in needed:
             barriers.append(f"{site.name} stays within its heads: {space_or_reason}")
@@ -73,10 +66,7 @@ def _own_space(finder: "_NormFinder", site: Site) -> ChannelSpace | str:
         )
     units = identity(site.channels)
     parameters = [*(f"{name}.weight" for name in site.linears), *readers]
-    axes = [
-        Axis(name, input_dim(finder.parameters[name]), units, torch.zeros_like(units), is_input=True)
-        for name in parameters
-    ]
+    axes = [Axis(name, finder.in_dims[name], units, torch.zeros_like(units), is_input=True) for name in parameters]
     placement = Destination.IN_NORM if norm else Destination.GATHER
     return ChannelSpace(site.name, (site.channels,), tuple(axes), placement, norm=norm)
 
@@ -88,18 +78,19 @@ class _NormFinder:
         untraced: Names of the parameters that the trace did not use.
 
     Attributes:
-        parameters: Parameter name -> the node that reads it.
+        in_dims: Weight -> its dimension that is contracted.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, model: nn.Module, untraced: Sequence[str]) -> None:
-        self.parameters = parameter_nodes(graph_module)
-        self._untraced = Untraced(model, {name for name, _ in model.named_parameters()} - set(untraced))
-        self._model = model
+    def __init__(self, linears: Sequence[LinearCall], model: nn.Module, untraced: Sequence[str]) -> None:
+        self.in_dims = {call.parameter: call.in_dim for call in linears}
+        self._linears, self._model, self._untraced = linears, model, untraced
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._names = Counter(id(module) for module in self._modules.values())  # a shared module has several
         self._owners = Counter(id(p) for module in self._modules.values() for p in module._parameters.values())
         self._calls: dict[str, set[str]] = defaultdict(set)  # module name -> its calls in the trace
-        for node in graph_module.graph.nodes:
+        self._uses: Counter[str] = Counter()  # parameter or buffer -> number of nodes that read it
+        for node in linears[0].node.graph.nodes:
+            self._uses.update(str(source.target) for source in node.all_input_nodes if source.op == "get_attr")
             if stack := list(node.meta.get("nn_module_stack") or {}):
                 self._calls[module_path(node)].add(stack[-1])
 
@@ -124,19 +115,18 @@ class _NormFinder:
             The norm, or None if none can gather, and the names of the weights of linears outside the site that read the
             norm's output.
         """
-        calls = [call for name in site.linears for call, _ in products(self.parameters[f"{name}.weight"])]
-        sources = {source_of(argument(call, WEIGHT_PRODUCTS[call.target])) for call in calls}
+        weights = {f"{name}.weight" for name in site.linears}
+        sources = {call.source for call in self._linears if call.parameter in weights}
         if len(sources) != 1:
             return None, []
         source = sources.pop()
         path = module_path(source)
-        norm, readers = self._modules.get(path), _weights_that_read(source)
+        norm, readers = self._modules.get(path), self._weights_that_read(source)
         if not path or norm is None or readers is None or source.meta["val"].shape[-1] != site.channels:
             return None, []
         norm_source = norm_input(source, path)
-        if len(self._calls[path]) > 1 or self._names[id(norm)] > 1 or norm_source is None:
-            return None, []  # the norm runs more than once, or on more than one activation
-        if self._may_be_bypassed(path):
+        runs_once = len(self._calls[path]) == self._names[id(norm)] == 1
+        if not runs_once or norm_source is None or self._may_be_bypassed(path):
             return None, []
         variant = match_norm(norm, site.channels)
         if variant is None:
@@ -144,33 +134,30 @@ class _NormFinder:
         dtype_source = norm.get_parameter("weight") if variant.kind == "rms" else norm_source.meta["val"]
         if source.meta["val"].dtype != dtype_source.dtype:
             return None, []  # with mixed dtypes, it rounds differently from the norm that would replace it
-        weights = {f"{name}.weight" for name in site.linears}
-        if self._untraced.reach([f"{path}.weight", *readers, *weights], [site]):
+        if untraced_reach(self._model, self._untraced, [f"{path}.weight", *readers, *weights], [site]):
             return None, []  # what the trace did not run may read the norm's output, too
         return Norm(path, variant), [r for r in readers if r not in weights]
 
+    def _weights_that_read(self, source: fx.Node) -> list[str] | None:
+        """Returns the names of the weights of the linears that read ``source``.
 
-def _weights_that_read(source: fx.Node) -> list[str] | None:
-    """Returns the names of the weights of the linears that read ``source``.
-
-    Returns None if anything else reads it, or if one of the weights is used elsewhere, too.
-    """
-    weights: list[str] = []
-    waiting = [source]
-    while waiting:
-        node = waiting.pop()
-        for user in node.users:
-            if source_of(user) is source and user is not source:
-                waiting.append(user)
-                continue
-            if user.target not in WEIGHT_PRODUCTS or user.args[WEIGHT_PRODUCTS[user.target]] is not node:
-                return None
-            weight = user.args[WEIGHT_PRODUCTS[user.target] + 1]
-            while isinstance(weight, fx.Node) and weight.op == "call_function" and weight.args:
-                weight = weight.args[0]
-            if not isinstance(weight, fx.Node) or weight.op != "get_attr" or weight.meta["val"].ndim != 2:
-                return None
-            if [call for call, _ in products(weight)] != [user] or len(tail(weight).users) != 1:
-                return None
-            weights.append(str(weight.target))
-    return weights
+        Returns None if anything else reads it, or if one of the weights is used elsewhere, too.
+        """
+        calls = {call.node: call.parameter for call in self._linears if call.source is source}
+        weights: list[str] = []
+        waiting = [source]
+        while waiting:
+            for user in waiting.pop().users:
+                weight = calls.get(user)
+                if weight is None and source_of(user) is source:
+                    waiting.append(user)
+                elif (
+                    weight is None
+                    or user.target not in WEIGHT_PRODUCTS
+                    or self._model.get_parameter(weight).ndim != 2
+                    or self._uses[weight] > 1
+                ):
+                    return None
+                else:
+                    weights.append(weight)
+        return weights

@@ -118,10 +118,8 @@ def wrap(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any = None
     Args:
         value: Example of the result, for ``meta["val"]``; None takes the example of ``node``.
     """
-    graph = node.graph
-    with graph.inserting_before(min(node.users)):
-        new = graph.call_function(target, (node, *arguments))
-    new.meta = {**_origin(node), "val": node.meta["val"] if value is None else value, OURS: True}
+    value = node.meta["val"] if value is None else value
+    new = call_before(min(node.users), target, (node, *arguments), value)
     node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
     return new
 
@@ -134,12 +132,8 @@ def call_before(node: fx.Node, target: Any, arguments: Sequence[Any], value: Any
     """
     with node.graph.inserting_before(node):
         new = node.graph.call_function(target, tuple(arguments))
-    new.meta = {**_origin(node), "val": value, OURS: True}
+    new.meta = {"nn_module_stack": node.meta.get("nn_module_stack", {}), "val": value, OURS: True}
     return new
-
-
-def _origin(node: fx.Node) -> dict[str, Any]:
-    return {"nn_module_stack": node.meta["nn_module_stack"]} if "nn_module_stack" in node.meta else {}
 
 
 class Constants:
@@ -214,6 +208,12 @@ def module_path(node: fx.Node) -> str:
 def module_name(node: fx.Node) -> str:
     """Returns `module_path` without the suffix, such as ``@1``, of a repeated call of the same module."""
     return re.sub(r"@\d+", "", module_path(node))
+
+
+def module_class(node: fx.Node) -> str:
+    """Returns the class of the innermost module of a node, such as ``torch.nn.modules.linear.Linear``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return list(stack.values())[-1][1] if stack else ""
 
 
 def norm_input(source: fx.Node, module: str) -> fx.Node | None:

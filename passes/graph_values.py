@@ -1,6 +1,6 @@
-"""Arguments of channel rules in place of parameters and indices, and the products with weights that rules record."""
+"""Arguments of channel rules in place of parameters, and the products with weights that rules record."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,14 +45,14 @@ class ParameterValue:
     def transposed(self) -> "ParameterValue":
         return self.with_dims(range(len(self.shape) - 1, -1, -1))
 
-    def moved(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> "ParameterValue | None":
-        """Returns ``operator(parameter, *args)``; None unless the operator only moves, adds or drops dimensions."""
+    def moved(self, operator: Callable[..., Any], arguments: Mapping[str, Any]) -> "ParameterValue | None":
+        """Returns the result of an operator on it; None unless the operator only moves, adds or drops dimensions."""
         strides = [1]
         for size in reversed(self.shape[1:]):
             strides.insert(0, strides[0] * (size + 1))  # all different, also where a dimension has size 1
         sample = torch.empty_strided(self.shape, strides[: len(self.shape)], device="meta")
         try:
-            result = operator(sample, *args, **kwargs)
+            result = operator(**{**arguments, "self": sample})
         except RuntimeError:  # a view that merges dimensions
             return None
         if not isinstance(result, Tensor) or result.numel() != sample.numel():
@@ -76,12 +76,9 @@ class Crossed:
 
     parts: tuple[Tensor, ...]  # tensors of ids, all of one shape: the channels of each factor
 
-
-@dataclass(frozen=True)
-class IndexValue:
-    """A permutation that a pass has put into the graph."""
-
-    index: Tensor  # int64 ``[C]`` on the CPU
+    @property
+    def shape(self) -> torch.Size:
+        return self.parts[0].shape
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from permtriton.passes.edits import Gather, Move
-from permtriton.passes.graph import PERMUTE, SITE, Constants, call_before, input_dim, parameter_nodes, products, wrap
+from permtriton.passes.edits import Move
+from permtriton.passes.graph import PERMUTE, SITE, Constants, argument, call_before, parameter_nodes, products, wrap
 
 
 def insert_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) -> fx.GraphModule:
-    """Inserts ``permtriton::permute`` before the linears of every site that moves, and behind their weights."""
+    """Inserts ``permtriton::permute`` before each linear of every site that moves, and behind its weight."""
     constants, weights = Constants(graph_module), parameter_nodes(graph_module)
     for move in moves:
         columns = {fold.parameter: fold for fold in move.columns}
@@ -20,21 +20,10 @@ def insert_permutations(graph_module: fx.GraphModule, *, moves: Sequence[Move]) 
             index = constants.index(gather.index)
             for name in gather.linears:
                 fold, weight = columns[f"{name}.weight"], weights[f"{name}.weight"]
-                assert fold.dim == input_dim(weight)
-                calls = list(products(weight))
+                for call, position in list(products(weight)):
+                    activation = argument(call, position)
+                    gathered = call_before(call, PERMUTE, (activation, index), activation.meta["val"])
+                    gathered.meta[SITE] = gather.site
+                    call.update_arg(position, gathered)
                 wrap(weight, PERMUTE, (constants.index(fold.index), fold.dim))
-                for call, position in calls:
-                    activation = call.args[position]
-                    assert isinstance(activation, fx.Node)
-                    call.update_arg(position, _gathered(activation, index, gather, call))
     return graph_module
-
-
-def _gathered(activation: fx.Node, index: fx.Node, gather: Gather, call: fx.Node) -> fx.Node:
-    """Returns the activation in the site's order; linears that read the same node share one gather."""
-    for user in activation.users:
-        if user.target is PERMUTE and user.meta.get(SITE) == gather.site and user.args[1] is index:
-            return user
-    permuted = call_before(call, PERMUTE, (activation, index), activation.meta["val"])
-    permuted.meta[SITE] = gather.site
-    return permuted

@@ -37,7 +37,6 @@ def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _pack(call: fx.Node, kept: int, group: int) -> None:
-    """Replaces one product by ``sparse_linear``."""
     position = WEIGHT_PRODUCTS[call.target]
     activation, weight = argument(call, position), argument(call, position + 1)
     bias = call.args[0] if call.target is aten.addmm.default else call.args[2] if len(call.args) > 2 else None

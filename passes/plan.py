@@ -16,6 +16,7 @@ from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.checks import check_weight
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.model.name import layer_number
+from permtriton.passes.residual import Residual
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
 
@@ -98,11 +99,6 @@ class ChannelSpace:
     # least number of consecutive units that are whole N:M groups in every linear that reads them; set by `Plan`
     group_units: int = 1
 
-    @classmethod
-    def frozen_space(cls, name: str, segments: tuple[int, ...], reason: str) -> "ChannelSpace":
-        """Returns a space whose channels keep their order."""
-        return cls(name, segments, (), Destination.NONE, reason)
-
     def freeze(self, reason: str) -> None:
         self.placement, self.reason = Destination.NONE, reason
 
@@ -143,11 +139,6 @@ class ChannelSpace:
             for offset in range(0, size, block_size)
         ]
 
-    @property
-    def producers(self) -> list[Axis]:
-        """The axes whose parameters write these channels."""
-        return [axis for axis in self.axes if not axis.is_input]
-
 
 @dataclass(frozen=True)
 class Norm:
@@ -172,12 +163,7 @@ class Site:
     depth: int = 0
     num_calls: int = 1  # how often the linears run in one forward pass; above 1 if layers share their weights
     is_routed: bool = False  # whether a router chooses the linears' tokens, as for experts in a list
-    # name of the module whose input is the residual stream that the linear's output is added to; empty if the graph
-    # shows none
-    residual_reader: str = ""
-    residual_norm: str = ""  # name of the norm that the output passes before it is added; empty for none
-    residual_variant: NormVariant | None = None  # what that norm computes
-    residual_factor: float = 1.0  # factor of the output in the addition, after that norm
+    residual: Residual | None = None  # the residual stream that the linear's output is added to, if the graph shows one
 
     def expand(self, index: Tensor) -> Tensor:
         """Returns the index over this site's input channels, int64 ``[channels]``, for a unit index of its space."""
@@ -318,8 +304,3 @@ def named_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
 
 def layer_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
     return list(named_layers(model, plan).values())
-
-
-def layer_names(model: nn.Module, plan: Plan) -> dict[nn.Module, str]:
-    """Returns module -> name of the layer of `layer_modules` that holds it; of several layers, the last."""
-    return {module: name for name, layer in named_layers(model, plan).items() for module in layer.modules()}

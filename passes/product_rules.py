@@ -7,32 +7,33 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from permtriton.passes.channel_ids import differs
 from permtriton.passes.channels import Channels
-from permtriton.passes.combining import Rule, combine, contracted, mapped
-from permtriton.passes.graph import source_of
-from permtriton.passes.graph_values import IndexValue, LinearCall, ParameterValue
+from permtriton.passes.combining import Arguments, Rule, combine, contracted, mapped
+from permtriton.passes.graph import argument, source_of
+from permtriton.passes.graph_values import LinearCall, ParameterValue
 
 aten = torch.ops.aten
 
 # -- a weight ----------------------------------------------------------------------------------------------------------
 
 
-def _linear(c: Channels, x: Any, weight: Any, bias: Any = None) -> Any:
+def _linear(c: Channels, x: Any, weight: Any, bias: Any = None, *, position: int = 0) -> Any:
+    """Multiplies the activation ``x``, which is at ``position`` of the node's arguments, with a weight."""
     x = c.ids_of(x)
     if not isinstance(weight, ParameterValue) or not weight.is_matrix:
-        return c.barrier("a product with a computed weight", (x, weight, bias))
+        return c.barrier("a product with a computed weight")
     rows = c.axis(weight, 0)
-    _contract(c, x, weight)
+    _contract(c, x, weight, position)
     _add_bias(c, rows, bias)
     if rows.numel() == 1:  # a gate: one value for all channels that it is multiplied with
         return c.new_ids((*x.shape[:-1], 1))
     return rows.expand(*x.shape[:-1], -1)
 
 
-def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
+def _contract(c: Channels, x: Tensor, weight: ParameterValue, position: int = 0) -> None:
     """Joins dimension 1 of a weight with the last dimension of the activation ``x``, and records the product."""
     columns, in_dim = c.axis(weight, 1), weight.dims[1]
     channels, problem = c.channels_of(x)
@@ -42,7 +43,9 @@ def _contract(c: Channels, x: Tensor, weight: ParameterValue) -> None:
     else:
         c.unite(columns, channels, attached=True)
     assert in_dim is not None
-    c.linears.append(LinearCall(weight.name, in_dim, c.node, _source(c.node, weight.name), problem))
+    # before any reshaping, so that siblings share a source
+    source = source_of(argument(c.node, position))
+    c.linears.append(LinearCall(weight.name, in_dim, c.node, source, problem))
 
 
 def _one_order(c: Channels, x: Tensor) -> Tensor:
@@ -64,14 +67,13 @@ def _add_bias(c: Channels, rows: Tensor, bias: Any) -> None:
         c.separate(torch.cat([rows, bias.reshape(-1)]), "their bias is not a parameter with one value per channel")
 
 
-def _addmm(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    if isinstance(args[2], ParameterValue):
-        return _linear(c, args[1], args[2].transposed(), args[0])
-    return combine(c, [args[0], _matmul(c, target, args[1:3], {})])
+def _addmm(c: Channels, args: Arguments) -> Any:
+    if isinstance(args["mat2"], ParameterValue):
+        return _linear(c, args["mat1"], args["mat2"].transposed(), args["self"], position=1)
+    return combine(c, [args["self"], _matmul(c, args["mat1"], args["mat2"])])
 
 
-def _matmul(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    a, b = args
+def _matmul(c: Channels, a: Any, b: Any) -> Any:
     if isinstance(b, ParameterValue) and b.is_matrix:
         return _linear(c, a, b.transposed())
     if isinstance(b, ParameterValue) and len(b.shape) == 3 and not b.computed and None not in b.dims:
@@ -79,24 +81,20 @@ def _matmul(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
         _contract(c, _one_order(c, c.ids_of(a)), b)
         return c.axis(b, 2).expand(c.node.meta["val"].shape)
     if isinstance(a, ParameterValue) and a.is_matrix and c.node.meta["val"].ndim > 1:
-        return c.compact_repeats(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a).mT)
-    if c.node.meta["val"].ndim < 2 or min(_rank(a), _rank(b)) < 2:
-        return c.barrier("a product with a vector", (a, b))
+        return c.compact_repeats(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a, position=1).mT)
+    if c.node.meta["val"].ndim < 2 or min(len(a.shape), len(b.shape)) < 2:
+        return c.barrier("a product with a vector")
     a, b = mapped(c, a, lambda part: part.unsqueeze(-1)), mapped(c, b, lambda part: part.unsqueeze(-3))
     return contracted(c, combine(c, [a, b]), [-2], keep=False)
 
 
-def _rank(value: Any) -> int:
-    return len(value.shape) if isinstance(value, (Tensor, ParameterValue)) else value.parts[0].ndim
-
-
-def _einsum(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _einsum(c: Channels, args: Arguments) -> Any:
     """A product of tensors, each with a letter per dimension, summed over the letters that the result lacks."""
-    equation, operands = args[0].replace(" ", ""), args[1]
+    equation, operands = args["equation"].replace(" ", ""), args["tensors"]
     inputs, arrow, result_letters = equation.partition("->")
     terms = inputs.split(",")
     if not arrow or "." in equation or any(len(set(term)) != len(term) for term in [*terms, result_letters]):
-        return c.barrier(f"{target} {equation}", (args, kwargs))
+        return c.barrier(f"{c.node.target} {equation}")
     letters = result_letters + "".join(dict.fromkeys(letter for letter in inputs if letter not in result_letters + ","))
 
     def spread(term: str) -> Callable[[Tensor], Tensor]:
@@ -117,21 +115,20 @@ def _einsum(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any
     return contracted(c, result, summed_dims, keep=False) if summed_dims else result
 
 
-def _conv(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _conv(c: Channels, args: Arguments) -> Any:
     """A convolution: a product at every position of its kernel, over all channels or within groups of channels."""
-    named = dict(zip((argument.name for argument in target._schema.arguments), args, strict=False)) | kwargs
-    weight, groups, bias = named["weight"], named.get("groups", 1), named.get("bias")
+    weight, groups = args["weight"], args["groups"]
     is_stored = isinstance(weight, ParameterValue) and not weight.computed and weight.dims[0] is not None
-    if not is_stored or (groups == 1 and weight.dims[1] is None) or named.get("transposed"):
-        return c.barrier(f"{target} with a computed or transposed weight", (args, kwargs))
-    x, rows = c.ids_of(named["input"]), c.axis(weight, 0)
+    if not is_stored or (groups == 1 and weight.dims[1] is None) or args.get("transposed"):
+        return c.barrier(f"{c.node.target} with a computed or transposed weight")
+    x, rows = c.ids_of(args["input"]), c.axis(weight, 0)
     kernel = len(weight.shape) - 2
     for positions in c.axes(weight)[1 if weight.dims[1] is None else 2 :]:
         c.separate(positions, "they are positions of a convolution's kernel")
     c.touch(x)
-    _add_bias(c, rows, bias)
+    _add_bias(c, rows, args["bias"])
     if groups != 1:
-        return _by_groups(c, x, weight, groups, named.get("stride", [1]))
+        return _by_groups(c, x, weight, groups, args["stride"])
     _contract(c, x.movedim(x.ndim - 1 - kernel, -1), weight)
     return rows.view(-1, *[1] * kernel).expand(c.node.meta["val"].shape)
 
@@ -153,92 +150,64 @@ def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stri
     return rows.view(-1, *[1] * kernel).expand(shape)
 
 
-def _sparse_linear(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, weight, _, bias, index, in_features = args[:6]
-    packed = isinstance(weight, ParameterValue) and weight.shape[-1] == in_features
-    if not packed or not isinstance(index, IndexValue | None):
-        return c.barrier(f"{target} on a weight that no node of the graph packs", (args, kwargs))
-    x = c.ids_of(x)
-    return _linear(c, x if index is None else c.gather(x, index.index, -1), weight, bias)
+def _sparse_linear(c: Channels, args: Arguments) -> Any:
+    x, weight, index = c.ids_of(args["x"]), args["values"], c.index_argument(4)
+    packed = isinstance(weight, ParameterValue) and weight.shape[-1] == args["in_features"]
+    if not packed or (index is None and args["index"] is not None):
+        return c.barrier(f"{c.node.target} on a weight that no node of the graph packs")
+    return _linear(c, x if index is None else c.gather(x, index, -1), weight, args["bias"])
 
 
-def _embedding(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    weight, indices = args[:2]
+def _embedding(c: Channels, args: Arguments) -> Any:
+    weight = args["weight"]
     columns = weight.dims[1] if isinstance(weight, ParameterValue) and weight.is_matrix else None
     if columns is None:
-        return c.barrier("an embedding of a computed table", (weight, indices))
+        return c.barrier("an embedding of a computed table")
     c.embedding_columns.add((weight.name, columns))
-    indices = c.ids_of(indices)
+    indices = c.ids_of(args["indices"])
     if c.any_channel(indices):
         c.separate(indices, f"{c.node.target} makes numbers of them, each of which it looks up")
     c.separate(c.axis(weight, 0), f"{c.node.target} looks them up by their numbers")
     return c.axis(weight, 1).expand(*indices.shape, -1)
 
 
-def _of_a_weight(result: Callable[[ParameterValue], Any]) -> Rule:
-    """Returns a rule that applies ``result`` to the weight that the operator reads; other inputs meet a barrier."""
-
-    def rule(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        weight = args[0]
-        return result(weight) if isinstance(weight, ParameterValue) else c.barrier(str(target), (args, kwargs))
-
-    return rule
-
-
-def _source(call: fx.Node, weight: str) -> fx.Node:
-    """Returns the node whose channels a product reads: before any reshaping, so that siblings share a source."""
-    first, second = call.args[1:3] if call.target is aten.addmm.default else call.args[:2]
-    assert isinstance(first, fx.Node)
-    assert isinstance(second, fx.Node)
-    return source_of(second if _reads(first, weight) else first)
-
-
-def _reads(node: fx.Node, parameter: str) -> bool:
-    """Whether a node is ``parameter``, possibly behind operators such as a transposition or a cast."""
-    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node.op == "get_attr" and node.target == parameter
-
-
 # -- norms, attention --------------------------------------------------------------------------------------------------
 
 
-def _norm(c: Channels, x: Any, dims: int, vectors: Sequence[Any]) -> Any:
-    x = c.renew_ids(c.ids_of(x))
+def _norm(c: Channels, args: Arguments, dims: int) -> Any:
+    x = c.renew_ids(c.ids_of(next(iter(args.values()))))
     c.touch(x)
     c.reduce(x, list(range(-dims, 0)), keep=True)
-    for vector in vectors:
+    for vector in (args["weight"], args.get("bias")):
         if vector is not None:
             x = c.join(x, c.ids_of(vector), isinstance(vector, ParameterValue))
     return x
 
 
-def _group_norm(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, groups, weight, bias = (*args, None, None)[:4]
-    x = c.renew_ids(c.ids_of(x))
+def _group_norm(c: Channels, args: Arguments) -> Any:
+    x = c.renew_ids(c.ids_of(args["input"]))
     c.touch(x)
-    split = x.unflatten(1, (groups, -1))
+    split = x.unflatten(1, (args["num_groups"], -1))
     c.reduce(split, list(range(2, split.ndim)), keep=True)
-    for vector in (weight, bias):
+    for vector in (args["weight"], args["bias"]):
         if vector is not None:
             ids = c.ids_of(vector).view(-1, *[1] * (x.ndim - 2))
             x = c.join(x, ids, isinstance(vector, ParameterValue))
     return x
 
 
-def _norm_permute(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, weight, bias, index = args[:4]
-    if not isinstance(index, IndexValue):
-        return c.barrier(f"{target} by a computed index", (args, kwargs))
-    return c.gather(_norm(c, x, 1, (weight, bias)), index.index, -1)
+def _norm_permute(c: Channels, args: Arguments) -> Any:
+    index = c.index_argument(3)
+    if index is None:
+        return c.barrier(f"{c.node.target} by a computed index")
+    return c.gather(_norm(c, args, 1), index, -1)
 
 
-def _attention(c: Channels, q: Any, k: Any, v: Any, mask: Any = None, *_: Any, **kwargs: Any) -> Any:
-    mask = c.ids_of(kwargs.get("attn_mask", mask))
+def _attention(c: Channels, args: Arguments) -> Any:
+    q, k, v, mask = (c.ids_of(args[name]) for name in ("query", "key", "value", "attn_mask"))
     if mask is not None and c.any_channel(mask):
         c.separate(mask, "they are an attention mask")
-    q, k, v = c.ids_of(q), c.ids_of(k), c.ids_of(v)
-    if kwargs.get("enable_gqa"):  # without it, heads are broadcast
+    if args["enable_gqa"]:  # without it, heads are broadcast
         repeats = q.shape[-3] // k.shape[-3]
         k, v = (c.compact_repeats(t.repeat_interleave(repeats, -3)) for t in (k, v))
     scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)
@@ -246,26 +215,26 @@ def _attention(c: Channels, q: Any, k: Any, v: Any, mask: Any = None, *_: Any, *
 
 
 PRODUCTS: dict[Any, Rule] = {
-    aten.linear: lambda c, _, args, kw: _linear(c, *args, **kw),
+    aten.linear: lambda c, args: _linear(c, *args.values()),
     aten.addmm: _addmm,
-    aten.matmul: _matmul,
-    aten.mm: _matmul,
-    aten.bmm: _matmul,
-    aten.baddbmm: lambda c, target, args, kw: combine(c, [args[0], _matmul(c, target, args[1:3], {})]),
+    aten.matmul: lambda c, args: _matmul(c, *args.values()),
+    aten.mm: lambda c, args: _matmul(c, *args.values()),
+    aten.bmm: lambda c, args: _matmul(c, *args.values()),
+    aten.baddbmm: lambda c, args: combine(c, [args["self"], _matmul(c, args["batch1"], args["batch2"])]),
     aten.einsum: _einsum,
     aten.conv1d: _conv,
     aten.conv2d: _conv,
     aten.conv3d: _conv,
     aten.convolution: _conv,
     aten.embedding: _embedding,
-    aten.scaled_dot_product_attention: lambda c, _, args, kw: _attention(c, *args, **kw),
-    "permtriton::nm_mask": _of_a_weight(lambda weight: weight),
-    "permtriton::pack": _of_a_weight(lambda weight: (weight, weight)),
+    aten.scaled_dot_product_attention: _attention,
+    "permtriton::nm_mask": lambda c, args: args["weight"],
+    "permtriton::pack": lambda c, args: [args["weight_OC"]] * 2,
     "permtriton::sparse_linear": _sparse_linear,
 }
 NORMS: dict[Any, Rule] = {
-    aten.layer_norm: lambda c, _, args, kw: _norm(c, args[0], len(args[1]), args[2:4]),
-    aten.rms_norm: lambda c, _, args, kw: _norm(c, args[0], len(args[1]), args[2:3]),
+    aten.layer_norm: lambda c, args: _norm(c, args, len(args["normalized_shape"])),
+    aten.rms_norm: lambda c, args: _norm(c, args, len(args["normalized_shape"])),
     aten.group_norm: _group_norm,
     "permtriton::norm_permute": _norm_permute,
 }

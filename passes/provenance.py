@@ -16,9 +16,8 @@ and the reason is recorded.
 The rules are in `permtriton.passes.channel_rules`, ids and contexts in `permtriton.passes.channels`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,8 @@ from torch import Tensor, fx, nn
 from permtriton.passes.channel_ids import mix, numbered
 from permtriton.passes.channel_rules import ALONG, CONSTANT, LAYOUT, SAME, constant, rule_of
 from permtriton.passes.channels import AxisKey, Channels, ContextChange, Joint
-from permtriton.passes.graph import INDEX, one_thread
-from permtriton.passes.graph_values import Crossed, IndexValue, LinearCall, ParameterValue
+from permtriton.passes.graph import one_thread
+from permtriton.passes.graph_values import Crossed, LinearCall, ParameterValue
 
 aten = torch.ops.aten
 ZERO = {aten.new_zeros, aten.zeros, aten.zeros_like}
@@ -72,38 +71,20 @@ class Provenance:
         return "its channels differ in what reads them"
 
 
+@dataclass(frozen=True)
 class Unions:
-    """Which channels a graph joins, and at which nodes; without contexts.
+    """Which channels a graph joins, and at which nodes; without contexts."""
 
-    Args:
-        total: One more than the largest channel id.
-        axes: (parameter, dimension) -> its first id.
-        joints: Channels that move together, in execution order.
-    """
-
-    def __init__(self, total: int, axes: dict[AxisKey, int], joints: Sequence[Joint]) -> None:
-        self._total, self._axes, self._joints = total, axes, joints
-
-    @cached_property
-    def labels(self) -> np.ndarray:
-        """The lowest id that each id is joined with, directly or not, int64 ``[ids]``."""
-        count, labels = _components(self._total, self._joints)
-        lowest = np.empty(count, np.int64)
-        lowest[labels[::-1]] = np.arange(self._total)[::-1]
-        return lowest[labels]
-
-    def partition(self) -> bytes:
-        """Returns bytes that are equal for two graphs if and only if they join the same channels."""
-        return repr(self._axes).encode() + self.labels.tobytes()
-
-    @property
-    def parameters(self) -> set[str]:
-        return {parameter for parameter, _ in self._axes}
+    parameters: set[str]  # names of the parameters that the graph reads
+    joints: Sequence[Joint]  # channels that move together, in execution order
+    labels: np.ndarray  # number of the set of joined channels that each channel id belongs to, ``[ids]``
 
     def first_new(self, other: "Unions") -> str | None:
-        """Returns the name of the first node that joins channels which are not joined in ``other``, or None."""
-        assert self._axes == other._axes, "the graphs are over different parameters"
-        for joint in self._joints:
+        """Returns the name of the first node that joins channels which are not joined in ``other``, or None.
+
+        Both graphs must read the same parameters.
+        """
+        for joint in self.joints:
             if (other.labels[joint.a] != other.labels[joint.b]).any():
                 return joint.node
         return None
@@ -135,7 +116,8 @@ def channel_unions(graph_module: fx.GraphModule) -> Unions:
     """Returns which channels a graph joins, in a fraction of the time of `propagate`."""
     channels = Channels(graph_module, contexts=False)
     _Interpreter(graph_module, channels).results()
-    return Unions(channels.total, channels.starts, channels.joints)
+    _, labels = _components(channels.total, channels.joints)
+    return Unions({parameter for parameter, _ in channels.starts}, channels.joints, labels)
 
 
 class _Interpreter(fx.Interpreter):
@@ -148,7 +130,6 @@ class _Interpreter(fx.Interpreter):
         self._zeros: set[fx.Node] = set()
 
     def results(self) -> Sequence[Any]:
-        """Runs the graph and returns the ids of its outputs."""
         inputs = [None for node in self.graph.nodes if node.op == "placeholder"]
         with np.errstate(over="ignore"):
             return self.run(*inputs, enable_io_processing=False)
@@ -159,37 +140,35 @@ class _Interpreter(fx.Interpreter):
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = self._channels.node.meta.get("val")
-        return self._channels.new_ids_like(value) if isinstance(value, Tensor) else value
+        return self._channels.new_ids(value.shape) if isinstance(value, Tensor) else value
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().get_attr(target, args, kwargs)
         if isinstance(value, nn.Parameter):
             shape = tuple(value.shape)
             return ParameterValue(target, shape, tuple(range(len(shape))), (None,) * len(shape))
-        if isinstance(value, Tensor) and target.startswith(INDEX):
-            return IndexValue(value.long().cpu())
         return self._constant_ids(value) if isinstance(value, Tensor) else value
 
     def _constant_ids(self, value: Tensor) -> Tensor:
         """Returns ids of a constant: equal numbers of a vector have equal ids."""
         if value.is_meta or not value.is_floating_point() or max(value.shape, default=1) != value.numel():
-            return self._channels.new_ids_like(value)
+            return self._channels.new_ids(value.shape)
         bits = value.detach().double().cpu().numpy().view(np.int64)
         distinct_bits, inverse = np.unique(bits, return_inverse=True)
         return self._channels.new_ids(distinct_bits.shape)[torch.from_numpy(inverse).view(value.shape)]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if self._lacks_a_part(self._channels.node):
-            return self._channels.barrier(
-                f"{target} of a part that is empty where the model was traced", (args, kwargs)
-            )
-        rule = rule_of(self._channels.node)
+        channels = self._channels
+        channels.arguments = args, kwargs
+        if self._lacks_a_part(channels.node):
+            return channels.barrier(f"{target} of a part that is empty where the model was traced")
+        rule = rule_of(channels.node)
         if rule is None:
-            return self._channels.barrier(str(target), (args, kwargs))
-        if self._is_zero(self._channels.node):
-            self._zeros.add(self._channels.node)
+            return channels.barrier(str(target))
+        if self._is_zero(channels.node):
+            self._zeros.add(channels.node)
             rule = constant
-        return rule(self._channels, target, args, kwargs)
+        return rule(channels, _by_name(target, args, kwargs))
 
     def _lacks_a_part(self, node: fx.Node) -> bool:
         """Whether a node reads a tensor that is empty in the trace, but may have unknown elements for more tokens."""
@@ -214,7 +193,17 @@ class _Interpreter(fx.Interpreter):
         return packet in ZERO or (moves_values and is_tensor and self._zeros.issuperset(node.all_input_nodes))
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._channels.barrier(f"module {target}", (args, kwargs))
+        self._channels.arguments = args, kwargs
+        return self._channels.barrier(f"module {target}")
+
+
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns all arguments of an operator by name; by position for an operator of Python."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return dict(enumerate(args))
+    parameters = target._schema.arguments
+    named = {**dict(zip((p.name for p in parameters), args, strict=False)), **kwargs}
+    return {p.name: named.get(p.name, p.default_value) for p in parameters}
 
 
 def _is_empty(value: Tensor) -> bool:

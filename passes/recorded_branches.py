@@ -7,11 +7,11 @@ If all samples give the same values, such as that nothing is padded, they are re
 import os
 import traceback
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import product, takewhile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -39,17 +39,18 @@ class Answers(TorchFunctionMode):
     but how operators combine channels does not depend on how many rows are taken.
 
     Args:
-        earlier: recorded answers to return; None to record answers.
+        earlier: `answers` that were recorded, to be returned; None to record answers.
 
     Attributes:
+        answers: recorded answers by the lines of code that took them.
         takes_all: whether the code queried the positions at which a mask is true.
     """
 
-    def __init__(self, earlier: "Answers | None" = None) -> None:
+    def __init__(self, earlier: Mapping[Place, deque[Any]] | None = None) -> None:
         super().__init__()
         self.takes_all = False
         self._earlier = earlier
-        self._answers: defaultdict[Place, deque[Any]] = defaultdict(deque)
+        self.answers: defaultdict[Place, deque[Any]] = defaultdict(deque)
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -70,14 +71,10 @@ class Answers(TorchFunctionMode):
         place = _place()
         if self._earlier is None:
             answer = function(*args, **kwargs)
-            self._answers[place].append(answer)
+            self.answers[place].append(answer)
             return answer
-        remaining = self._earlier._answers[place]
+        remaining = self._earlier.get(place)
         return remaining.popleft() if remaining else function(*args, **kwargs)
-
-    def same(self, other: "Answers") -> bool:
-        """Whether both have recorded the same answers."""
-        return self._answers == other._answers
 
 
 def samples_like(arguments: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -99,8 +96,7 @@ def _place() -> Place:
     return tuple(f"{file}:{line}" for file, line in inside if not file.startswith(TORCH) and file != __file__)
 
 
-@contextmanager
-def converted() -> Iterator[None]:
+def converted() -> Any:
     """Inside the context, ``module.to`` does nothing if the dtype is the same: torch.export cannot convert modules."""
     original = nn.Module.to
 
@@ -108,8 +104,4 @@ def converted() -> Iterator[None]:
         dtypes = {parameter.dtype for parameter in module.parameters()}
         return module if not kwargs and {*args} == dtypes else original(module, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.to = original  # type: ignore[method-assign]
+    return mock.patch.object(nn.Module, "to", to)

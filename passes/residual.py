@@ -5,20 +5,23 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import fx
+from torch import fx, nn
 
+from permtriton.kernels.norm_permute import NormVariant
+from permtriton.model.norms import match_norm
 from permtriton.passes.graph import aten, module_name, source_of
 
 
 class Residual(NamedTuple):
-    """What a linear's output is added to, and what is applied to the output before the addition."""
+    """The residual stream that a linear's output is added to, and what is applied to the output before the addition."""
 
-    reader: str = ""  # name of the module whose only input is the residual stream; empty where none is known
-    norm: str = ""  # name of the module, most likely a norm, that the output passes before it is added; empty for none
-    factor: float = 1.0  # number that the output is multiplied by between that module and the addition
+    reader: str  # name of the module whose only input is the residual stream
+    norm: str = ""  # name of the norm that the output passes before it is added; empty for none
+    variant: NormVariant | None = None  # what that norm computes
+    factor: float = 1.0  # number that the output is multiplied by between that norm and the addition
 
 
-def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
+def residual_finder(graph: fx.Graph, model: nn.Module) -> Callable[[fx.Node, str], Residual | None]:
     """Returns a function that finds the residual stream which a product is added to.
 
     The function takes the product's node and the name of its layer. The reader is a norm before the branch that the
@@ -48,17 +51,18 @@ def residual_readers(graph: fx.Graph) -> Callable[[fx.Node, str], Residual]:
         outputs = [value for value in nodes_by_module[path] if any(module_name(user) != path for user in value.users)]
         return (outputs[0] if len(outputs) == 1 else None), path
 
-    def reader(product: fx.Node, layer: str) -> Residual:
+    def find(product: fx.Node, layer: str) -> Residual | None:
         residual, factor = _added_to(product)
-        norm = ""
+        norm, variant = "", None
         if residual is None:
             after, norm = through(product)
-            residual, factor = (None, 1.0) if after is None else _added_to(after)
+            variant = match_norm(model.get_submodule(norm), product.meta["val"].shape[-1]) if norm else None
+            residual, factor = (None, 1.0) if after is None or variant is None else _added_to(after)
         candidates = readers[residual] if residual is not None else []
         paths = [path for start, path in candidates if start < product and path.startswith(f"{layer}.")]
-        return Residual(paths[0], norm, factor) if paths else Residual()
+        return Residual(paths[0], norm, variant, factor) if paths else None
 
-    return reader
+    return find
 
 
 def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:

@@ -8,25 +8,16 @@ from torch import Tensor, fx
 
 from permtriton.passes.channel_ids import differs, of_several_axes
 from permtriton.passes.channels import Channels
-from permtriton.passes.combining import combine, mapped
+from permtriton.passes.combining import Arguments, combine, mapped
 from permtriton.passes.graph import PERMUTE, SPARSE_LINEAR
 from permtriton.passes.graph_values import Crossed, ParameterValue, leaves
 
 aten = torch.ops.aten
 # Operators whose rule takes ids of one row in place of rows whose number depends on data.
 BY_ROWS = {
-    aten.clone,
-    aten.dropout,
-    aten.gelu,
-    aten.index,
-    aten.index_put,
-    aten.linear,
-    aten.relu,
-    aten.silu,
-    aten.tanh,
-    PERMUTE.overloadpacket,
-    SPARSE_LINEAR.overloadpacket,
-}
+    aten.clone, aten.dropout, aten.gelu, aten.index, aten.index_put, aten.linear, aten.relu, aten.silu, aten.tanh,
+    PERMUTE.overloadpacket, SPARSE_LINEAR.overloadpacket,
+}  # fmt: skip
 
 
 def known_size(node: fx.Node, packet: Any) -> bool:
@@ -62,18 +53,18 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
     return row_ids.expand([size if isinstance(size, int) else 1 for size in shape])
 
 
-def index_put(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def index_put(c: Channels, args: Arguments) -> Any:
     """Writes one row wherever a mask is true, or rows under a mask or at positions: any row may go to any of these."""
-    x, source, node = c.ids_of(args[0]), c.ids_of(args[2]), c.node.args[1]
-    if len(node) == 1 and isinstance(node[0], fx.Node):  # type: ignore[arg-type, index]
-        index, dims = c.ids_of(args[1][0]), _indexed(0, node[0])  # type: ignore[index]
+    x, source, nodes = c.ids_of(args["self"]), c.ids_of(args["values"]), list[Any](c.node.args[1])  # type: ignore[arg-type]
+    if len(nodes) == 1 and isinstance(nodes[0], fx.Node):
+        index, dims = c.ids_of(args["indices"][0]), _indexed(0, nodes[0])
         rest = x.ndim - len(dims)
-        if node[0].meta["val"].dtype == torch.bool and source.ndim <= rest:  # type: ignore[index]
-            return combine(c, [args[0], args[2], index.view(*index.shape, *[1] * rest)])
+        if nodes[0].meta["val"].dtype == torch.bool and source.ndim <= rest:
+            return combine(c, [args["self"], args["values"], index.view(*index.shape, *[1] * rest)])
         fits = source.ndim == rest + 1 and not differs(source)[0] and not c.any_channel(index)
         if fits and not any(differs(x)[position] for position in dims):
             return combine(c, [x, source[0].expand(x.shape)])
-    return c.barrier(f"{target} by an index without known values", (args, kwargs))
+    return c.barrier(f"{c.node.target} by an index without known values")
 
 
 def _indexed(dim: int, index: fx.Node) -> range:
@@ -102,11 +93,12 @@ def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> 
     return Crossed(tuple(parts))
 
 
-def index_add(c: Channels, target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def index_add(c: Channels, args: Arguments) -> Any:
     """Adds rows of a source to rows of a tensor at positions that depend on data: any may be added to any."""
-    x, dim, index, source = c.ids_of(args[0]), args[1], c.ids_of(args[2]), c.ids_of(args[3])
+    dim = args["dim"]
+    x, index, source = (c.ids_of(args[name]) for name in ("self", "index", "source"))
     if differs(x)[dim] or differs(source)[dim] or c.any_channel(index):
-        return c.barrier(f"{target} of rows that hold different channels", (args, kwargs))
+        return c.barrier(f"{c.node.target} of rows that hold different channels")
     return combine(c, [x, source.narrow(dim, 0, 1).expand(x.shape)])
 
 

@@ -1,6 +1,5 @@
 """From channel provenance to the plan: the sites, their channel spaces, and which linears stay dense and why."""
 
-import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -8,75 +7,57 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from permtriton.config import CommonConfig
 from permtriton.errors import ModelError, reasons_of
-from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.modules import LINEAR_MODULES
-from permtriton.model.norms import match_norm
-from permtriton.passes.graph import module_name, one_thread
+from permtriton.model.name import shared_parts
+from permtriton.passes.graph import module_class, one_thread
 from permtriton.passes.graph_values import LinearCall
 from permtriton.passes.plan import Axis, ChannelSpace, Plan, Site, layer_of
 from permtriton.passes.provenance import Provenance
-from permtriton.passes.residual import Residual, residual_readers
+from permtriton.passes.residual import residual_finder
 from permtriton.passes.routed import ranked_products, routed_nodes
 from permtriton.passes.select_linears import check_own_patterns, left_out, own_patterns
-from permtriton.passes.untraced import Untraced
+from permtriton.passes.untraced import untraced_reach
 from permtriton.util.sparsity import NMPattern
 
 
 @one_thread()
-def find_sites(
-    provenance: Provenance,
-    model: nn.Module,
-    hidden_node: fx.Node,
-    sparsity: NMPattern,
-    *,
-    pattern: Sequence[str] = (),
-    skip_indivisible: bool = False,
-    targets: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-) -> Plan:
+def find_sites(provenance: Provenance, model: nn.Module, hidden_node: fx.Node, config: CommonConfig) -> Plan:
     """Decides which linears are pruned, groups them into sites and finds each site's permutable channels.
 
     Args:
         hidden_node: Graph node of the last hidden state; only linears that feed it are pruned.
-        sparsity: N:M pattern; input channels must be a multiple of its group, unless ``skip_indivisible`` is set.
-        pattern: Other patterns for some linears, as `permtriton.passes.select_linears.own_patterns` takes them.
-        targets: The only linears to prune, as `permtriton.passes.select_linears.left_out` takes them; nothing for all.
-        ignore: Linears to leave dense, whether ``targets`` names them or not.
     """
     linears = _linears(provenance, model)
-    skipped = left_out(linears, targets, ignore)
-    texts = own_patterns(linears, pattern)
-    patterns = dict.fromkeys(linears, sparsity) | {name: NMPattern.of_some(text)[1] for name, text in texts.items()}
+    skipped = left_out(linears, config.targets, config.ignore)
+    texts = own_patterns(linears, config.pattern)
+    patterns = {name: NMPattern.of_some(texts[name])[1] if name in texts else config.sparsity for name in linears}
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
     sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # by weight, of all its calls
     for call in provenance.linears:
         sources[call.parameter][call.source] = None
     by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
-    feeding = _ancestors(hidden_node)
-    for call in _prunable(calls, provenance, model, feeding, patterns, skip_indivisible, skipped):
+    graph, feeding = hidden_node.graph, {hidden_node}
+    for node in reversed(graph.nodes):
+        if not feeding.isdisjoint(node.users):
+            feeding.add(node)
+    for call in _prunable(calls, provenance, model, feeding, patterns, config.skip_indivisible, skipped):
         by_sources[tuple(sources[call.parameter])].append(call)
     _skip_the_rest(model, provenance, feeding, skipped)
-    check_own_patterns(texts, pattern, skipped)
+    check_own_patterns(texts, config.pattern, skipped)
     if not by_sources:
         reasons = "; ".join(reasons_of(skipped))
         raise ModelError(f"no linear layer of this model can be pruned ({reasons or 'it has none'})")
-    depths = _depths(hidden_node.graph, {call.node for calls in by_sources.values() for call in calls})
-    builder = _SpaceBuilder(provenance, patterns, hidden_node.graph, depths)
-    sites = [builder.site(model, calls) for calls in by_sources.values()]
-    spaces = builder.finish(sites)
-    unsaved = set(getattr(model, "_keys_to_ignore_on_save", None) or ())  # such as sinusoidal position tables
-    untraced = Untraced(model, {parameter for parameter, _ in provenance.axes})
-    for space in spaces:
-        readers = [site for site in sites if site.space is space]
-        if not space.frozen and (reason := untraced.reach([axis.parameter for axis in space.axes], readers)):
-            space.freeze(reason)
-        unsaved_parameters = unsaved & {axis.parameter for axis in space.axes}
-        if not space.frozen and unsaved_parameters:
-            space.freeze(f"{min(unsaved_parameters)} is not saved with the model, so that its order cannot change")
+    used = {parameter for parameter, _ in provenance.axes}
+    untraced = tuple(name for name, p in model.named_parameters() if name not in used and p.numel() > 1)
+    depths = _depths(graph, {call.node for calls in by_sources.values() for call in calls})
+    builder = _SpaceBuilder(provenance, model, patterns, depths)
+    sites = [builder.site(calls) for calls in by_sources.values()]
+    spaces = builder.finish(sites, untraced)
     pruned = {name: patterns[name] for site in sites for name in site.linears}
     hidden_site = builder.located(provenance.hidden_labels)
-    return Plan(sites, spaces, pruned, skipped, provenance.barriers, hidden_site, tuple(untraced.shapes))
+    return Plan(sites, spaces, pruned, skipped, provenance.barriers, hidden_site, untraced)
 
 
 def _linears(provenance: Provenance, model: nn.Module) -> dict[str, nn.Module]:
@@ -106,8 +87,7 @@ def _prunable(
         if isinstance(module, nn.Embedding):
             skipped.setdefault(call.parameter, "output head, tied to the embedding")
         elif not isinstance(module, LINEAR_MODULES) or attribute != "weight" or not _returns_one_tensor(module):
-            kind = _other(module) or f"weight of a {type(module).__name__}, not of a linear layer"
-            skipped.setdefault(call.parameter, kind)
+            skipped.setdefault(call.parameter, f"weight of a {type(module).__name__}, not of a linear layer")
         elif call.parameter in special:
             skipped.setdefault(owner, special[call.parameter])
         elif call.node not in feeding:
@@ -133,7 +113,8 @@ def _special(provenance: Provenance, model: nn.Module) -> dict[str, str]:
     products = {call.node for call in provenance.linears}
     routers = {node for graph in {node.graph for node in products} for node in ranked_products(graph, products)}
     for call in provenance.linears:
-        if not _holds(_module_at(model, module_name(call.node)), model.get_parameter(call.parameter)):
+        owner = type(model.get_submodule(call.parameter.rpartition(".")[0]))
+        if module_class(call.node) != f"{owner.__module__}.{owner.__qualname__}":
             reasons[call.parameter] = "its weight is read by another module than itself, which need not call it"
         elif call.node in routers:
             reasons.setdefault(call.parameter, "its outputs are ranked: a router, not a layer")
@@ -151,30 +132,6 @@ def _returns_one_tensor(module: nn.Module) -> bool:
     except Exception:  # the model's code may raise any kind
         return False
     return isinstance(result, Tensor)
-
-
-def _holds(module: nn.Module | None, parameter: nn.Parameter) -> bool:
-    """Whether ``module`` itself, not a submodule, has ``parameter``; modules of several layers may share it."""
-    return module is not None and any(candidate is parameter for candidate in module.parameters(recurse=False))
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """Returns the module whose name in a graph is ``path``; None if there is none.
-
-    Where a layer is in a model twice, the path tells which part of the list of layers was run:
-    ``layers.slice(None, 4, None).3``.
-    """
-    module = model
-    for name in path.split(".") if path else ():
-        try:
-            part = re.fullmatch(r"slice\((.+), (.+), (.+)\)", name)
-            if part and isinstance(module, nn.ModuleList):
-                module = module[slice(*(None if number == "None" else int(number) for number in part.groups()))]
-            else:
-                module = module.get_submodule(name)
-        except (AttributeError, ValueError):
-            return None
-    return module
 
 
 def _skip_the_rest(model: nn.Module, provenance: Provenance, feeding: set[fx.Node], skipped: dict[str, str]) -> None:
@@ -196,25 +153,8 @@ def _skip_the_rest(model: nn.Module, provenance: Provenance, feeding: set[fx.Nod
                 skipped.setdefault(name, outside(f"{name}.weight") or barrier)
         for parameter_name, parameter in module.named_parameters(prefix=name, recurse=False):
             if parameter.ndim > 2:
-                kind = _other(module) or f"{parameter.ndim}-dimensional weight of a {type(module).__name__}"
+                kind = f"{parameter.ndim}-dimensional weight of a {type(module).__name__}"
                 skipped.setdefault(parameter_name, outside(parameter_name) or kind)
-
-
-def _other(module: nn.Module) -> str:
-    """Returns why a module that computes a linear layer in another form stays dense; empty for other modules."""
-    if isinstance(module, nn.Conv1d) and module.kernel_size == (1,):
-        return "a Conv1d of kernel size 1, a linear layer in a form that is not supported"
-    return ""
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    ancestors, waiting = {node}, [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in ancestors:
-                ancestors.add(source)
-                waiting.append(source)
-    return ancestors
 
 
 def _depths(graph: fx.Graph, products: Collection[fx.Node]) -> dict[fx.Node, int]:
@@ -231,18 +171,19 @@ class _SpaceBuilder:
     def __init__(
         self,
         provenance: Provenance,
+        model: nn.Module,
         patterns: Mapping[str, NMPattern],
-        graph: fx.Graph,
         depths: Mapping[fx.Node, int],
     ) -> None:
-        self._provenance, self._patterns, self._depths = provenance, patterns, depths
-        self._residual_reader, self._routed = residual_readers(graph), routed_nodes(graph)
+        graph = provenance.linears[0].node.graph
+        self._provenance, self._model, self._patterns, self._depths = provenance, model, patterns, depths
+        self._find_residual, self._routed = residual_finder(graph, model), routed_nodes(graph)
         labels = provenance.contexts.size
         self._space_of = np.full(labels, -1, np.int64)
         self._unit_of = np.full(labels, -1, np.int64)
         self._spaces: list[ChannelSpace] = []
 
-    def site(self, model: nn.Module, calls: list[LinearCall]) -> Site:
+    def site(self, calls: list[LinearCall]) -> Site:
         """Returns the site of the linears that read one activation, and makes or finds its space."""
         names = [call.parameter.rpartition(".")[0] for call in calls]
         labels = self._provenance.axes[calls[0].parameter, calls[0].in_dim]
@@ -250,36 +191,25 @@ class _SpaceBuilder:
         problem = next((call.problem for call in calls if call.problem), "")
         space, units = self._space(name, labels, problem)
         count = sum(call.parameter == calls[0].parameter for call in self._provenance.linears)
-        layers = {layer_of(model, name) for name in names}
-        is_only_linear = len(names) == count == 1 and "" not in layers
-        residual, norm = self._residual(model, calls[0].node, *layers) if is_only_linear else (Residual(), None)
+        layers = frozenset(layer_of(self._model, name) for name in names)
+        if "" in layers:
+            layers = frozenset()
         site = Site(
             name,
             tuple(names),
             labels.size,
             torch.from_numpy(units),
             space,
-            layer_paths=frozenset() if "" in layers else frozenset(layers),
+            layer_paths=layers,
             depth=self._depths[calls[0].node],
             num_calls=count,
             is_routed=calls[0].source in self._routed,
-            residual_reader=residual.reader,
-            residual_norm=residual.norm,
-            residual_variant=norm,
-            residual_factor=residual.factor,
+            residual=self._find_residual(calls[0].node, *layers) if layers and len(names) == count == 1 else None,
         )
         for group in dict.fromkeys(self._patterns[name].group for name in names):
             if not space.frozen and (problem := _arrangement_problem(site, group)):
                 space.freeze(problem)
         return site
-
-    def _residual(self, model: nn.Module, product: fx.Node, layer: str) -> tuple[Residual, NormVariant | None]:
-        """Returns what a product is added to, and the norm in between; an empty `Residual` if it is no norm."""
-        residual = self._residual_reader(product, layer)
-        if not residual.norm:
-            return residual, None
-        norm = match_norm(model.get_submodule(residual.norm), product.meta["val"].shape[-1])
-        return (Residual(), None) if norm is None else (residual, norm)
 
     def _space(self, name: str, labels: np.ndarray, problem: str) -> tuple[ChannelSpace, np.ndarray]:
         """Returns the space of a site's input channels and the unit at each of them, int64 ``[channels]``.
@@ -300,7 +230,9 @@ class _SpaceBuilder:
         segments = tuple(int(size) for size in np.diff(edges))
         if not problem and max(segments) == 1:
             problem = self._provenance.reason(unique)
-        space = ChannelSpace.frozen_space(name, segments, problem) if problem else ChannelSpace(name, segments, ())
+        space = ChannelSpace(name, segments, ())
+        if problem:
+            space.freeze(problem)
         is_new = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
         self._space_of[unique[is_new]] = len(self._spaces)
         self._unit_of[unique[is_new]] = np.arange(unique.size)[is_new]
@@ -308,7 +240,7 @@ class _SpaceBuilder:
         order = np.argsort(unique)
         return space, order[np.searchsorted(unique, labels, sorter=order)]
 
-    def finish(self, sites: list[Site]) -> list[ChannelSpace]:
+    def finish(self, sites: list[Site], untraced: Sequence[str]) -> list[ChannelSpace]:
         """Attaches parameter dimensions to their spaces, names the spaces of several sites, and returns all spaces."""
         axes_by_space: list[list[Axis]] = [[] for _ in self._spaces]
         input_axes = {(call.parameter, call.in_dim) for call in self._provenance.linears}
@@ -322,13 +254,23 @@ class _SpaceBuilder:
         streams = 0
         for space, axes_of_space in zip(self._spaces, axes_by_space, strict=True):
             space.axes = tuple(axes_of_space)
-            fixed = [axis for axis in space.axes if not space.frozen and not axis.exchangeable(space.segments)]
-            if fixed:
-                space.freeze(f"{fixed[0].parameter} does not hold all of its channels in the same roles")
-            if sum(site.space is space for site in sites) > 1:
+            readers = [site for site in sites if site.space is space]
+            if not space.frozen and (problem := self._axes_problem(space, readers, untraced)):
+                space.freeze(problem)
+            if len(readers) > 1:
                 streams += 1
                 space.name = "stream" if streams == 1 else f"stream.{streams}"
         return self._spaces
+
+    def _axes_problem(self, space: ChannelSpace, readers: list[Site], untraced: Sequence[str]) -> str:
+        """Returns why parameters keep the channels of a space in their order; empty if they do not."""
+        if fixed := [axis for axis in space.axes if not axis.exchangeable(space.segments)]:
+            return f"{fixed[0].parameter} does not hold all of its channels in the same roles"
+        parameters = {axis.parameter for axis in space.axes}
+        if reason := untraced_reach(self._model, untraced, parameters, readers):
+            return reason
+        unsaved = parameters.intersection(getattr(self._model, "_keys_to_ignore_on_save", None) or ())
+        return f"{min(unsaved)} is not saved with the model, so that its order cannot change" if unsaved else ""
 
     def located(self, labels: np.ndarray) -> Site | None:
         """Returns the activation with channels of ``labels`` as a site; None unless one space orders all of them."""
@@ -364,9 +306,7 @@ def _common_name(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     split = [name.split(".") for name in names]
-    shared = 0
-    while len({tuple(parts[: shared + 1]) for parts in split}) == 1:
-        shared += 1
+    shared = len(shared_parts(split))
     prefix, inner = split[0][:shared], defaultdict(list)
     for parts in split:
         inner[parts[shared]].append(".".join(parts[shared + 1 :]))

@@ -7,7 +7,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -30,13 +30,6 @@ from permtriton.passes.recorded_branches import Answers, converted, samples_like
 from permtriton.passes.trace_inputs import examples
 
 OTHER_VALUES = "other_values"  # in the meta of a graph that has the model's channels but computes other values
-# Arguments of forward that bring in no further weights: they describe tokens, or control the call.
-CONTROLS = {
-    "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "token_type_ids", "head_mask",
-    "labels", "use_cache", "logits_to_keep", "output_attentions", "output_hidden_states", "output_router_logits",
-    "vision_feature_layer", "vision_feature_select_strategy", "return_dict", "cache_position", "next_sentence_label",
-    "encoder_attention_mask", "cross_attention_mask",
-}  # fmt: skip
 GUARDS = {torch.ops.aten._assert_tensor_metadata.default}  # checks that the graph does not need
 
 
@@ -62,18 +55,6 @@ class Traced:
         return results[self.hidden_position]
 
 
-def _gradients_stay_off() -> Any:
-    """Inside the context, switching gradients on or off has no effect.
-
-    torch.export would split the graph there, and generate all of its code again for each part.
-    """
-
-    def ignore(_enabled: bool) -> None:
-        pass
-
-    return mock.patch.object(torch._C, "_set_grad_enabled", ignore)
-
-
 class _Probed(nn.Module):
     """Returns the model's output tensors, without an encoder's state beside logits, then the last hidden state."""
 
@@ -84,7 +65,9 @@ class _Probed(nn.Module):
     def forward(self, **arguments: Tensor) -> tuple[Tensor, ...]:
         if self.masked:
             arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
-        with recorded_states(self.model) as states, _gradients_stay_off():
+        # torch.export would split the graph where gradients are switched, and generate the code of each part again.
+        gradients_stay_off = mock.patch.object(torch._C, "_set_grad_enabled", return_value=None)
+        with recorded_states(self.model) as states, gradients_stay_off:
             output = self.model(**arguments)
         inner = ENCODER_STATE if has_head(self.model) and not embeds(self.model) else ""
         return (*(v for name, v in output.items() if isinstance(v, Tensor) and name != inner), states[-1])
@@ -144,32 +127,21 @@ def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
 
 
 def _remedy(model: PreTrainedModel) -> str:
-    main, parameters = model.main_input_name, inspect.signature(model.forward).parameters
-    if main == "input_ids" or "input_ids" not in parameters:
+    main = model.main_input_name
+    if main == "input_ids" or "input_ids" not in inspect.signature(model.forward).parameters:
         return "Check config.json, and that transformers alone can run the model"
-    others = [
-        name
-        for name, parameter in parameters.items()
-        if name not in CONTROLS | {main} and parameter.kind is not parameter.VAR_KEYWORD
-    ]
     return (
-        f"Calibrate it on a mapping of input_ids and {main}, one row for each sample, and what else it needs of "
-        f"{', '.join(others) or 'its inputs'}: in Python by ids=, on the command line by a .safetensors file of these "
-        "tensors"
+        f"Calibrate it on a mapping of input_ids, {main} and what else its forward needs, one row for each sample: in "
+        "Python by ids=, on the command line by a .safetensors file of these tensors"
     )
 
 
 def _check_not_random(model: PreTrainedModel, graph_module: fx.GraphModule) -> None:
     """Refuses a model whose outputs differ from run to run."""
     random = torch.Tag.nondeterministic_seeded
-    for node in graph_module.graph.nodes:
-        operator = node.target
+    for operator in {node.target: None for node in graph_module.graph.nodes}:
         # Attention and dropout have the tag, too; both take a rate of dropout, which is 0 outside of training.
-        if (
-            isinstance(operator, torch._ops.OpOverload)
-            and random in operator.tags
-            and "drop" not in str(operator._schema)
-        ):
+        if random in getattr(operator, "tags", ()) and "drop" not in str(operator._schema):
             raise ModelError(
                 f"{type(model).__name__} draws random numbers when it runs ({operator}), so that its outputs cannot be "
                 "compared with the dense model's: permtriton needs a model that returns the same for the same inputs"
@@ -195,28 +167,24 @@ def _exported(model: PreTrainedModel, arguments: dict[str, Tensor], *, masked: b
     with torch.no_grad(), without_cache(model), _attributes_kept(model), _quiet(), no_stack_traces:
         try:
             return export_program(probed, **arguments), True
-        except Exception as error:  # torch.export raises many kinds
-            exported = _exported_with_answers(_on_cpu(probed), arguments)
-            if exported is None:
-                raise error from None
-            return exported
+        except Exception:  # torch.export raises many kinds
+            with suppress(Exception):  # and so does the model
+                return _exported_with_answers(_on_cpu(probed), arguments)
+            raise
 
 
-def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tuple[ExportedProgram, bool] | None:
-    """Exports a model whose branches depend on values but are the same for all samples; None if that fails."""
+def _exported_with_answers(probed: _Probed, arguments: dict[str, Tensor]) -> tuple[ExportedProgram, bool]:
+    """Exports a model whose branches depend on values but are the same for all samples."""
+    arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}
     all_answers = []
-    try:
-        arguments = {name: torch.zeros_like(value, device=probed.model.device) for name, value in arguments.items()}
-        for sample in samples_like(arguments):
-            with Answers() as answers:
-                probed(**sample)
-            all_answers.append(answers)
-        if not all(answers.same(all_answers[0]) for answers in all_answers):
-            return None
-        with Answers(all_answers[0]) as answers, converted():
-            return export_program(probed, **arguments), not answers.takes_all
-    except Exception:  # torch.export's and the model's, of any kind
-        return None
+    for sample in samples_like(arguments):
+        with Answers() as answers:
+            probed(**sample)
+        all_answers.append(answers.answers)
+    if any(answers != all_answers[0] for answers in all_answers):
+        raise ModelError("the model's branches depend on values")
+    with Answers(all_answers[0]) as answers, converted():
+        return export_program(probed, **arguments), not answers.takes_all
 
 
 def _on_cpu(probed: _Probed) -> _Probed:
@@ -252,9 +220,7 @@ def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> Expor
     exported = torch.export.export(module, inputs, named, strict=False)
     targets = {node.target for node in exported.graph.nodes}
     schemas = [getattr(target, "_schema", None) for target in targets]
-    rewritten = _vmap_increment_nesting in targets or any(
-        schema is not None and schema.is_mutable for schema in schemas
-    )
+    rewritten = _vmap_increment_nesting in targets or any(schema and schema.is_mutable for schema in schemas)
     return exported.run_decompositions({}) if rewritten else exported
 
 
@@ -264,23 +230,23 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
     During an export the model runs on tensors without values. If the model kept them, later runs would fail.
     """
-    saved = [(vars(module), {k: (v, _copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
+
+    def copied(value: Any) -> Any:
+        return value.copy() if isinstance(value, dict | set | list) else None
+
+    saved = [(vars(module), {k: (v, copied(v)) for k, v in vars(module).items()}) for module in model.modules()]
     try:
         yield
     finally:
         for attributes, values in saved:
             attributes.clear()
-            for name, (value, copied) in values.items():
+            for name, (value, content) in values.items():
                 attributes[name] = value
                 if isinstance(value, dict | set):
                     value.clear()
-                    value.update(copied)
+                    value.update(content)
                 elif isinstance(value, list):
-                    value[:] = copied
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, dict | set | list) else None
+                    value[:] = content
 
 
 def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> fx.GraphModule:
@@ -291,7 +257,9 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
         model: module that holds the parameters and buffers.
         prefix: prefix that names of parameters and buffers have in the program, but not in ``model``.
     """
-    first_names = _first_names(model)
+    first: dict[int, str] = {}
+    named = model.named_parameters(remove_duplicate=False)
+    first_names = {name: first.setdefault(id(parameter), name) for name, parameter in named}  # of tied parameters
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     readers: dict[str, fx.Node] = {}
@@ -325,10 +293,3 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
         if node.op == "call_function" and not node.users and not reads_attribute and not node.is_impure():
             graph.erase_node(node)
     return fx.GraphModule(attributes, graph, f"{type(model).__name__}Graph")
-
-
-def _first_names(model: nn.Module) -> dict[str, str]:
-    """Returns every name of each parameter -> the first name of that parameter."""
-    first: dict[int, str] = {}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: first.setdefault(id(parameter), name) for name, parameter in named}

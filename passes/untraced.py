@@ -12,48 +12,30 @@ Such a parameter can carry the channels if one of its dimensions is a multiple o
 required: a projection to twice the width may be split into a scale and a shift.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from permtriton.model.name import shared_parts
 from permtriton.passes.plan import Site, layer_of
 
 
-class Untraced:
-    """The parameters of a model that a trace did not use.
+def untraced_reach(model: nn.Module, untraced: Iterable[str], names: Iterable[str], readers: Sequence[Site]) -> str:
+    """Returns why a space is fixed; empty if none of the untraced parameters can carry its channels.
 
     Args:
-        used: Names of the parameters that the graph uses.
-
-    Attributes:
-        shapes: Parameter name -> shape, for the untraced parameters with more than one element.
+        untraced: Names of the untraced parameters.
+        names: Names of the parameters that write or read the channels.
+        readers: Sites that read them.
     """
-
-    def __init__(self, model: nn.Module, used: Collection[str]) -> None:
-        self._model = model
-        self.shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if n not in used and p.numel() > 1}
-
-    def reach(self, names: Iterable[str], readers: Sequence[Site]) -> str:
-        """Returns why a space with axes on ``names`` is fixed; "" if no untraced parameter can carry its channels."""
-        scope = _common_module(names)
-        if not layer_of(self._model, scope):
-            scope = ""
-        prefix = f"{scope}." if scope else ""
-        widths = sorted({width for site in readers for width in (site.channels, site.space.units) if width > 1})
-        for name, shape in self.shapes.items():
-            for width in widths:
-                if name.startswith(prefix) and any(size % width == 0 for size in shape):
-                    return (
-                        f"{name} {list(shape)}, which token ids alone do not reach, may write or read its {width} "
-                        "channels"
-                    )
-        return ""
-
-
-def _common_module(names: Iterable[str]) -> str:
-    """Returns the path of the lowest module that holds all ``names`` of parameters or modules."""
-    paths = [name.split(".")[:-1] for name in names]
-    shared = 0
-    while all(len(path) > shared for path in paths) and len({path[shared] for path in paths}) == 1:
-        shared += 1
-    return ".".join(paths[0][:shared])
+    scope = shared_parts([name.split(".")[:-1] for name in names])
+    prefix = ".".join([*scope, ""]) if layer_of(model, ".".join(scope)) else ""
+    widths = sorted({width for site in readers for width in (site.channels, site.space.units) if width > 1})
+    for name in untraced:
+        shape = model.get_parameter(name).shape
+        for width in widths:
+            if name.startswith(prefix) and any(size % width == 0 for size in shape):
+                return (
+                    f"{name} {list(shape)}, which token ids alone do not reach, may write or read its {width} channels"
+                )
+    return ""

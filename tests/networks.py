@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from permtriton import NMPattern
+from permtriton.config import CommonConfig
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.passes.provenance import propagate
 from permtriton.passes.sites import find_sites
@@ -71,7 +72,7 @@ def plan_of(net: nn.Module, inputs: Tensor, pattern: NMPattern) -> Plan:
     results = results_of(graph_module)
     provenance = propagate(graph_module, range(len(results)), hidden_position=0)
     drop_unused(net, {parameter for parameter, _ in provenance.axes})
-    return find_sites(provenance, net, results[0], pattern)
+    return find_sites(provenance, net, results[0], CommonConfig(sparsity=pattern))
 
 
 def drop_unused(net: nn.Module, used: set[str]) -> None:

@@ -11,7 +11,7 @@ from permtriton.running.layer_calls import find_chains
 from permtriton.running.layer_walk import LayerWalk, from_model
 from permtriton.util import ranks
 from permtriton.util.sparsity import NMPattern
-from permtriton.util.store import MEMORY, HostMemory
+from permtriton.util.store import MEMORY, Store
 
 from . import zoo
 from .expert_stacks import unstacked
@@ -140,7 +140,7 @@ def test_hidden_states_stay_on_the_gpu_unless_its_memory_is_short(changing):
     samples, most = Samples.of(zoo.token_ids(40, 12)), []
     with PretendGpu().here():
         model.to(GPU)
-    for store in (HostMemory(), MEMORY):
+    for store in (Store(onloads=True), MEMORY):
         with PretendGpu().here() as gpu:
             gpu.take(list(model.parameters()) + list(model.buffers()))
             for layer in walked(model, plan, samples, 2, changing, store):

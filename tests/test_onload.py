@@ -26,7 +26,7 @@ from permtriton.running.layer_calls import LayerStream
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.running.placement import DevicePlacement
 from permtriton.util.progress import NoProgress
-from permtriton.util.store import HostMemory
+from permtriton.util.store import Store
 
 from . import zoo
 from .expert_stacks import unstacked
@@ -65,7 +65,7 @@ def run(model, steps: str, options: dict, **where):
 def test_measures_of_layers_one_after_another_have_the_same_bits(name):
     """Also where some sequences are left over, and for linears outside of layers."""
     model, plan = unstacked(name) if name == "mixtral" else zoo.planned(name)
-    config, host = CompileConfig(micro_batch_size=4), HostMemory()
+    config, host = CompileConfig(micro_batch_size=4), Store(onloads=True)
     kind = "kl" if model.can_generate() else "cosine"
     stream = LayerStream(model, named_layers(model, plan), list(SAMPLES.split(4)), host)
     assert len(stream.layers) > 1, "otherwise the model runs as a whole, and nothing is tested"

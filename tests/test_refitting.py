@@ -122,7 +122,7 @@ def test_the_residual_moments_are_those_of_both_models():
     pruned, inputs = residual_of(problem, last), inputs_of(problem, [last])[last.name]
     torch.testing.assert_close(found[last.name].residual_shift, (dense - pruned).T @ inputs, rtol=1e-3, atol=1e-3)
     assert found[last.name].residual_shift.abs().max() > 0.1
-    writers = {site.name for site in problem.plan.sites if site.residual_reader}
+    writers = {site.name for site in problem.plan.sites if site.residual}
     assert {name for name, moment in found.items() if moment.residual_shift is not None} == writers
     assert len(writers) == 6
 
@@ -130,7 +130,7 @@ def test_the_residual_moments_are_those_of_both_models():
 def residual_of(problem: Problem, site: Site) -> Tensor:
     """What a site's output is added to in the model as it is, ``[tokens, hidden]``."""
     found = []
-    hook = problem.model.get_submodule(site.residual_reader).register_forward_pre_hook(
+    hook = problem.model.get_submodule(site.residual.reader).register_forward_pre_hook(
         lambda _, inputs: found.append(inputs[0])
     )
     problem.hidden()

@@ -16,7 +16,7 @@ from permtriton.methods.measure.statistics import output_change, watch_inputs
 from permtriton.model.experts import unstacked_experts
 from permtriton.passes.graph import WEIGHT_PRODUCTS, module_path
 from permtriton.passes.plan import Plan, linear_module
-from permtriton.passes.residual import Residual, residual_readers
+from permtriton.passes.residual import residual_finder
 from permtriton.passes.trace import export_program, unlifted
 from permtriton.running.layer_walk import from_model
 
@@ -90,12 +90,15 @@ FOUND = {
 def test_what_the_output_is_added_to(case):
     forward, reader, *more = FOUND[case]
     norm, factor = (more + ["", 1.0][len(more) :])[:2]
-    expected = Residual(reader and f"0.{reader}", norm and f"0.{norm}", factor)
     block = nn.Sequential(Block(forward)).eval()
     graph = unlifted(export_program(block, torch.randn(2, 5, WIDTH)), block).graph
     product = next(n for n in graph.nodes if n.target in WEIGHT_PRODUCTS and module_path(n) == "0.down")
-    assert residual_readers(graph)(product, "0") == expected
-    assert residual_readers(graph)(product, "1") == Residual()
+    find = residual_finder(graph, block)
+    found = find(product, "0")
+    assert (found is not None) == bool(reader)
+    if found:
+        assert (found.reader, found.norm, found.factor) == (f"0.{reader}", norm and f"0.{norm}", factor)
+    assert find(product, "1") is None
 
 
 @pytest.mark.parametrize(
@@ -110,8 +113,8 @@ def test_architectures(name, writers):
     plan = zoo.planned(name)[1]
     for paths in {frozenset(site.layer_paths) for site in plan.sites}:
         (layer,) = paths
-        sites = [site for site in plan.sites if site.layer_paths == paths and site.residual_reader]
-        found = {site.name.removeprefix(f"{layer}."): site.residual_reader.removeprefix(f"{layer}.") for site in sites}
+        sites = [site for site in plan.sites if site.layer_paths == paths and site.residual]
+        found = {site.name.removeprefix(f"{layer}."): site.residual.reader.removeprefix(f"{layer}.") for site in sites}
         assert found == writers
 
 
@@ -120,8 +123,8 @@ def test_what_the_stream_lacks_is_asked_of_the_output_before_its_norm(name):
     """A small change that is asked for at all channels is what the norm then makes of the output's."""
     model, plan = zoo.planned(name)
     site = next(each for each in plan.sites if each.name.endswith("0.mlp.down_proj"))
-    assert bool(site.residual_norm) == (name == "gemma2")
-    norm = model.get_submodule(site.residual_norm) if site.residual_norm else nn.Identity()
+    assert bool(site.residual.norm) == (name == "gemma2")
+    norm = model.get_submodule(site.residual.norm) if site.residual.norm else nn.Identity()
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(7, site.channels, generator=generator)
     output = linear_module(model, site.linears[0])(inputs).detach()
@@ -159,20 +162,20 @@ def same(first: list[Tensor], second: tuple[Tensor, Tensor]) -> bool:
 def unconfirmed(model: nn.Module, plan: Plan, samples: Samples) -> set[str]:
     """Runs a model, and returns the sites with a call whose output was not added to the stream that was seen of it."""
     additions, residuals, calls, handles = Additions(), {}, Counter(), []
-    writers = {site.linears[0]: site.name for site in plan.sites if site.residual_reader}
+    writers = {site.linears[0]: site.name for site in plan.sites if site.residual}
     for linear, name in writers.items():
 
         def note(_module, _inputs, output, name=name):
             site = next(each for each in plan.sites if each.name == name)
-            norm = model.get_submodule(site.residual_norm) if site.residual_norm else nn.Identity()
+            norm = model.get_submodule(site.residual.norm) if site.residual.norm else nn.Identity()
             calls[name] += 1
-            output = norm(output) if site.residual_factor == 1 else norm(output) * site.residual_factor
+            output = norm(output) if site.residual.factor == 1 else norm(output) * site.residual.factor
             additions.waiting[name] = (residuals[name], output.flatten(0, -2).clone())
 
         handles.append(linear_module(model, linear).register_forward_hook(note))
 
     def consume(site, _inputs, residual):
-        if site.residual_reader:
+        if site.residual:
             residuals[site.name] = residual.flatten(0, -2).clone()
 
     layer = replace(from_model(model, plan.sites, samples, len(samples)), may_stop_early=False)
@@ -202,7 +205,7 @@ def test_outputs_are_added_to_what_the_module_read(name, adds):
     model = tiny.build(name).eval()
     with unstacked_experts(model):
         plan = find_plan(model, NMPattern(2, 4), skip_indivisible=True)
-        assert any(site.residual_reader for site in plan.sites) == adds
+        assert any(site.residual for site in plan.sites) == adds
         assert not unconfirmed(model, plan, Samples.of(tiny.inputs(model, samples=3)))
 
 
@@ -212,7 +215,7 @@ def test_a_linear_that_several_layers_run():
     blocks = model.transformer.h
     blocks[1].mlp = blocks[0].mlp
     plan = find_plan(model, NMPattern(2, 4))
-    found = {site.name: site.residual_reader for site in plan.sites if site.residual_reader}
+    found = {site.name: site.residual.reader for site in plan.sites if site.residual}
     assert found == {f"transformer.h.{layer}.attn.c_proj": f"transformer.h.{layer}.ln_1" for layer in (0, 1)}
     assert not unconfirmed(model, plan, Samples.of(zoo.token_ids(3, 6)))
 
@@ -226,5 +229,7 @@ def test_a_norm_that_is_called_by_keyword():
         layer.input_layernorm = type("Caller", (nn.Module,), {"forward": lambda self, x: self.norm(hidden_states=x)})()
         layer.input_layernorm.norm = norm
     for site in plan.sites:
-        site.residual_reader = site.residual_reader.replace("input_layernorm", "input_layernorm.norm")
+        if site.residual:
+            reader = site.residual.reader.replace("input_layernorm", "input_layernorm.norm")
+            site.residual = site.residual._replace(reader=reader)
     assert not unconfirmed(model, plan, Samples.of(zoo.token_ids(3, 6)))

@@ -76,7 +76,7 @@ def permutation_report(plan: Plan, space: ChannelSpace) -> dict[str, Any]:
         "norm": space.norm.module if space.norm else None,
         "gathers": gathers,
         "bytes_per_token": gathers * sites[0].channels * (2 + 2),
-        "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.producers],
+        "producers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if not axis.is_input],
         "readers": [f"{axis.parameter}[{axis.dim}]" for axis in space.axes if axis.is_input],
     }
 

@@ -59,7 +59,7 @@ class Planned:
             sites = [site for site in layer if not site.is_routed]
             single_sites = [site for site in sites if site.linears[0] not in stacked]
             stacked_channels = [site.channels for site in sites if site.linears[0] in stacked]
-            channels_read = sum(site.channels + (hidden if site.residual_reader else 0) for site in single_sites)
+            channels_read = sum(site.channels + (hidden if site.residual else 0) for site in single_sites)
             rows = sum(out_features[name] for site in single_sites for name in site.linears if name not in stacked)
             return max(channels_read + max(stacked_channels, default=0), rows)
 
@@ -103,18 +103,9 @@ def plan_model(
     with unstacked_experts(model) as stacked:
         graph = trace(model, None if samples is None or samples.is_text else samples[:1])
         provenance = propagate(graph.graph_module, graph.outputs, graph.hidden_position)
-        plan = find_sites(
-            provenance,
-            model,
-            graph.hidden_node,
-            config.sparsity,
-            pattern=config.pattern,
-            skip_indivisible=config.skip_indivisible,
-            targets=config.targets,
-            ignore=config.ignore,
-        )
+        plan = find_sites(provenance, model, graph.hidden_node, config)
         if config.layout == "fused":
-            plan = fused_plan(plan, graph.graph_module, model, o_proj=config.o_proj)
+            plan = fused_plan(plan, provenance.linears, model, o_proj=config.o_proj)
         _check_stacks(model, plan, config)
     plan.skipped.update(stacked)
     return plan, graph.graph_module

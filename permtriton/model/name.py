@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from permtriton import demo
@@ -44,6 +46,11 @@ def lasting_name(model: str) -> str:
 def layer_number(name: str) -> int | None:
     """Returns the first number in a module's name, that of its layer: 3 in ``model.layers.3.mlp``; None without one."""
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
+
+
+def shared_parts(paths: Iterable[Sequence[str]]) -> list[str]:
+    """Returns the parts that all paths of modules begin with."""
+    return [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))]
 
 
 def is_hub_name(model: str) -> bool:

@@ -81,7 +81,7 @@ def _keepable(model: nn.Module, layer: str, sites: Sequence[Site]) -> dict[str, 
     """Returns the names of the modules of a layer whose outputs may be kept: an ordered set."""
     linears = [linear for site in sites for linear in site.linears]
     experts = {name for site in sites for name in site.linears if site.is_routed or stacked_name(model, name)}
-    watched_modules = experts | {site.residual_reader for site in sites}
+    watched_modules = experts | {site.residual.reader for site in sites if site.residual}
     holders = {holder for name in watched_modules for holder in _modules_around(name)}
     candidates = [module for name in linears if name not in experts for module in (name, *_modules_around(name))]
     return dict.fromkeys(module for module in candidates if module.startswith(f"{layer}.") and module not in holders)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.samples import Samples
 from permtriton.model.forward import last_hidden_state
-from permtriton.passes.plan import Plan, Site, layer_names, linear_module
+from permtriton.passes.plan import Plan, Site, linear_module, named_layers
 from permtriton.running.kept_outputs import Keep, KeptOutputs
 from permtriton.running.layer_calls import LayerCalls, find_chains, record_calls
 from permtriton.running.sharding import is_spread
@@ -214,7 +214,7 @@ def _layer_names_of(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site
 
     The name is "" also if other layers run the same linears, because the inputs in these count, too.
     """
-    layer_of = layer_names(model, plan)
+    layer_of = {module: name for name, layer in named_layers(model, plan).items() for module in layer.modules()}
     layers = []
     for sites in groups:
         names = {layer_of.get(linear_module(model, linear), "") for site in sites for linear in site.linears}

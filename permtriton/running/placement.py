@@ -14,7 +14,7 @@ from permtriton.errors import ConfigError
 from permtriton.passes.plan import Plan
 from permtriton.running.onload import all_onloaded, onloaded
 from permtriton.running.sharding import spread_twin
-from permtriton.util.store import MEMORY, HostMemory, Store
+from permtriton.util.store import Store
 
 
 class DevicePlacement(IntEnum):
@@ -60,7 +60,7 @@ class ModelPlacement:
     @property
     def store(self) -> Store:
         """The store of large tensors other than the weights."""
-        return HostMemory() if self.kind is DevicePlacement.ONLOADED else MEMORY
+        return Store(onloads=self.kind is DevicePlacement.ONLOADED)
 
     def running(self, model: PreTrainedModel, plan: Plan) -> AbstractContextManager[PreTrainedModel]:
         if self.kind is DevicePlacement.SPREAD:

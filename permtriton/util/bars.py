@@ -60,40 +60,22 @@ class _Err(PlainConsole):
 err = _Err(stderr=True, markup=False, emoji=False)
 
 
-class _Stage:
-    def __init__(self, name: str, total: int) -> None:
-        self.name, self.total, self.done, self.note = name, total, 0, ""
-        self.started = self.told = time.perf_counter()
-
-    def __str__(self) -> str:
-        count = f" {self.done}/{self.total}" if self.total else ""
-        return f"{self.name}{count}, {time.perf_counter() - self.started:.0f} s {self.note}".rstrip()
-
-    def advance(self, steps: int, note: str) -> bool:
-        """Counts steps; returns whether to print a line: at the end, or at a new tenth `SELDOM` s after the last."""
-        tenths = 10 * self.done // max(self.total, 1)
-        self.done, self.note = self.done + steps, note or self.note
-        ended = self.done >= self.total > self.done - steps
-        return ended or (10 * self.done // max(self.total, 1) > tenths and time.perf_counter() - self.told >= SELDOM)
-
-
 class BarProgress:
     """Progress reporter that draws one bar per stage on standard error, or prints lines if that is not a terminal."""
 
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
-        stage = _Stage(name, total)
-        with self._bar(stage) if total and err.is_terminal else self._lines(stage) as advance:
+        with self._bar(name, total) if total and err.is_terminal else self._lines(name, total) as advance:
             yield advance
 
     @contextmanager
-    def _bar(self, stage: _Stage) -> Iterator[Advance]:
+    def _bar(self, name: str, total: int) -> Iterator[Advance]:
         columns = (
             TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
         )  # fmt: skip
         with RichProgress(*columns, console=err) as bars:
-            task = bars.add_task(stage.name, total=stage.total, note="")
+            task = bars.add_task(name, total=total, note="")
 
             def advance(steps: int = 1, note: str = "") -> None:
                 bars.advance(task, steps)
@@ -103,11 +85,19 @@ class BarProgress:
             yield advance
 
     @contextmanager
-    def _lines(self, stage: _Stage) -> Iterator[Advance]:
+    def _lines(self, name: str, total: int) -> Iterator[Advance]:
+        """Prints a line at the end, and at every new tenth that comes `SELDOM` seconds after the last line."""
+        started = told = time.perf_counter()
+        done, last_note = 0, ""
+
         def advance(steps: int = 1, note: str = "") -> None:
-            if stage.advance(steps, note):
-                stage.told = time.perf_counter()
-                self.say(str(stage))
+            nonlocal told, done, last_note
+            before, done, last_note, now = done, done + steps, note or last_note, time.perf_counter()
+            is_new_tenth = 10 * done // max(total, 1) > 10 * before // max(total, 1)
+            if before < total <= done or (is_new_tenth and now - told >= SELDOM):
+                told = now
+                count = f" {done}/{total}" if total else ""
+                self.say(f"{name}{count}, {now - started:.0f} s {last_note}".rstrip())
 
         yield advance
 

@@ -17,39 +17,23 @@ TRUTH = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class Option:
-    """One option, as its field in a dataclass of options describes it.
+    """One option, as its field in a dataclass of options describes it."""
 
-    Attributes:
-        field: name of the field.
-        type: type of the value; a ``Literal`` lists the choices.
-        default: value where neither the user nor the recipe gives one.
-        help: what it sets, in a sentence or two.
-        panel: heading that it stands under in ``--help-all`` and docs/options.md.
-        step: name of the step of a recipe that it belongs to; empty for an option of the whole compilation.
-        prefix: what its name begins with: the step's prefix and an underscore.
-        minimum: smallest number allowed.
-        maximum: largest number allowed; by default every finite one.
-        positive: whether the number must be greater than 0.
-        pattern: regular expression that the whole text must match.
-        values: allowed values in words, where type, choices and limits do not say it all.
-        needs: name of another option -> its values with which this one has an effect; empty if it always has one.
-        gradients: whether it has an effect only on steps that compute gradients.
-    """
-
-    field: str
-    type: Any
-    default: Any
-    help: str
-    panel: str
-    step: str = ""
-    prefix: str = ""
+    field: str  # name of the field
+    type: Any  # type of the value; a ``Literal`` lists the choices
+    default: Any  # value where neither the user nor the recipe gives one
+    help: str  # what it sets, in a sentence or two
+    panel: str  # heading that it stands under in ``--help-all`` and docs/options.md
+    step: str = ""  # name of the step of a recipe that it belongs to; empty for an option of the whole compilation
+    prefix: str = ""  # what its name begins with: the step's prefix and an underscore
     minimum: float = 0
-    maximum: float = sys.float_info.max
-    positive: bool = False
-    pattern: str = ""
-    values: str = ""
+    maximum: float = sys.float_info.max  # by default, every finite number is allowed
+    positive: bool = False  # whether the number must be greater than 0
+    pattern: str = ""  # regular expression that the whole text must match
+    values: str = ""  # allowed values in words, where type, choices and limits do not say it all
+    # name of another option -> its values with which this one has an effect; empty if it always has one
     needs: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, hash=False)
-    gradients: bool = False
+    gradients: bool = False  # whether it has an effect only on steps that compute gradients
 
     @property
     def name(self) -> str:

@@ -68,7 +68,8 @@ def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
     """
     if are_in_step():
         check_in_step(rows.numel(), size, count())
-    share, number = own(rows), -(-_most(rows.numel(), count()) // size)
+    share, most = own(rows), -(-rows.numel() // count())
+    number = -(-most // size)
     if share.numel() < number or -(-share.numel() // size) == number:
         return share.split(size) if share.numel() else ()
     return share.tensor_split(number)
@@ -76,17 +77,13 @@ def parts(rows: Tensor, size: int) -> Sequence[Tensor]:
 
 def check_in_step(rows: int, size: int, ranks: int) -> None:
     """Refuses sequences, of which at most ``size`` run together, if a rank would run less often than another."""
-    least, most = rows // ranks, _most(rows, ranks)
+    least, most = rows // ranks, -(-rows // ranks)
     if least < -(-most // size):
         raise ConfigError(
             f"{ranks} processes that hold parts of the model must run equally often, but {rows} sequences are {most} "
             f"for some and {least} for others: choose a multiple of {ranks} for `samples=` and `batch_size=`, or "
             "another number of processes"
         )
-
-
-def _most(rows: int, ranks: int) -> int:
-    return -(-rows // ranks)
 
 
 @contextmanager

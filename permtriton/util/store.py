@@ -1,54 +1,34 @@
 """Where large tensors beside the weights are: inputs of layers, dense weights, targets, copies of weights."""
 
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
 class Store:
-    """Memory: new tensors are made on the CPU, and others stay where they are. Subclasses use other memory."""
+    """The memory in which new tensors are made; others stay where they are unless it onloads."""
 
+    device: torch.device | None = None  # None for the CPU
     # whether layers come to a GPU one by one (`permtriton.running.onload`), and steps on a whole model work on one of
-    # its layers at a time
-    onloads: ClassVar[bool] = False
+    # its layers at a time: all large tensors are then in host memory
+    onloads: bool = False
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def on(self, device: torch.device) -> "Store":
-        """Returns the store for tensors beside a model: the memory of ``device``, or this store if it is too small."""
-        return self if self.onloads else DeviceMemory(device)
+        """Returns the store for what a device reads repeatedly: its memory, or this one if that is too small."""
+        return self if self.onloads else Store(device)
 
     def moved(self, tensor: Tensor) -> Tensor:
         """Returns the tensor in this store: the same object, or a copy."""
-        return tensor
+        return tensor.cpu() if self.onloads else tensor
 
     def copied(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone()
-
-
-class DeviceMemory(Store):
-    """The memory of a device: tensors that the device reads repeatedly are not copied from the CPU each time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, device=self._device)
-
-
-class HostMemory(Store):
-    """Host memory, which holds large tensors when a GPU's memory is short."""
-
-    onloads = True
-
-    def moved(self, tensor: Tensor) -> Tensor:
-        return tensor.cpu()
-
-    def copied(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True)
+        return tensor.detach().to("cpu" if self.onloads else tensor.device, copy=True)
 
 
 MEMORY = Store()

@@ -1,9 +1,9 @@
 """Checks that the content of a file has the form that permtriton writes; pydantic checks the declared forms."""
 
+import json
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from permtriton.errors import shown
 
@@ -11,7 +11,7 @@ Form = TypeVar("Form")
 
 
 def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) -> Form:
-    """Returns the ``content`` of a file if it has ``form``: no other type, no unknown entry, no NaN or infinity.
+    """Returns the ``content`` of a JSON file if it has ``form``: no other type, no unknown entry, no NaN or infinity.
 
     Args:
         form: a ``TypedDict``, a dataclass, of which an instance is returned (a field with a default may be missing), or
@@ -21,29 +21,18 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
     from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
 
     try:
-        (value,) = _checker(form).validate_python([content])  # type: ignore[arg-type]
+        # as JSON, because strict pydantic makes no dataclass from a dictionary
+        (value,) = _checker(form).validate_json(json.dumps([content]))  # type: ignore[arg-type]
     except ValidationError as error:
         raise refuse(_words(error.errors(include_url=False)[0])) from None
-    return form(**value) if is_dataclass(form) else value
+    return value
 
 
 @cache
 def _checker(form: Any) -> Any:
     """Returns an adapter for a list of ``form``, because pydantic accepts no settings for a ``TypedDict`` itself."""
-    from typing import NotRequired
-
     from pydantic import ConfigDict, TypeAdapter
-    from typing_extensions import TypedDict
 
-    entries: Any = TypedDict
-    if is_dataclass(form):
-        types = get_type_hints(form, include_extras=True)
-        optional = {
-            option.name for option in fields(form) if (option.default, option.default_factory) != (MISSING, MISSING)
-        }
-        form = entries(
-            str(form), {name: NotRequired[kind] if name in optional else kind for name, kind in types.items()}
-        )
     return TypeAdapter(list[form], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
@@ -54,9 +43,7 @@ def _words(problem: Any) -> str:
     where = repr(where)[1:-1] or "it"  # a name from a file may hold any characters
     if problem["type"] == "missing":
         return f"{where} is missing"
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where} is unknown"
-    if problem["type"] == "union_tag_not_found":
-        return f"{where} has no {problem['ctx']['discriminator']}"
     expected = problem["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return f"{where} is {shown(problem['input'])}, expected {expected}"

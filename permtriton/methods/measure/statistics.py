@@ -112,8 +112,8 @@ def watch_inputs(
 
     def hooks() -> Iterator[RemovableHandle]:
         for site in layer.sites:
-            if site.residual_reader:
-                stream_reader = model.get_submodule(site.residual_reader)
+            if site.residual:
+                stream_reader = model.get_submodule(site.residual.reader)
                 yield stream_reader.register_forward_pre_hook(partial(keep_residual, site.name), with_kwargs=True)
             reader, expert = linear_module(model, site.linears[0]), expert_of(model, site.linears[0])
             recorder, counter = partial(record, site, reader), partial(count, site.name)
@@ -245,7 +245,7 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
     residual_shifts = {
         site.name: _sum(model, weight_in_out(linear_module(model, site.linears[0])).shape[1], site.channels)
         for site in compared
-        if site.residual_reader
+        if site.residual
     }
 
     def consume(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
@@ -272,14 +272,15 @@ def output_change(model: nn.Module, site: Site, stream_change: Tensor, inputs: T
     token's present output, the change is multiplied by rms / gain; by less at small gains, because a large change of
     the output would change its root mean square.
     """
-    stream_change = stream_change / site.residual_factor
-    if site.residual_variant is None:
+    residual = site.residual
+    assert residual is not None
+    stream_change, variant = stream_change / residual.factor, residual.variant
+    if variant is None:
         return stream_change
-    linear, norm = linear_module(model, site.linears[0]), model.get_submodule(site.residual_norm)
+    linear, norm = linear_module(model, site.linears[0]), model.get_submodule(residual.norm)
     output = inputs @ weight_in_out(linear).to(inputs)
     if (bias := linear._parameters.get("bias")) is not None:
         output += bias
-    variant = site.residual_variant
     if variant.kind == "layer":
         output -= output.mean(-1, keepdim=True)
     rms = output.square().mean(-1, keepdim=True).add_(variant.eps).sqrt_()
