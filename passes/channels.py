@@ -175,18 +175,15 @@ class Channels:
         that takes some positions along ``dim`` then takes the same occurrences of every channel that it takes.
         """
         view = unexpanded(ids)
-        if view.shape[dim] == 1 or self._distinct(view) or not self.any_channel(view):
+        size = view.shape[dim]
+        if size == 1 or self._distinct(view) or not self.any_channel(view):
             return None
-        sorted_ids, order = view.sort(stable=True, dim=dim)
-        is_first = torch.ones_like(sorted_ids, dtype=torch.bool)
-        size = view.shape[dim] - 1
-        is_first.narrow(dim, 1, size).copy_(sorted_ids.narrow(dim, 1, size) != sorted_ids.narrow(dim, 0, size))
-        if bool((is_first | (sorted_ids < 0)).all()):
+        lines = view.movedim(dim, -1).clamp_min(0)  # one number for all that is no channel
+        line_number = torch.arange(lines.numel() // size).view(*lines.shape[:-1], 1)
+        occurrence = numbered((lines + self.total * line_number).reshape(-1).numpy()).reshape(lines.shape)
+        if not occurrence[(lines > 0).numpy()].any():
             return None
-        position = torch.arange(size + 1).view([-1 if d == dim % view.ndim else 1 for d in range(view.ndim)])
-        occurrence = position - (position * is_first).cummax(dim).values
-        occurrence = torch.empty_like(occurrence).scatter_(dim, order, occurrence)
-        return self.new_ids((size + 1,))[occurrence].expand(ids.shape)
+        return self.new_ids((size,))[torch.from_numpy(occurrence).movedim(-1, dim)].expand(ids.shape)
 
     def _in_range(self, ids: Tensor) -> bool:
         """Whether the tensor is a view of `_ids`, so that each of its elements is a channel."""
@@ -235,11 +232,8 @@ class Channels:
     def cross(self, a: Tensor, b: Tensor) -> None:
         """Adds to the context of each channel in two tensors the value at the same position in the other tensor."""
         reason = f"{self.node.target} combines each channel with other channels"
-        for ids, other in ((a, values_of(b)), (b, values_of(a))):
-            if self.all_channels(ids):
-                self._add_context(ids, other, reason)
-            else:
-                self._add_context(ids[ids > 0], other[ids > 0], reason)
+        self._add_context(a, values_of(b), reason)
+        self._add_context(b, values_of(a), reason)
 
     def _stands_for_more(self, ids: Tensor, others: Tensor) -> bool:
         """Whether ``ids`` repeat along dimensions but the last along which ``others`` are of several parameters."""
@@ -290,11 +284,9 @@ class Channels:
         if not self._contexts or not self.any_channel(ids):
             return
         ids, other = torch.broadcast_tensors(ids, other)
-        if self.all_channels(ids) and not self.any_channel(other):
-            self._add_context(ids, other, reason)
-        else:
-            mask = (ids > 0) & (other < 0)
-            self._add_context(ids[mask], other[mask], reason)
+        if self.any_channel(other):
+            ids, other = ids[other < 0], other[other < 0]
+        self._add_context(ids, other, reason)
 
     def unite(self, a: Tensor, b: Tensor, attached: bool = False) -> None:
         """Records that the channels of two tensors move together, element by element; see `Joint` for ``attached``."""
@@ -315,6 +307,8 @@ class Channels:
 
     def _add_context(self, ids: Tensor, values: Tensor, reason: str) -> None:
         """Adds a hash of the values at each channel's positions, in their order, to the channel's context."""
+        if self._contexts and not self.all_channels(ids):
+            ids, values = ids[ids > 0], values[ids > 0]
         if not self._contexts or not ids.numel():
             return
         # Along expanded dimensions, every channel is combined with the same values, which are hashed once.

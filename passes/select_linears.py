@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from permtriton.errors import ConfigError
+from permtriton.errors import ConfigError, reading
 from permtriton.util.sparsity import NMPattern
 
 REGEX = "re:"
@@ -81,8 +81,6 @@ def _near(text: str, linears: Mapping[str, nn.Module]) -> list[str]:
 
 def _matches(option: str, pattern: str, name: str, module: nn.Module) -> bool:
     if pattern.startswith(REGEX):
-        try:
+        with reading(f"`{option}={pattern}` is no regular expression", ConfigError):
             return re.match(pattern.removeprefix(REGEX), name) is not None
-        except re.error as error:
-            raise ConfigError(f"`{option}={pattern}` is no regular expression: {error}") from error
     return pattern == type(module).__name__ or fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")
