@@ -16,7 +16,6 @@ from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.checks import check_weight
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.model.name import layer_number
-from permtriton.passes.residual import Residual
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
 
@@ -142,10 +141,19 @@ class ChannelSpace:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm module that can write its channels in a permuted order."""
+    """A norm module of a kind that permtriton knows."""
 
     module: str  # name of the norm module
     variant: NormVariant  # norm that the module computes
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream that a linear's output is added to, and what is applied to the output before the addition."""
+
+    reader: str  # name of the module whose only input is the residual stream
+    norm: Norm | None  # norm that the output passes before it is added
+    factor: float  # number that the output is multiplied by between that norm and the addition
 
 
 @dataclass

@@ -2,23 +2,13 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 from torch import fx, nn
 
-from permtriton.kernels.norm_permute import NormVariant
 from permtriton.model.norms import match_norm
 from permtriton.passes.graph import aten, module_name, source_of
-
-
-class Residual(NamedTuple):
-    """The residual stream that a linear's output is added to, and what is applied to the output before the addition."""
-
-    reader: str  # name of the module whose only input is the residual stream
-    norm: str = ""  # name of the norm that the output passes before it is added; empty for none
-    variant: NormVariant | None = None  # what that norm computes
-    factor: float = 1.0  # number that the output is multiplied by between that norm and the addition
+from permtriton.passes.plan import Norm, Residual
 
 
 def residual_finder(graph: fx.Graph, model: nn.Module) -> Callable[[fx.Node, str], Residual | None]:
@@ -32,13 +22,7 @@ def residual_finder(graph: fx.Graph, model: nn.Module) -> Callable[[fx.Node, str
     for node in graph.nodes:
         if node.op == "call_function":
             nodes_by_module[module_name(node)].append(node)  # of all calls, whose inputs all count
-    holders = {path[: dot.start()] for path in nodes_by_module for dot in re.finditer(r"\.", path)}
-    readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)  # activation -> (first node, name)
-    for path, nodes in nodes_by_module.items():
-        before = {before_it for node in nodes for before_it in node.all_input_nodes if module_name(before_it) != path}
-        inputs = {source_of(value) for value in before if value.op != "get_attr"}
-        if len(inputs) == 1 and path not in holders:  # nodes of a module with submodules may read something else
-            readers[inputs.pop()].append((nodes[0], path))
+    readers = _readers(nodes_by_module)
 
     def through(node: fx.Node) -> tuple[fx.Node | None, str]:
         """Returns the output and the name of the only module that reads an activation; None if either is not unique."""
@@ -53,16 +37,29 @@ def residual_finder(graph: fx.Graph, model: nn.Module) -> Callable[[fx.Node, str
 
     def find(product: fx.Node, layer: str) -> Residual | None:
         residual, factor = _added_to(product)
-        norm, variant = "", None
-        if residual is None:
-            after, norm = through(product)
-            variant = match_norm(model.get_submodule(norm), product.meta["val"].shape[-1]) if norm else None
-            residual, factor = (None, 1.0) if after is None or variant is None else _added_to(after)
+        after, module = through(product) if residual is None else (None, "")
+        if after is not None:
+            residual, factor = _added_to(after)
         candidates = readers[residual] if residual is not None else []
         paths = [path for start, path in candidates if start < product and path.startswith(f"{layer}.")]
-        return Residual(paths[0], norm, variant, factor) if paths else None
+        if not paths or not module:
+            return Residual(paths[0], None, factor) if paths else None
+        variant = match_norm(model.get_submodule(module), product.meta["val"].shape[-1])
+        return None if variant is None else Residual(paths[0], Norm(module, variant), factor)
 
     return find
+
+
+def _readers(nodes_by_module: Mapping[str, list[fx.Node]]) -> dict[fx.Node, list[tuple[fx.Node, str]]]:
+    """Returns activation -> (first node, name) of each module whose only input it is."""
+    holders = {path[: dot.start()] for path in nodes_by_module for dot in re.finditer(r"\.", path)}
+    readers: dict[fx.Node, list[tuple[fx.Node, str]]] = defaultdict(list)
+    for path, nodes in nodes_by_module.items():
+        before = {before_it for node in nodes for before_it in node.all_input_nodes if module_name(before_it) != path}
+        inputs = {source_of(value) for value in before if value.op != "get_attr"}
+        if len(inputs) == 1 and path not in holders:  # nodes of a module with submodules may read something else
+            readers[inputs.pop()].append((nodes[0], path))
+    return readers
 
 
 def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:

@@ -97,7 +97,8 @@ def test_what_the_output_is_added_to(case):
     found = find(product, "0")
     assert (found is not None) == bool(reader)
     if found:
-        assert (found.reader, found.norm, found.factor) == (f"0.{reader}", norm and f"0.{norm}", factor)
+        found_norm = found.norm.module if found.norm else ""
+        assert (found.reader, found_norm, found.factor) == (f"0.{reader}", norm and f"0.{norm}", factor)
     assert find(product, "1") is None
 
 
@@ -124,7 +125,7 @@ def test_what_the_stream_lacks_is_asked_of_the_output_before_its_norm(name):
     model, plan = zoo.planned(name)
     site = next(each for each in plan.sites if each.name.endswith("0.mlp.down_proj"))
     assert bool(site.residual.norm) == (name == "gemma2")
-    norm = model.get_submodule(site.residual.norm) if site.residual.norm else nn.Identity()
+    norm = model.get_submodule(site.residual.norm.module) if site.residual.norm else nn.Identity()
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(7, site.channels, generator=generator)
     output = linear_module(model, site.linears[0])(inputs).detach()
@@ -167,7 +168,7 @@ def unconfirmed(model: nn.Module, plan: Plan, samples: Samples) -> set[str]:
 
         def note(_module, _inputs, output, name=name):
             site = next(each for each in plan.sites if each.name == name)
-            norm = model.get_submodule(site.residual.norm) if site.residual.norm else nn.Identity()
+            norm = model.get_submodule(site.residual.norm.module) if site.residual.norm else nn.Identity()
             calls[name] += 1
             output = norm(output) if site.residual.factor == 1 else norm(output) * site.residual.factor
             additions.waiting[name] = (residuals[name], output.flatten(0, -2).clone())
@@ -231,5 +232,5 @@ def test_a_norm_that_is_called_by_keyword():
     for site in plan.sites:
         if site.residual:
             reader = site.residual.reader.replace("input_layernorm", "input_layernorm.norm")
-            site.residual = site.residual._replace(reader=reader)
+            site.residual = replace(site.residual, reader=reader)
     assert not unconfirmed(model, plan, Samples.of(zoo.token_ids(3, 6)))

@@ -274,10 +274,11 @@ def output_change(model: nn.Module, site: Site, stream_change: Tensor, inputs: T
     """
     residual = site.residual
     assert residual is not None
-    stream_change, variant = stream_change / residual.factor, residual.variant
-    if variant is None:
+    stream_change = stream_change / residual.factor
+    if residual.norm is None:
         return stream_change
-    linear, norm = linear_module(model, site.linears[0]), model.get_submodule(residual.norm)
+    variant = residual.norm.variant
+    linear, norm = linear_module(model, site.linears[0]), model.get_submodule(residual.norm.module)
     output = inputs @ weight_in_out(linear).to(inputs)
     if (bias := linear._parameters.get("bias")) is not None:
         output += bias
