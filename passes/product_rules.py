@@ -3,7 +3,8 @@
 The rows of the weight are the channels of the result, and its columns move together with the channels of the input.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,17 +98,14 @@ def _einsum(c: Channels, args: Arguments) -> Any:
         return c.barrier(f"{c.node.target} {equation}")
     letters = result_letters + "".join(dict.fromkeys(letter for letter in inputs if letter not in result_letters + ","))
 
-    def spread(term: str) -> Callable[[Tensor], Tensor]:
-        def view(ids: Tensor) -> Tensor:
-            ids = ids.permute([term.index(letter) for letter in letters if letter in term])
-            return ids[tuple(slice(None) if letter in term else None for letter in letters)]
-
-        return view
+    def spread(term: str, ids: Tensor) -> Tensor:
+        ids = ids.permute([term.index(letter) for letter in letters if letter in term])
+        return ids[tuple(slice(None) if letter in term else None for letter in letters)]
 
     aligned = [
         operand.with_dims([term.index(letter) if letter in term else None for letter in letters])
         if isinstance(operand, ParameterValue)
-        else mapped(c, operand, spread(term))
+        else mapped(c, operand, partial(spread, term))
         for term, operand in zip(terms, operands, strict=True)
     ]
     summed_dims = list(range(len(result_letters), len(letters)))
