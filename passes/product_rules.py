@@ -172,24 +172,17 @@ def _embedding(c: Channels, args: Arguments) -> Any:
 # -- norms, attention --------------------------------------------------------------------------------------------------
 
 
-def _norm(c: Channels, args: Arguments, dims: int) -> Any:
+def _norm(c: Channels, args: Arguments, first: int, groups: int = 1) -> Any:
+    """Normalizes over dimension ``first``, in groups of its positions, and over all dimensions after it."""
     x = c.renew_ids(c.ids_of(next(iter(args.values()))))
+    first %= x.ndim
     c.touch(x)
-    c.reduce(x, list(range(-dims, 0)), keep=True)
+    split = x.unflatten(first, (groups, -1))
+    c.reduce(split, range(first + 1, split.ndim), keep=True)
     for vector in (args["weight"], args.get("bias")):
         if vector is not None:
-            x = c.join(x, c.ids_of(vector), isinstance(vector, ParameterValue))
-    return x
-
-
-def _group_norm(c: Channels, args: Arguments) -> Any:
-    x = c.renew_ids(c.ids_of(args["input"]))
-    c.touch(x)
-    split = x.unflatten(1, (args["num_groups"], -1))
-    c.reduce(split, list(range(2, split.ndim)), keep=True)
-    for vector in (args["weight"], args["bias"]):
-        if vector is not None:
-            ids = c.ids_of(vector).view(-1, *[1] * (x.ndim - 2))
+            ids = c.ids_of(vector)
+            ids = ids.view(*ids.shape, *[1] * (x.ndim - first - ids.ndim))
             x = c.join(x, ids, isinstance(vector, ParameterValue))
     return x
 
@@ -198,7 +191,7 @@ def _norm_permute(c: Channels, args: Arguments) -> Any:
     index = c.index_argument(3)
     if index is None:
         return c.barrier(f"{c.node.target} by a computed index")
-    return c.gather(_norm(c, args, 1), index, -1)
+    return c.gather(_norm(c, args, -1), index, -1)
 
 
 def _attention(c: Channels, args: Arguments) -> Any:
@@ -231,8 +224,8 @@ PRODUCTS: dict[Any, Rule] = {
     "permtriton::sparse_linear": _sparse_linear,
 }
 NORMS: dict[Any, Rule] = {
-    aten.layer_norm: lambda c, args: _norm(c, args, len(args["normalized_shape"])),
-    aten.rms_norm: lambda c, args: _norm(c, args, len(args["normalized_shape"])),
-    aten.group_norm: _group_norm,
+    aten.layer_norm: lambda c, args: _norm(c, args, -len(args["normalized_shape"])),
+    aten.rms_norm: lambda c, args: _norm(c, args, -len(args["normalized_shape"])),
+    aten.group_norm: lambda c, args: _norm(c, args, 1, args["num_groups"]),
     "permtriton::norm_permute": _norm_permute,
 }
