@@ -1,6 +1,5 @@
 """Checks that the content of a file has the form that permtriton writes; pydantic checks the declared forms."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
@@ -14,15 +13,13 @@ def checked(form: type[Form], content: Any, refuse: Callable[[str], Exception]) 
     """Returns the ``content`` of a JSON file if it has ``form``: no other type, no unknown entry, no NaN or infinity.
 
     Args:
-        form: a ``TypedDict``, a dataclass, of which an instance is returned (a field with a default may be missing), or
-            any other type that pydantic knows.
+        form: a ``TypedDict``, or any other type that pydantic knows.
         refuse: returns the error for a problem, such as ``sites[0].index is 7, expected a valid list``.
     """
     from pydantic import ValidationError  # late, because it takes time that `permtriton --help` must not
 
     try:
-        # as JSON, because strict pydantic makes no dataclass from a dictionary
-        (value,) = _checker(form).validate_json(json.dumps([content]))  # type: ignore[arg-type]
+        (value,) = _checker(form).validate_python([content])  # type: ignore[arg-type]
     except ValidationError as error:
         raise refuse(_words(error.errors(include_url=False)[0])) from None
     return value
