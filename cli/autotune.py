@@ -84,9 +84,9 @@ def _tokens(text: str) -> list[int]:
 
 
 def _shapes_of(folder: Path) -> tuple[list[tuple[int, int]], torch.dtype]:
-    """Returns the different shapes (out, in) that a model's pruned linears multiply by, and their dtype.
+    """Returns the distinct shapes (out, in) of a model's pruned linears, and the model's dtype.
 
-    Only its config is read.
+    Linears that vLLM joins, such as q, k and v, also count as one linear. Only the model's config is read.
     """
     empty = load.load_empty_model(Source(str(folder)), allow_compiled=True)
     plan, _ = planning.plan_model(empty, CompileConfig())

@@ -39,7 +39,7 @@ Devices: Any = running_flag(
 def compile(
     model: Model,
     args: CompileArgs,
-    flags: Flags,  # by name, the options of `permtriton.config` and of the steps that the user set
+    flags: Flags,  # the options that the user set, by name: those of `permtriton.config` and of the steps
     dry_run: DryRun = False,
     devices: Devices = None,
     json: Json = False,
@@ -65,7 +65,7 @@ def compile(
 
 
 def run(job: Job, *, json: bool) -> None:
-    """Compiles a model, saves it and prints the report. Under ``torchrun``, only the first rank prints and saves."""
+    """Compiles a model on all ranks; the first one saves it, prints the report and, on request, publishes the output."""
     assert isinstance(job.model, Source)
     progress = reporter(torchrun.is_first())
     suit_processor(job.model, progress)
@@ -123,5 +123,5 @@ def _results(report: Any) -> Iterator[tuple[str, str]]:
 
 
 def _range(numbers: Collection[float], form: str) -> str:
-    """Returns the smallest and the largest number as ``form`` writes them; only one if both read the same."""
+    """Returns the smallest and the largest number, formatted by ``form``; only one if both texts are equal."""
     return " to ".join(dict.fromkeys(form.format(number) for number in (min(numbers), max(numbers))))

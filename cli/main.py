@@ -42,7 +42,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def command_named(name: str) -> TyperCommand:
-    """Imports a command's module and returns the command; --help avoids the import, which takes seconds for torch."""
+    """Imports a command's module, which takes seconds because most of them import torch, and returns the command."""
     single = typer.Typer(add_completion=False, context_settings=SETTINGS)
     single.command(name, help=COMMANDS[name])(getattr(_module(name), name))
     return typer.main.get_command(single)  # type: ignore[return-value]
@@ -61,7 +61,7 @@ def _module(name: str) -> ModuleType:
 
 
 class Commands(TyperGroup):
-    """The group of all commands; prints their errors in one line."""
+    """The group of all commands; lists them without importing their modules, and prints their errors in one line."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -107,7 +107,7 @@ def _permtriton(
 
 
 def main() -> None:
-    """Runs the command line and ends the process at once, because to free its million objects would take seconds."""
+    """Runs the command line and ends the process at once, because freeing its million objects would take seconds."""
     try:
         app()
     except SystemExit as end:

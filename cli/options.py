@@ -1,4 +1,4 @@
-"""Flags and their help: of the arguments of public functions, of config options, and those of several commands."""
+"""Flags and their help: for arguments of public functions, for config options, and flags that commands share."""
 
 import functools
 import inspect

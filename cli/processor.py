@@ -42,16 +42,16 @@ def _hidden_size(source: Source) -> int:
 
 
 def _mkl_is_slow() -> bool:
-    """Whether MKL, by which torch multiplies float32, does not use this CPU's AVX-512: half of the width of Zen 5."""
+    """Whether MKL, torch's library for float32 products, leaves this CPU's AVX-512 unused, on Zen 5 half its width."""
     has = processor()
     return str(has.get("cpu_name", "")).startswith("AMD") and bool(has.get(UNIT)) and not has.get("amx_tile")
 
 
 def _multiply_by_onednn() -> None:
-    """Gives float32 products to oneDNN, in float32.
+    """Makes torch compute float32 products by oneDNN, still in float32.
 
-    Precision "medium" makes torch call oneDNN. It allows products in bfloat16, for which oneDNN uses AMX alone. A
-    version that used AVX-512 for them would lose the last bits of the factors tried here, and is not used.
+    Precision "medium" makes torch call oneDNN. It also allows oneDNN to multiply in bfloat16, which oneDNN does only by
+    AMX. With a version that did so by AVX-512, the product tried here would be too small: the precision is set back.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")

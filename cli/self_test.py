@@ -17,7 +17,7 @@ from permtriton.kernels.tools.case import Random
 from permtriton.kernels.tools.cases import KERNELS
 from permtriton.recipe import config_from
 
-BUDGET = 10.0  # seconds; kernels that have not started by then are left out
+BUDGET = 10.0  # seconds; kernels whose check has not started by then are left out
 WORKS, ABSENT, FAILS = "works", "not here", "fails"
 SHAPE, TOKENS = (128, 256), 16  # (out, in) features and tokens of a linear that every kernel supports
 
@@ -48,7 +48,7 @@ class _Absent(Exception):
 
 
 def _checked(name: str, check: Callable[[], str]) -> Check:
-    """Returns the outcome of a check, which returns what ran and raises where something is missing or wrong."""
+    """Runs ``check``, which returns what ran, or raises if something is missing or wrong, and returns the outcome."""
     started = time.perf_counter()
     try:
         outcome, detail = WORKS, check()
