@@ -31,16 +31,16 @@ class Stored(NamedTuple):
 
 @register_weight_loader_v2_supported_method
 class PermTritonLinearMethod(LinearMethodBase):
-    """Loads values and positions; the weight is then packed if `runs_packed` (2:4 in 16 bits on a GPU), else dense.
+    """Loads a packed weight as values and positions, or the dense weight of a linear that gathers its input.
 
-    A linear in FP8 always stays packed.
+    A packed weight stays packed in FP8 or if `runs_packed` (2:4 in 16 bits on a GPU); otherwise it is unpacked.
 
     Rows and columns are divided among the ranks of tensor parallelism as vLLM divides dense weights: rows of values and
-    positions are those of the weight, and columns are divided between groups, in whole bytes of positions.
+    positions are those of the weight, and a rank's columns are whole groups and whole bytes of positions.
     """
 
     def __init__(self, name: str, stored: Stored | None, gathers: bool) -> None:
-        """``name`` is vLLM's, for errors; ``stored`` is None if the weight is dense; ``gathers``: its input, first."""
+        """``name`` is for errors; ``stored`` is None for a dense weight; ``gathers``: whether the input is gathered."""
         self.name, self.stored, self.gathers = name, stored, gathers
         self.dense = UnquantizedLinearMethod()
 
@@ -70,7 +70,7 @@ class PermTritonLinearMethod(LinearMethodBase):
             return
         self._refuse_division(input_size, stored.pattern)
         values, positions = packed_shapes(rows, columns, stored.pattern)
-        self._add(layer, "weight", torch.empty(0, dtype=stored.dtype), lambda *_: None)  # what is stored is empty
+        self._add(layer, "weight", torch.empty(0, dtype=stored.dtype), lambda *_: None)  # an empty tensor is stored
         self._add(layer, "weight_values", torch.empty(values, dtype=stored.dtype), load)
         self._add(layer, "weight_positions", torch.empty(positions, dtype=torch.uint8), load)
         if stored.dtype == FLOAT8:

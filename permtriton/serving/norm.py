@@ -54,7 +54,7 @@ class VllmPermutedRMSNorm(RMSNorm):
 
 
 def use_permuted_norms() -> None:
-    """Lets vLLM make `VllmPermutedRMSNorm` for each ``RMSNorm`` from now on, in this process."""
+    """Makes vLLM construct a `VllmPermutedRMSNorm` in place of each ``RMSNorm``, from now on, in this process."""
     present = op_registry_oot.get(RMSNorm.__name__)
     if present is None:
         CustomOp.register_oot(VllmPermutedRMSNorm, name=RMSNorm.__name__)

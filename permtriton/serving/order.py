@@ -11,9 +11,9 @@ USE_PORTABLE = "compile the model with --layout portable"
 
 
 class Order(nn.Module):
-    """Holds an index: a parameter without elements until it is loaded.
+    """Holds an index, a parameter without elements until it is loaded; ``name`` is the linear's, for errors.
 
-    vLLM accepts a checkpoint that lacks a parameter without elements. Errors call the module that permutes ``name``.
+    vLLM accepts a checkpoint that lacks a parameter without elements, so `finish` checks that the index was loaded.
     """
 
     index: Tensor  # ``[channels]`` once it is loaded
@@ -26,7 +26,7 @@ class Order(nn.Module):
         self.index.weight_loader = self._load  # type: ignore[attr-defined]
 
     def _load(self, parameter: nn.Parameter, tensor: Tensor, part: object = None) -> None:
-        """Loads the index of one part of a linear; all parts must have the same one, because they share their input."""
+        """Loads the index of one part of a linear; all parts must have the same index, because they share one input."""
         check_index(tensor, self.channels, self.name)
         if not parameter.numel():
             parameter.data = tensor.to(parameter.device, parameter.dtype, copy=True)
@@ -37,7 +37,7 @@ class Order(nn.Module):
             )
 
     def finish(self, start: int, channels: int) -> None:
-        """Checks that the index was loaded, and keeps its part for this rank's ``channels``, from ``start`` on."""
+        """Checks that the index was loaded, and keeps this rank's part: its ``channels`` entries from ``start`` on."""
         if not self.index.numel():
             raise ModelError(f"{self.name}: no index was loaded for its gather: the checkpoint is incomplete")
         if channels == self.channels:

@@ -37,7 +37,7 @@ class PermTritonConfig(QuantizationConfig):
         self.packed: dict[str, Stored] = {}  # packed parameter -> how it is stored
         self.gathers: dict[str, int] = {}  # linear that gathers its input -> number of its input channels
         self.has_norms = False  # whether norms permute their output
-        self.is_checked = False  # whether the folder was, which sets the three above
+        self.is_checked = False  # whether `maybe_update_config` checked the folder, and set the three attributes above
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "PermTritonConfig":
@@ -79,7 +79,7 @@ class PermTritonConfig(QuantizationConfig):
         self.gathers = hf_to_vllm_mapper.apply_dict(self.gathers)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Returns the method of a linear, which holds its weight; None for other layers, which vLLM runs as always."""
+        """Returns the object that holds a linear's weight; None for other layers, which vLLM runs as always."""
         self._prepare()
         if not isinstance(layer, LinearBase):
             inside = (name for name in (*self.packed, *self.gathers) if f"{name}.".startswith(f"{prefix}."))
@@ -121,7 +121,10 @@ class PermTritonConfig(QuantizationConfig):
             use_permuted_norms()
 
     def _parts(self, prefix: str) -> list[str]:
-        """Returns the names of the linears that vLLM joins to the linear ``prefix``, in vLLM's order."""
+        """Returns the names of the linears that vLLM joins into its linear ``prefix``, in vLLM's order.
+
+        For ``qkv_proj`` these are the names of q, k and v; for a linear that joins none, ``prefix`` itself.
+        """
         parent, dot, name = prefix.rpartition(".")
         return [f"{parent}{dot}{part}" for part in self.packed_modules_mapping.get(name, [name])]
 

@@ -1,4 +1,4 @@
-"""Checks a fused or packed folder before another engine than transformers loads it."""
+"""Checks a fused or packed folder before an engine other than transformers loads it."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from permtriton.model.source import Source
 from permtriton.serving.order import USE_PORTABLE
 
 # Model classes of vLLM whose outputs are tested against transformers' (tests/vllm) -> whether their norms and linears
-# may permute, because the class calls each of them as a module, and uses the weight of none in another way.
+# may permute: only if the class calls each of them as a module, and uses its weight in no other way.
 SERVED = {
     "LlamaForCausalLM": True,
     "MistralForCausalLM": True,
@@ -45,7 +45,7 @@ def check_folder(name: str) -> Folder:
 
 
 def refuse_unservable(folder: Folder) -> None:
-    """Refuses what the linears and norms of vLLM cannot compute."""
+    """Refuses packed weights and norms that permtriton cannot compute in vLLM, and model classes unknown to it."""
     for name, entry in folder.packed.items():
         if len(entry["shape"]) != 2 or entry["dim"] != 1:
             raise ModelError(
@@ -63,7 +63,7 @@ def refuse_unservable(folder: Folder) -> None:
 
 
 def refuse_unknown_class(name: str, *, permuted: bool) -> None:
-    """Refuses a model class of vLLM that is not in `SERVED`: its code might use weights in another way."""
+    """Refuses a model class of vLLM that `SERVED` does not allow: its code might use weights in another way."""
     if permuted and not SERVED.get(name, False):
         raise ModelError(
             f"{name} with permuted norms or gathers is not served by vLLM, whose code for it might use their weights "
