@@ -65,7 +65,7 @@ def compile(
 
 
 def run(job: Job, *, json: bool) -> None:
-    """Compiles a model on all ranks; the first one saves it, prints the report and, on request, publishes the output."""
+    """Compiles a model on all ranks; the first one saves it, prints the report and, if asked to, publishes it."""
     assert isinstance(job.model, Source)
     progress = reporter(torchrun.is_first())
     suit_processor(job.model, progress)

@@ -62,7 +62,7 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
     output lacks as ``\\u6f22`` and the like, as Python does on standard error.
 
     Args:
-        continues: Returns whether the command keeps what it has finished; if so, the message on an interruption says so.
+        continues: Returns whether the command keeps what it has finished; the message on an interruption then says so.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -9,8 +9,8 @@ Bytes moved: the scores read once.
 
 The Triton kernel, for blocks of up to 256, computes shortest augmenting paths with prices (Jonker and Volgenant), one
 program (by default one warp) per block. The costs are ``c = -score``; a column has a price ``v`` and, once assigned, an
-owner, which is its row. Prices start at the columns' least costs, and each row takes the first column of which it has
-the least cost. Then every row without a column searches for one, as in Dijkstra's algorithm:
+owner, which is its row. Prices start at the columns' least costs, and each row takes the first column whose least
+cost lies in it. Then every row without a column searches for one, as in Dijkstra's algorithm:
 
     reach[j] = c[row, j] - v[j] + add;   the nearest column is closed, and its owner searches on with
     add = distance[j] + v[j] - c[owner, j],   until the nearest column has no owner: the sink;
@@ -55,7 +55,7 @@ CONFIGS: tuple[Config, ...] = (
 
 
 def assignment_reference(score: Tensor) -> Tensor:
-    """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total score, of any dtype.
+    """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total; for any float dtype.
 
     Blocks are solved by scipy's ``linear_sum_assignment`` in one thread per core: the solver releases the GIL.
     """
@@ -92,7 +92,7 @@ def _ordered(bits):
 
 @jit
 def _least(values):
-    """The least float64, found by integers: reducing these takes one instruction per warp, float64 ten shuffles."""
+    """The least float64, by two integer reductions of one instruction per warp; a float64 one takes ten shuffles."""
     order = _ordered(values.to(tl.int64, bitcast=True))
     high, low = (order >> 32).to(tl.int32), order.to(tl.int32) ^ -2147483648  # low: unsigned order
     least = tl.min(high)
@@ -205,7 +205,7 @@ def refusal(score: Tensor) -> ModelError:
 
 
 def supports(score: Tensor) -> bool:
-    """Whether the kernel supports the scores: blocks of up to 256, in float16 to float64."""
+    """Whether the kernel supports the scores: blocks of up to 256, in bfloat16, float16, float32 or float64."""
     return score.dtype in DTYPES and score.shape[-1] <= LARGEST
 
 

@@ -3,8 +3,8 @@
 Measured winners are in a file of the user's cache folder, which is read once, at the first launch on a GPU; after that,
 a lookup is one dictionary access. Launchers run inside opaque operators, so ``torch.compile`` does not trace them.
 
-Entries are keyed by shape, with the first number (rows or tokens) rounded up to a power of two, so that similar token
-counts share one measurement.
+Entries are keyed by table, shape and dtype, with the shape's first number (rows or tokens) rounded up to a power of
+two, so that similar token counts share one measurement.
 """
 
 import json
@@ -27,7 +27,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `config_for`: for which entry of a cache file, and which configurations were forced then."""
+    """One call of `config_for`: the key of its cache entry, its table, and the configurations that were forced."""
 
     key: str
     op: str
@@ -37,11 +37,11 @@ class Request:
 
 @dataclass
 class _State:
-    """State of the process: entries read from the file, and configurations that are forced."""
+    """State of the process: what was read from the file, what was decided, and what is forced or collected."""
 
     measured: dict[tuple[str, tuple[int, ...], torch.dtype, int], Config | None] = field(default_factory=dict)
     decisions: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # arguments of `decided` -> its result
-    entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # by device; key -> entry of the cache file
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)  # device -> key -> entry of the cache file
     forced: Mapping[str, Config] = field(default_factory=dict)
     requests: dict[str, Request] | None = None  # key -> request
     choices: dict[str, str] | None = None
@@ -70,10 +70,10 @@ def config_for(
         configs: The table; the first configuration is the default.
         shape: The numbers that the choice depends on, rows or tokens first.
         dtype: Dtype of the data moved.
-        search: Finds a library's configuration, which ``configs`` need not hold, or None; called on a GPU where
-            nothing was measured or forced, and its result is kept.
+        search: Returns a configuration that a library finds, which ``configs`` need not hold, or None. Called on a GPU
+            if none was measured or is forced, and then its result is kept; also called while requests are collected.
     """
-    if _STATE.requests is not None:  # which get what is forced, or the default: no measurement alters later ones
+    if _STATE.requests is not None:  # the default unless forced, so that no measurement alters later ones
         key, found = entry_key(op, shape, dtype), search() if search is not None else None
         tried = tuple(dict.fromkeys(filter(None, [*configs, found])))
         _STATE.requests.setdefault(key, Request(key, op, tried, _STATE.forced))
@@ -119,7 +119,7 @@ def bucket(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def entry_key(op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Returns ``op 2048x4096 bfloat16``, the shape's first number rounded up as `bucket` does."""
+    """Returns a key such as ``op 2048x4096 bfloat16``, with the shape's first number rounded up as by `bucket`."""
     return f"{op} {'x'.join(map(str, bucket(shape)))} {str(dtype).removeprefix('torch.')}"
 
 
@@ -142,17 +142,17 @@ def cache_file() -> Path:
 
 
 def forced(configs: Mapping[str, Config]) -> AbstractContextManager[Mapping[str, Config]]:
-    """Within the context, makes launches use these configurations, by table."""
+    """Within the context, makes launches that read a table use its configuration in ``configs``."""
     return _within("forced", {**_STATE.forced, **configs})
 
 
 def requests() -> AbstractContextManager[dict[str, Request]]:
-    """Within the context, collects the calls of `config_for` by key: each table and shape once, in order."""
+    """Within the context, collects the calls of `config_for`, in order, the first for each `entry_key`."""
     return _within("requests", {})
 
 
 def choices() -> AbstractContextManager[dict[str, str]]:
-    """Within the context, collects the configuration of each launch, by table and shape, and the entries of `note`."""
+    """Within the context, collects the configuration of each launch, by `entry_key`, and the entries of `note`."""
     return _within("choices", {})
 
 
@@ -173,7 +173,7 @@ def note(what: str, choice: str) -> None:
 
 
 def describe(config: Config) -> str:
-    """Returns ``BLOCK=128 num_warps=4 num_stages=2``, the key of a trial in a cache file."""
+    """Returns the key of a trial in a cache file, such as ``BLOCK=128 num_warps=4 num_stages=2``."""
     return " ".join(f"{name}={value}" for name, value in config.arguments().items())
 
 

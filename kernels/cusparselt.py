@@ -2,13 +2,13 @@
 
 cuSPARSELt multiplies its own form of the weight, which is made once: the kept values as `permtriton.kernels.packing`
 stores them, then its metadata, together 9/16 of the dense weight at 16 bits, plus any padding. This is what
-`torch.sparse.to_sparse_semi_structured` holds; its operators are called directly here, because a tensor of that
-subclass cannot pass through an operator.
+`torch.sparse.to_sparse_semi_structured` holds; torch's cuSPARSELt operators are called directly here, because a tensor
+of that subclass cannot pass through a custom operator.
 
 The library has dozens of algorithms and ways to split the sum. Its own search (``mm_search``) times them all. It runs
 at the first bfloat16 product of a shape (the number of tokens rounded up to a power of two), unless a CUDA graph is
-captured. What one search chooses can be a tenth too slow, so the most frequent choice of `SEARCHES` is taken, and kept
-in the user's cache; `permtriton autotune` compares it with the default once more.
+captured. What one search chooses can be a tenth too slow, so the most frequent choice of `SEARCHES` searches is taken
+and kept in the user's cache; `permtriton autotune` compares it with the default once more.
 """
 
 import threading
@@ -36,7 +36,7 @@ CONFIGS = (Config({"ALGORITHM": 0, "SPLIT_K": 1, "SPLIT_K_MODE": -1}),)  # the l
 def supports(weight_dtype: torch.dtype, out_features: int, in_features: int, device: torch.device) -> bool:
     """Whether cuSPARSELt is available and takes such a weight: 16 bits, both dimensions multiples of 16.
 
-    It runs on NVIDIA GPUs only, and per thread on one of them only, see `serves`.
+    cuSPARSELt runs on NVIDIA GPUs only, and each thread can use it on only one of them, see `serves`.
     """
     there = has_kernels(device) and torch.version.hip is None and torch.backends.cusparselt.is_available()
     return takes(weight_dtype, out_features, in_features) and there and serves(device)
@@ -46,9 +46,9 @@ _THREAD = threading.local()
 
 
 def serves(device: torch.device) -> bool:
-    """Whether cuSPARSELt can run on a GPU: only where this thread used it first, since torch's handle belongs there.
+    """Whether cuSPARSELt can run on a GPU: on the one on which this thread first used it, to which its handle belongs.
 
-    So each rank of a group of processes can use it, but of several GPUs in a single process only one.
+    So each rank of a group of processes can use cuSPARSELt on its GPU, but a thread with several GPUs only on one.
     """
     first = getattr(_THREAD, "device", None)
     if first is None or first == (number := _number(device)):
@@ -89,7 +89,7 @@ def compress(weight_OC: Tensor) -> Tensor:
 def product(
     x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int, config: Config | None = None
 ) -> Tensor:
-    """Returns ``x W^T + bias`` for a weight from `compress`: ``[T, out_features]``, contiguous; ``x`` has its dtype.
+    """Returns ``x W^T + bias``, ``[T, out_features]``, contiguous, for a weight from `compress` in the dtype of ``x``.
 
     ``config`` is the algorithm, by default the fastest one known.
     """
@@ -123,7 +123,7 @@ def _chosen(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features:
 
 
 def searched(x_TC: Tensor, compressed: Tensor, bias: Tensor | None, out_features: int) -> Config:
-    """Returns the configuration that most of `SEARCHES` searches find for a product; without a search, the default."""
+    """Returns the most frequent result of `SEARCHES` searches for a product; the default where there is no search."""
     library: Any = getattr(torch._C, "_cusparselt", None)
     if x_TC.dtype not in SEARCHED or not hasattr(library, "mm_search"):
         return CONFIGS[0]

@@ -4,7 +4,7 @@
 With weight ``W [O, C]`` in base order, importance ``S = |W|^power * scale_C * (row_O + column_C)`` (the last factor
 only if given), a permutation ``P`` that moves channels inside blocks, and its ``index [C]``:
 
-    M     = top ``kept`` of every ``group`` consecutive channels of S P,   ties to the first of them
+    M     = top ``kept`` of every ``group`` consecutive channels of S P,   of equal scores the first
     W_eff = W * (M P^T)                                                    the mask brought back to base order
 
 so that activations never move while learning. The backward pass is straight-through in the mask and the assignment.
@@ -59,12 +59,12 @@ ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)
 
 
 def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns bool ``[C, O]``: the ``kept`` largest of every ``group`` consecutive rows, ties to the lower row."""
+    """Returns bool ``[C, O]``: in ``group`` consecutive rows, each column's ``kept`` largest; at ties, the first."""
     return (group_ranks(scores_CO, pattern.group) < pattern.kept).flatten(0, 1)
 
 
 def group_ranks(scores_CO: Tensor, group: int) -> Tensor:
-    """Returns int8 ``[C / group, group, O]``: the rank of each row in its group, 0 the largest, ties to the lower row.
+    """Returns int8 ``[C / group, group, O]``: ranks in each group and column, 0 for the largest, equal scores in order.
 
     Ranks are counted by comparing pairs, which is faster than sorting many tiny groups.
     """
@@ -104,11 +104,11 @@ def nm_mask_backward_reference(
     group: int,
     group_scale: bool,
 ) -> Tensor:
-    """Returns dP, flat ``[sum of sizes^2]``, without autograd; dP is linear in ``grad``.
+    """Returns dP, flat ``[sum of sizes^2]``, in the dtype of ``importance.scale``, without autograd.
 
-    dP is the gradient of a softmax over whole groups, so that it does not depend on how many weights a group keeps.
-    One tile of blocks is computed at a time. ``grad`` is dL/dW_eff, ``[O, C]``; the others are as `nm_mask` takes them,
-    and the result has the dtype of ``importance.scale``.
+    dP is the gradient of a softmax over whole groups, so that it does not depend on how many weights a group keeps. It
+    is linear in ``grad``, which is dL/dW_eff, ``[O, C]``. ``group`` is that of the pattern; the other arguments are as
+    `nm_mask` takes them. One tile of blocks is computed at a time.
     """
     grad_CO, weight_CO = grad.t(), weight.t()
     products = []
@@ -133,10 +133,10 @@ def nm_mask_backward_reference(
 
 
 def _sharpness(group_means: Tensor, blocks: int) -> Tensor:
-    """Returns the factor of scores ``[groups, group, O]`` before the softmax: 1 / mean score of the group.
+    """Returns the factor of scores before the softmax, ``[groups, 1, O]``: 1 / mean score of the group.
 
-    A mean below `FLOOR` times that of the block counts as that much. The gradient treats the factor as a constant. If
-    all scores of a block in a row are 0, the factor is 0.
+    A group's mean counts as at least `FLOOR` times the mean of its block in the same row; if all scores of a block in a
+    row are 0, the factor is 0. The gradient treats the factor as a constant.
     """
     by_block = group_means.unflatten(0, (blocks, -1))
     floor = by_block.mean(1, keepdim=True) * FLOOR
@@ -167,7 +167,7 @@ def _kept(scores, k: tl.constexpr, KEPT: tl.constexpr, GROUP: tl.constexpr):
     """int32 whose sign bit says whether slot k of a group of up to four is kept.
 
     A slot is kept if it wins at least ``GROUP - KEPT`` of its comparisons. A comparison is the sign bit of a
-    difference: one instruction combines three sign bits, whereas predicates would have to be moved first.
+    difference: one instruction combines three sign bits; predicates would have to be moved to registers first.
     """
     one, every, two = 0, -1, 0
     for other in tl.static_range(GROUP):

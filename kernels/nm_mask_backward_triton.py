@@ -44,7 +44,7 @@ from permtriton.kernels.launch import Config, builtin, jit, tl, triton
 # Most padded channels of a tile: tiles of 128 would spill registers on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
 FLOOR = 0.1  # a group's mean score counts as at least this share of its block's, or dead channels would dominate
-LEAST_ROWS = 512  # rows of W for which there is at most one split
+LEAST_ROWS = 512  # at most one split of W's rows for every so many rows
 ROWS_STEP = 64  # the rows of a split are a multiple of it: the largest TILE_O
 ALIGN = 16  # wide loads need rows, strides and block sizes that are multiples of it
 
@@ -152,8 +152,8 @@ def _opaque(x, _semantic=None):
     """The bfloat16 x, passed through empty inline assembly that counts as a side effect.
 
     Without the assembly Triton computes the operands of a product again, from the loads on, in the layout of the
-    product: twice the instructions on sm_80 and sm_100. There is none on AMD GPUs, and before Triton 3.9 none on
-    sm_100, where loops cannot hold such assembly.
+    product: twice the instructions on sm_80 and sm_100. The assembly is left out on AMD GPUs, and on sm_100 before
+    Triton 3.9, where loops cannot hold such assembly.
     """
     options = _semantic.builder.options
     version = tuple(map(int, triton.__version__.split(".")[:2]))
@@ -271,7 +271,7 @@ def nm_mask_backward_triton(
     group: int,
     group_scale: bool,
 ) -> Tensor:
-    """Computes `nm_mask_backward_reference` of what `supports` accepts: float32 ``[sum of sizes^2]``."""
+    """Computes `nm_mask_backward_reference` of what `nm_mask.supports` accepts: float32 ``[sum of sizes^2]``."""
     total, rows = sum(size * size for size in blocks), weight.shape[0]
     if not total or not rows:
         return torch.zeros(total, dtype=torch.float32, device=weight.device)
@@ -302,9 +302,9 @@ def nm_mask_backward_triton(
 
 
 def equal_blocks(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (first channel, block size, number of blocks, first entry of their matrices) of runs of equal blocks.
+    """Yields (first channel, block size, number of blocks, first entry of their matrices) of runs of same-size blocks.
 
-    A run has at most ``most`` channels; a larger block is a run of its own.
+    A run has at most ``most`` channels; a block with more channels is a run of its own.
     """
     first = offset = 0
     for size, run in groupby(blocks):
@@ -316,7 +316,7 @@ def equal_blocks(blocks: Sequence[int], most: int) -> Iterator[tuple[int, int, i
 
 
 def _is_long(matrix: Tensor) -> bool:
-    """Whether its last element lies so far from the first, in elements, that offsets take 64 bits."""
+    """Whether the last element of ``matrix`` lies 2^31 or more elements after the first: offsets then take 64 bits."""
     return sum((size - 1) * stride for size, stride in zip(matrix.shape, matrix.stride(), strict=True)) >= 2**31
 
 
@@ -324,7 +324,7 @@ def _launch(config: Config, size: int, group: int, aligned: bool, weight: Tensor
     """Returns (the configuration for blocks of one size, the number of tiles of one block's dP).
 
     With aligned rows, small tiles get half the warps, since their products would leave the others idle. Unaligned rows
-    are read in narrow loads, which take more registers: half the rows at once, and no prefetching.
+    are read in narrow loads, which take more registers: a tile then has half the rows, and nothing is prefetched.
     """
     padded_group = triton.next_power_of_2(group)
     padded = size // group * padded_group

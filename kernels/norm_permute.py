@@ -31,7 +31,7 @@ order of x by the same gather, with the inverse index. For weight gradients, eac
 registers, in float32, and writes one line of ``[programs, C]``, which is then summed in a fixed order: no atomics, and
 the same input gives the same bits. With 2 programs per multiprocessor that is 1 % of the traffic at 16384 rows.
 Backward, sums and values of more than `LONGEST_BACKWARD` channels do not fit into registers: the gradient is gathered
-first, rows are read in tiles several times, after the first time from the cache, and sums are kept in memory.
+first, a row is read in tiles several times, from the cache after the first time, and sums are kept in memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def norm_reference(
     index: Tensor | None = None,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The norm in the order of ``index``, int64, or without one of ``x``; the RMS kinds compute in ``precision``."""
+    """Returns the norm in the order of ``index``, int64, or else of ``x``; the RMS kinds compute in ``precision``."""
     if variant.kind == "layer":
         y = layer_norm(x, weight.shape, variant.shifted(weight), bias, variant.eps)
         return y if index is None else permute_reference(y, index)
@@ -123,7 +123,7 @@ def norm_backward_reference(
     variant: NormVariant,
     precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x (contiguous), weight and bias (empty without one); ``grad`` is in the order of ``x``.
+    """Returns the gradients of x (contiguous), weight and bias (empty if it is None); ``grad`` is in the order of ``x``.
 
     RMS kinds: ``dx = r (g - h mean(g h))`` with ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``.
     """
@@ -153,7 +153,7 @@ def _normalized(row, inside, C, eps, KIND: tl.constexpr):
 
 @jit
 def _scaled(hidden, scale, offset, X_DTYPE: tl.constexpr, KIND: tl.constexpr):
-    """Returns float32 (offset + weight) h, rounded as by the modules: "rms" h to the narrower dtype of x and weight."""
+    """Float32 (offset + weight) h, rounded as by the modules: for "rms", h to the narrower dtype of x and weight."""
     if KIND == 0:
         if scale.dtype.primitive_bitwidth < X_DTYPE.primitive_bitwidth:
             hidden = hidden.to(scale.dtype).to(tl.float32)
@@ -236,7 +236,7 @@ def _norm_long_fwd_kernel(
     x_ptr, weight_ptr, bias_ptr, index_ptr, y_ptr, rows, C, row_stride, eps, offset,
     TILE: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The norm of rows that do not fit into registers: read again, from the cache, in the order of the index."""
+    """The norm of rows that do not fit into registers: each is read again, from the cache, in the index's order."""
     for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
         mean, root = _statistics(x_ptr + row * row_stride, C, eps, TILE, KIND)
         for start in range(0, C, TILE):
@@ -344,7 +344,7 @@ def norm_permute_triton(
     Args:
         x, weight, bias, index, variant: as `norm_permute` takes them.
         added: (residual that is added to ``x``, output for the sum), both in the dtype and shape of ``x``.
-        token_scale: Output for the scales of a quantized result, if `holds` accepts the rows; None for no quantizing.
+        token_scale: Output for the scales of a quantized result, only if `holds` accepts the rows; None: not quantized.
     """
     kind, eps, offset = variant.kind, variant.eps, variant.offset
     hidden, dtype = rows_of(x), weight.dtype if kind == "rms" else x.dtype
@@ -461,7 +461,7 @@ def _gradient(grad: Tensor, *inputs: Any) -> dict[str, Tensor]:
 def norm_permute(x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, variant: NormVariant) -> Tensor:
     """Returns ``norm(x)[..., index]``; differentiable in ``x``, ``weight`` and ``bias``.
 
-    The result is contiguous, in the dtype of ``x``, or of the weight for "rms", as the modules do.
+    The result is contiguous, in the dtype of ``x``, or of ``weight`` for "rms", as in the Hugging Face modules.
 
     Args:
         x: ``[..., C]``, floating point.
@@ -486,7 +486,7 @@ def _check_added(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps
     supports=lambda x, residual, weight, *_: takes(x, weight, None),
 )
 def add_norm_permute(x: Tensor, residual: Tensor, weight: Tensor, index: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns ``norm(x + residual)[..., index]`` of kind "rms", and ``x + residual``, rounded before the norm.
+    """Returns ``norm(x + residual)[..., index]`` of kind "rms", and ``x + residual``, a sum rounded before the norm.
 
     Bytes moved: ``x`` and ``residual`` read once, both results written once. Not differentiable, because only inference
     engines join the addition to the norm.

@@ -45,7 +45,7 @@ def operator(
         name: Name of the operator.
         fake: Returns empty results of the right shapes and dtypes.
         check: Raises an error about arguments that do not fit, before the function, the launcher or ``fake`` runs.
-        launcher: Computes the same results on the GPU of the first argument, which is made the current one: Triton
+        launcher: Computes the same results on the GPU of the first argument, which is made the current GPU: Triton
             launches there, whichever device the tensors are on. Not used without Triton, or if the GPU is too old.
         supports: Whether the launcher can compute a call; by default, it can compute every call.
         gradient: Takes the gradient of the first result, then the values of ``keeps``; returns, by parameter name, a
@@ -111,7 +111,7 @@ def _is_plain(arguments: Sequence[Any]) -> bool:
 
 
 class _Parameters:
-    """The parameters of a function, and those of its operator, in which the fields of a dataclass replace it."""
+    """The parameters of a function, and those of its operator, which has one per field in place of a dataclass."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.types = get_type_hints(function)
@@ -128,7 +128,7 @@ class _Parameters:
             self.hold_tensors |= any(part is Tensor or Tensor in get_args(part) for part in inner.values())
 
     def flattened(self, run: Callable[..., Any], check: Callable[..., object]) -> Callable[..., Any]:
-        """Returns ``run``, after ``check``, as a function of the operator's arguments with the signature for torch."""
+        """Returns a function with the operator's signature that joins dataclasses and calls ``check``, then ``run``."""
 
         def of_flat(*flat: Any) -> Any:
             arguments = self.structured(flat).values()
@@ -149,7 +149,7 @@ class _Parameters:
         return [part for name in self.types for part in self.split(name, values[name])]
 
     def structured(self, flat: Sequence[Any]) -> dict[str, Any]:
-        """Returns the function's arguments, by name, from the operator's; torch omits trailing defaults of these."""
+        """Returns the function's arguments, by name, from the operator's, of which torch omits trailing defaults."""
         left_out = len(self.flat_types) - len(flat)
         values = iter([*flat, *list(self.defaults.values())[len(self.defaults) - left_out :]])
         return {name: self.joined(name, values) for name in self.types}

@@ -8,13 +8,13 @@ the group:
     positions  uint8 [O, ceil(C / group * kept * bits / 8)],  bits = ceil(log2(group)) per position
 
 Positions ascend within a group. They follow each other from the lowest bit of a row's first byte on; unused bits at the
-end of a row are 0. A group with fewer nonzero weights stores zeros at its first free positions, so that a weight has
+end of a row are 0. A group with fewer than ``kept`` nonzero weights also stores its first zeros, so that a weight has
 exactly one packed form. Rows are independent. At 2:4 and 16 bits this takes 9/16 of the dense weight's bytes.
 Bytes moved by `unpack`: the packed weight read, the dense one written.
 
 On a GPU, Triton unpacks 2:4 weights; other patterns, and packing, are plain torch. Eight values of a row of W (16 bytes
 at 16 bits) and a 16-bit word of their positions make four groups of channels. A thread loads both at once and
-decompresses them in registers, so that only packed bytes are read of W.
+decompresses them in registers, so that only packed bytes of W are read.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def packed_share(kept: int, group: int, element: int) -> float:
 
 
 def pack_positions(slots: Tensor, group: int) -> Tensor:
-    """Returns positions ``[O, K]``, each below ``group``, as uint8 ``[O, bytes]``: 8 positions fill ``bits`` bytes."""
+    """Returns positions ``[O, K]``, each below ``group``, as uint8 ``[O, bytes]``, `position_bits` bits for each."""
     bits = position_bits(group)
     eights = pad(slots.long(), (0, -slots.shape[1] % 8)).unflatten(1, (-1, 8))
     words = (eights << torch.arange(0, 8 * bits, bits, device=slots.device)).sum(2, keepdim=True)
@@ -89,7 +89,7 @@ def unpack_positions(positions: Tensor, count: int, group: int) -> Tensor:
 
 
 def _chosen(grouped: Tensor, kept: int) -> Tensor:
-    """Returns bool ``[rows, groups, group]``: the places of all nonzero weights, and of zeros to make up ``kept``."""
+    """Returns bool ``[rows, groups, group]``: all nonzero weights, and a group's first zeros to make up ``kept``."""
     free = grouped == 0
     spare = kept - grouped.shape[2] + free.sum(2, keepdim=True, dtype=torch.int8)
     return ~free | (free.cumsum(2, dtype=torch.int8) <= spare)
@@ -104,7 +104,7 @@ def _row_chunks(rows: int, columns: int) -> Iterator[slice]:
 def check_packed_shapes(
     values: Tensor, positions: Tensor, in_features: int, pattern: NMPattern, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> None:
-    """Refuses values and positions that do not fit each other and the weight; does not look at their content."""
+    """Refuses values and positions whose dtypes or shapes do not fit the arguments; does not check their content."""
     shapes = packed_shapes(values.shape[0], in_features, pattern)
     fits = values.dtype in dtypes and positions.dtype == torch.uint8
     if not fits or (tuple(values.shape), tuple(positions.shape)) != shapes:

@@ -9,7 +9,7 @@ Triton gathers along the last dimension; other dimensions run the reference.
 
 A program moves rows of up to `STAGED` channels through shared memory: 16-byte loads, staging, a gather of one word per
 channel, 16-byte stores. A gather straight from global memory would touch up to 32 lines per warp for 64 bytes of 16-bit
-values, about a fifth of a copy's speed if the index reaches across the row; shared memory serves 32 random words in
+values: about a fifth of a copy's speed if the index reaches across the row; shared memory serves 32 random words in
 about 3.5 cycles, because on average the fullest of its 32 banks holds 3.5 of them. Rows of 8-bit and 16-bit values are
 staged four and two per 32-bit word, so that a cycle moves as many bytes as for 32-bit values. At 11008 channels, shared
 memory is busy for 0.48 of a copy's time that way; with one 16-bit row per word it would be busy for 0.74 of it.
@@ -20,8 +20,8 @@ rows longer than 8192: with fewer warps, 40 to 64 registers would not hold both 
 tiles of at most 4096 channels, LLVM also merges the staging stores into stores of 16 bytes; otherwise up to half of
 them stay 2 or 4 bytes wide, and take four or eight times the cycles.
 The staged tile is one-dimensional, because Triton turns a gather of more dimensions into shuffles, thousands of them
-here. Rows longer than `STAGED` are gathered from global memory through the cache. An entry outside 0 to C-1, which no
-permutation has, reads channel 0, never memory outside of x.
+here. Rows longer than `STAGED` are gathered from global memory through the cache. An index entry outside 0 to C-1,
+which no permutation has, reads channel 0, never memory outside of x.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from permtriton.util.permutation import inverse
 
 INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-# num_warps: for rows of 4096 channels. TILE: least channels of a tile, which several short rows fill. PACK_BITS: size
+# num_warps: for tiles of 4096 channels. TILE: least channels of a tile, which several short rows fill. PACK_BITS: size
 # of the words into which values of several rows are packed; with 8, each row has words of its own.
 CONFIGS = (Config({"TILE": 2048, "PACK_BITS": 32}, num_warps=16), Config({"TILE": 2048, "PACK_BITS": 8}, num_warps=16))
 STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if they are not aligned
@@ -55,7 +55,7 @@ def permute_reference(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
     """The gather in plain torch.
 
     Along the last dimension, ``x`` is gathered as a matrix of rows, because ``index_select`` of three dimensions is up
-    to sixteen times slower on a CPU; it is fast for 32-bit values only, so that others take ``gather``.
+    to sixteen times slower on a CPU. Of a matrix it is fast for 32-bit values only, so that others take ``gather``.
     """
     index = index.long()
     if dim not in (-1, x.dim() - 1):
@@ -66,7 +66,7 @@ def permute_reference(x: Tensor, index: Tensor, dim: int = -1) -> Tensor:
 
 
 def check_shapes(x: Tensor, index: Tensor, dim: int = -1) -> None:
-    """Asserts that dtype and length of an index fit ``x``, or kernels would read beyond its end; values are trusted."""
+    """Asserts that dtype and length of ``index`` fit ``x``, or kernels would read past its end; trusts its entries."""
     fits = index.dtype in INDEX_DTYPES and index.shape == (x.shape[dim],)
     assert fits, f"an index {index.dtype} {list(index.shape)} for dimension {dim} of {list(x.shape)}"
 

@@ -36,9 +36,9 @@ from permtriton.kernels.operator import operator
 from permtriton.kernels.swap_gains import ALIGN, RankOneCurvature, SwapTerms, _added, for_each, row_major, swap_terms
 from permtriton.util.sparsity import NMPattern
 
-AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once, on a CPU in a core's cache
+AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once; on a CPU they fit a core's cache
 COMPARED, ROWS_AT_ONCE = 1 << 17, 512  # most comparisons, and most rows of W, that the reference computes at once
-LEAST_ROWS = 128  # rows of W for which there is at most one split
+LEAST_ROWS = 128  # at most one split of W's rows for every so many rows
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_I": 32, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 4224}, num_warps=1, num_stages=1),
     Config({"TILE_I": 64, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 2112}, num_warps=1, num_stages=1),
@@ -177,7 +177,7 @@ def placement_triton(
 
 
 def launched(terms: SwapTerms, index: Tensor, size: int) -> Tensor:
-    """Returns D of blocks of one ``size``, flat, from the terms of every position; rows are in base order."""
+    """Returns D of blocks of one ``size``, flat, from the terms of every position; lines of D are in base order."""
     channels, rows = terms.scores.shape
     total = channels * size
     if not total or not rows:

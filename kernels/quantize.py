@@ -10,10 +10,10 @@
 
 Shapes: ``x``, ``gate``, ``up`` ``[..., C]`` -> ``q`` float8 ``[..., C]``, ``scale`` float32 ``[..., 1]``.
 Bytes moved: the inputs read once, one byte per value written, where an operation without quantizing writes two or four.
-Kernels run on NVIDIA GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the references do.
+Kernels run on NVIDIA GPUs of compute capability 8.9 or newer, which convert to e4m3; elsewhere the references run.
 
 The kernels multiply by 1 / scale: a division would cost more instructions than all the rest. So a value that lies
-within a float32 rounding of the middle between two float8 values may be rounded to the one that the reference does not.
+within a float32 rounding of the middle between two float8 values may be rounded to the other one than in the reference.
 
 A program holds a row of up to `LONGEST` channels in registers and walks over rows. Longer rows are read twice in tiles,
 the second time from the cache.
@@ -38,12 +38,12 @@ LARGEST_VALUE, SMALLEST_SCALE = tl and tl.constexpr(LARGEST), tl and tl.constexp
 LONGEST = 16384  # padded channels of a row in registers; half as many unless C and the stride are multiples of 16
 LONG_TILE = 2048
 
-# num_warps: for rows of 4096 channels, scaled with their length. STAGES: pipeline depth; copies next rows ahead.
+# num_warps: for rows of 4096 channels, scaled with their length. STAGES: pipeline depth: next rows are copied ahead.
 CONFIGS = tuple(Config({"STAGES": stages}, num_warps=warps) for warps, stages in ((8, 3), (4, 3), (8, 1), (16, 1)))
 
 
 def scales_of(rows: Tensor) -> Tensor:
-    """Returns the scale of each row of ``[..., C]``, ``[..., 1]`` in its dtype: max |x| / 448, epsilon for zeros."""
+    """Returns the scale of each row, ``[..., 1]`` in the dtype of ``rows``: max |x| / 448, its epsilon if all are 0."""
     scale = rows.abs().amax(-1, keepdim=True) / LARGEST
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
@@ -54,10 +54,10 @@ def to_float8(rows: Tensor, scale: Tensor) -> Tensor:
 
 
 def short_scales(largest: Tensor) -> list[Tensor]:
-    """Returns eight float32 scales per row, all in one octave, each of the shape of ``largest``, the rows' largest |w|.
+    """Returns eight float32 scales per row, within a factor of 2, in the shape of ``largest``, the rows' largest |w|.
 
-    A scale has four significant bits, as float8 e4m3 has, so that their products are exact in bfloat16. It is the
-    smallest with its significand for which the row does not overflow.
+    A scale has four significant bits, as float8 e4m3 has, so that their products are exact in bfloat16. Each scale is
+    the smallest one with its significand at which the row does not overflow.
     """
     scales = []
     for eighths in range(8, 16):
@@ -69,7 +69,7 @@ def short_scales(largest: Tensor) -> list[Tensor]:
 def round_to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a weight ``[O, C]`` in float8 e4m3 and its scales ``[O, 1]`` in its own dtype.
 
-    A row that float8 with one of its `short_scales` represents exactly was rounded before, and keeps its values.
+    A row that is exact in float8 with one of its `short_scales` was rounded before, and keeps its values.
     """
     scale = scales_of(weight)
     for short in short_scales(weight.abs().amax(1, keepdim=True)):
@@ -194,7 +194,7 @@ def holds(rows: Tensor) -> bool:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Returns ``x`` as ``[rows, C]`` with adjacent channels; copies if they are not, which no model needs."""
+    """Returns ``x`` as ``[rows, C]`` with adjacent channels; copies them if they are not, which no model needs."""
     x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 

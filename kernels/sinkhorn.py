@@ -319,7 +319,7 @@ def sinkhorn(logits: Tensor, tau: float, rounds: int) -> Tensor:
     """Returns the doubly stochastic relaxation of ``logits``, ``[n, B, B]``; differentiable in ``logits``.
 
     Args:
-        logits: ``[n, B, B]``; the result is float32, or float64 if they are.
+        logits: ``[n, B, B]``; the result is float32, or float64 for float64 logits.
         tau: Temperature, positive; as it goes to 0, the result tends to a permutation matrix.
         rounds: Number of row-then-column normalisations; 0 gives a row softmax.
     """

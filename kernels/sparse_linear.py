@@ -66,7 +66,7 @@ def routed(
 def _decide(
     product: mma.Product, device: torch.device, pattern: NMPattern, has_form: bool
 ) -> tuple[int, mma.Variant | None]:
-    """Returns the route of a product, and the variant of its kernel."""
+    """Returns the route of a product, and the variant of its kernel if the route is `MMA`."""
     possible = {MMA: mma.runs_on(device) and mma.takes(product, pattern, device), CUSPARSELT: has_form, DENSE: True}
     few = product.tokens <= (mma.MAX_TOKENS if mma.limits_of(device).is_wide(product.in_features) else MMA_TOKENS)
     routes = (MMA, CUSPARSELT, DENSE) if few else (CUSPARSELT, MMA, DENSE)
@@ -76,7 +76,7 @@ def _decide(
 def choose_route(
     table: str, routes: Mapping[int, str], product: mma.Product, device: torch.device
 ) -> tuple[int, mma.Variant | None]:
-    """Returns the fastest measured of the possible ``routes``, or else the first; with the variant if it is `MMA`."""
+    """Returns the fastest measured one of ``routes``, or else the first, and the kernel's variant if it is `MMA`."""
     route = next(iter(routes))
     if len(routes) > 1:
         configs = [Config({"ROUTE": one}) for one in routes]
@@ -99,7 +99,7 @@ def check_product(
     *,
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
-    """Refuses an input and a packed weight that do not fit each other, or kernels would read beyond their ends."""
+    """Refuses arguments that do not fit each other, because kernels would read beyond the ends of the tensors."""
     if not x.dim() or x.shape[-1] != in_features:
         raise ModelError(f"a packed linear: an input of shape {list(x.shape)}: expected [..., {in_features}]")
     check_packed_shapes(values, positions, in_features, pattern, dtypes)

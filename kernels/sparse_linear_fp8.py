@@ -85,7 +85,7 @@ def routed(
 
 
 def _decide(product: mma.Product, device: torch.device, pattern: NMPattern) -> tuple[int, mma.Variant | None]:
-    """Returns the route of a product, and the variant of its kernel."""
+    """Returns the route of a product, and the variant of its kernel if the route is `MMA`."""
     whole = product.out_features % DENSE_MULTIPLE == 0 and product.in_features % DENSE_MULTIPLE == 0
     dense = product.tokens > 0 and product.dtype == torch.bfloat16 and whole and _multiplies_float8(device)
     possible = {MMA: mma.takes(product, pattern, device), DENSE: dense, DEQUANTIZED: True}

@@ -1,21 +1,21 @@
 """The CUDA kernels of `sparse_linear` and `sparse_linear_fp8` on the sparse tensor cores: 1 to 256 tokens.
 
-Operand A of these instructions is what a packed 2:4 weight is made of, so that nothing is decompressed: its values in
-order, and, at 16 bits, a 16-bit word of a row's positions, the metadata of 16 channels (groups from the lowest four
-bits on, in a group the first position in the lower two bits). x is operand B, a token per column.
+A packed 2:4 weight has the form that these instructions expect of operand A, so that nothing is decompressed: the
+values in order and, as the metadata of 16 channels at 16 bits, a 16-bit word of a row's positions (the first group in
+the lowest four bits, in a group the first position in the lower two). x is operand B, a token per column.
 
     mma.sp.m16n8k32   (sm_80 on; PTX ISA, version 9, section 9.7.14.6) 16 rows of W by 8 tokens, 32 channels, by a warp
         values      an 8 x 8 matrix of `ldmatrix` is 16 channels of 8 rows; four of them are the fragment A
-        positions   the first thread of a pair holds the channels 0 to 15, the second 16 to 31; the lower half of its
-                    register the row g, the upper half the row g + 8. The sparsity selector says which pair of every
-                    four threads holds them
+        positions   the first thread of a pair holds those of channels 0 to 15, the second those of 16 to 31: of row g
+                    in the lower half of a register, of row g + 8 in the upper half (g is the thread's number / 4). The
+                    sparsity selector says which pair of every four threads holds them
         x           `ldmatrix` reads it as it lies in memory
     wgmma.sp.m64nNk32 (sm_90 alone; section 9.7.15) 64 rows of W by 8 to 128 tokens, by four warps, asynchronously
         values, x   read from shared memory, in rows of 128 bytes with swizzled units of 16 bytes
         positions   of each warp's 16 rows, as those of mma.sp
     wgmma.sp.m64nNk64 (sm_90 alone) the same in float8 e4m3, 64 channels at once, which are as many bytes
-        positions   a 32-bit word is one row's of 32 channels; of every four threads, bit 0 says row g or g + 8, bit 1
-                    which half of the channels (CUTLASS's ELayout_64x64)
+        positions   a 32-bit word holds those of one row and 32 channels; bit 0 of a thread's number selects row g or
+                    g + 8, bit 1 the half of the channels (CUTLASS's ELayout_64x64)
 
 The sum does not depend on the order of the channels, so a product by mma.sp takes two 16-bit words that are not
 adjacent: then the positions that a thread loads as one 32-bit word serve two products as they are. See
@@ -30,7 +30,7 @@ The layouts are those that the PTX manual and CUTLASS's atoms state, and an emul
 compiled kernel first computes a product whose exact result is known (`is_right`). If that fails, or the kernel cannot
 be compiled, a warning says so and another route takes its place for the rest of the process.
 
-An infinite or NaN input makes only rows that keep its channel infinite or NaN; the reference makes all others NaN, too.
+An infinite or NaN input affects only output features that keep its channel; the reference makes the others NaN, too.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class GpuLimits:
     has_wgmma: bool = False  # whether four warps multiply matrices in shared memory (sm_90 alone)
 
     def is_wide(self, in_features: int) -> bool:
-        """Whether wgmma is the default: where there is one, if ``in_features`` is a multiple of a stage."""
+        """Whether wgmma is the default: on GPUs that have it, if ``in_features`` is a multiple of a stage's channels."""
         return self.has_wgmma and in_features % WIDE_CHUNK == 0
 
 
@@ -140,7 +140,7 @@ def _limits_of_gpu(number: int) -> GpuLimits:
 def takes(product: Product, pattern: NMPattern, device: torch.device) -> bool:
     """Whether kernels support a product: 2:4, 16 bits, 1 to 256 tokens, a multiple of 32 channels, 64 rows or more.
 
-    In float8 there is only that of wgmma, on Hopper, for a multiple of 256 channels.
+    In float8 there is only the kernel of wgmma, on Hopper, for a multiple of 256 channels.
     """
     tokens, out_features, in_features, dtype, fp8 = product
     fits = in_features > 0 and in_features % (FP8_CHUNK if fp8 else CHANNELS) == 0 and out_features >= MIN_ROWS
@@ -189,7 +189,7 @@ class Variant:
 
     @functools.cached_property
     def kernel(self) -> CudaKernel:
-        """The kernel; shared memory holds the stages, at the end the sums of all teams."""
+        """The kernel; shared memory holds the stages and, at the end, the sums of all teams."""
         shared_bytes = max(self.stages * self.stage_bytes, 4 * self.teams * self.tokens * (self.rows + 4))
         constants = {
             "FP8": int(self.fp8), "BF16": int(self.dtype == torch.bfloat16), "ROWS": self.rows, "TOKENS": self.tokens,
@@ -221,7 +221,7 @@ class Variant:
         Args:
             x: ``[..., C]`` in `operands`, its channels in the weight's order, of a shape that `takes` accepts.
             values, positions, bias: as `sparse_linear` takes them.
-            scales: In float8, of the rows of the weight and of the tokens, float32 and contiguous.
+            scales: In float8, those of the weight's rows and those of the tokens, float32 and contiguous.
             y: The result's memory; by default new.
         """
         out_features, in_features = values.shape[0], x.shape[-1]
@@ -341,10 +341,10 @@ _TRUSTED: dict[tuple[Variant, torch.device], bool] = {}
 
 
 def is_trusted(variant: Variant, device: torch.device) -> bool:
-    """Whether the kernel computed a known product on this GPU, which is tried at its first use; warns if it did not.
+    """Whether the kernel computes a known product correctly on this GPU, tried at its first use; warns if it does not.
 
-    While a CUDA graph is captured nothing can be tried: a kernel that was not used before is not trusted, with a
-    warning, too.
+    While a CUDA graph is captured nothing can be tried: a kernel that was not tried before is not trusted, and a
+    warning says so.
     """
     key = (variant, device)
     if key not in _TRUSTED:
@@ -369,9 +369,9 @@ def _warn(variant: Variant, problem: str) -> None:
 def is_right(variant: Variant, device: torch.device) -> bool:
     """Whether the kernel computes one product of small integers exactly; only the result is rounded.
 
-    Every pair of positions occurs in every place of a word, every stage is filled again, the channels end in the middle
-    of a round of chunks, by mma.sp also of a chunk, the last blocks overlap, and there is one token less than two
-    blocks have room for. Scales are powers of 2.
+    In that product, every pair of positions occurs in every place of a word, stages are filled again, the channels end
+    in the middle of a round of chunks, and for mma.sp in the middle of a chunk, the last blocks overlap, and there is
+    one token less than two blocks have room for. Scales are powers of 2.
 
     Raises:
         PermTritonError: the kernel could not be compiled or launched.

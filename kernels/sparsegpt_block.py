@@ -4,14 +4,14 @@
 With W ``[B, O]``, channels first, and U the block's part of the upper Cholesky factor of the inverse Hessian, for one
 channel j after the other
 
-    keep_j = whether w_j^2 / U_jj^2 is among the ``kept`` largest of its group, as it is before the group is pruned
+    keep_j = whether w_j^2 / U_jj^2 is among the ``kept`` largest of its group, in W before the group is pruned
     e_j = (w_j - keep_j w_j) / U_jj,    W_k -= U_jk e_j for every k > j of the block,    w_j = keep_j w_j
 
-(Frantar and Alistarh, 2023). Shapes: ``block`` ``[B, O]``, ``factor`` ``[B, B]``, ``keep`` bool ``[B, O]`` or None
--> W and e, both ``[B, O]``, float32. Bytes moved: W read, W and e written, 12 per weight; U is read by every program,
-from the cache. Operations: 2 B per weight.
+(Frantar and Alistarh, 2023). Shapes: ``block`` ``[B, O]``, ``factor`` ``[B, B]``, ``keep`` bool ``[B, O]``, or None to
+choose it -> W and e, both ``[B, O]``, float32. Bytes moved: W read, W and e written, 12 per weight; every program reads
+U from the cache. Operations: 2 B per weight.
 
-In plain torch a group takes some fifty launches, on a GPU a millisecond whatever its size. Rows of the weight are
+In plain torch a group takes some fifty launches, a millisecond on a GPU whatever the group's size. Rows of the weight are
 independent, so a program of the Triton kernel holds the block's channels of TILE_O rows in registers and walks over the
 channels. It reads a channel by summing over the tile with all others masked, since registers cannot be indexed.
 """
@@ -51,9 +51,9 @@ def sparsegpt_block_reference(
 
 
 def _largest(scores: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns `top_n_mask` of the scores ``[M, O]`` of one group: its largest, ties to the lower row.
+    """Returns the mask, bool ``[M, O]``, of the largest scores ``[M, O]`` of one group; of equal scores, the first.
 
-    Compares all pairs at once, because for few numbers the number of calls decides the time.
+    Unlike `top_n_mask` it compares all pairs at once, because for few numbers the number of calls decides the time.
     """
     no_less = scores.unsqueeze(1) >= scores  # [i, j]: row i is no less than row j
     above = torch.ones(len(scores), len(scores), dtype=torch.bool, device=scores.device).tril(-1).unsqueeze(2)

@@ -2,8 +2,8 @@
 """What swapping two channels of an N:M order gains, to first order, for many pairs of positions at once.
 
 A linear's weight ``W [O, C]`` is pruned to N:M in the present order: position p holds base channel ``index[p]``, group
-g is the positions gM to gM + M - 1, and of each group each row o keeps the ``kept`` largest scores S, ties to the lower
-position. ``G = dL/dW_eff``, and ``A = G * W`` is the agreement of every weight, pruned ones included. The rival of
+g is the positions gM to gM + M - 1, and of each group each row o keeps the ``kept`` largest scores S, of equal ones the
+first. ``G = dL/dW_eff``, and ``A = G * W`` is the agreement of every weight, pruned ones included. The rival of
 position j in row o is the weight with the ``kept``-th largest of the other scores of j's group: it is pruned if the
 weight at j is kept, and kept otherwise. ``t_oj`` is the rival's score and ``a_oj`` its agreement. Then
 
@@ -11,8 +11,8 @@ weight at j is kept, and kept otherwise. ``t_oj`` is the rival's score and ``a_o
     gain[i, j] = D[i, i] + D[j, j] - D[i, j] - D[j, i]         for i and j in different groups
 
 and a positive gain lowers the loss. A gain has no meaning for two positions of one group; the caller leaves these out.
-Where position j is lower than its rival, the threshold is the next smaller number, so that ``>`` decides ties as the
-mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
+Where position j precedes its rival, the threshold is the number next below the rival's score: ``>`` then decides ties
+as the mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
 
 Terms have one line of O rows per position, ``[C, O]``. The reference is fastest if rows are adjacent in memory, the
 Triton kernel if positions are, so `swap_terms` chooses the layout by device; both take any strides.
@@ -79,7 +79,7 @@ class SwapTerms:
 
     scores: Tensor  # S of the channel at the position
     agreement: Tensor  # A of the channel at the position
-    threshold: Tensor  # t of the position: a weight is kept there if its score exceeds it
+    threshold: Tensor  # t of the position: a weight is kept there if its score exceeds t
     displaced: Tensor  # a of the position: the agreement of its rival
     own: Tensor  # D[j, j], ``[positions]``
 
@@ -109,8 +109,8 @@ def swap_terms(
     """Returns the terms of every position of the present order.
 
     With ``curvature``, gains are those to first order, less the second-order rise of the loss from every weight that
-    the swap prunes or restores. Whether a weight changes so is linear in whether its channel is kept at the new
-    position, so the same operator computes these gains from terms that include the rise.
+    the swap prunes or restores. This rise is linear in whether the weight's channel is kept at the new position, so the
+    same operator computes these gains from terms that include it.
 
     ``weight`` and ``gradient`` (dL/dW_eff, any float dtype) are ``[O, C]`` in base order, of any strides; ``index`` is
     int64 ``[C]``, and the group divides C.
@@ -164,7 +164,7 @@ def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPa
     rival = order.gather(1, kept + (pattern.kept - 1))
     threshold = scores.unflatten(0, (-1, group)).gather(1, rival)
     displaced = agreement.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
-    # Scores are at least 0. Below 0 comes -1, because the next number is subnormal, which some modes round to 0.
+    # Scores are at least 0. Below 0 -1 is taken: the next number is subnormal, and some modes round subnormals to 0.
     lower = threshold.nextafter(threshold.new_tensor(-torch.inf)).sub_((threshold == 0).to(scores.dtype))
     threshold = threshold.lerp_(lower, (slots < rival).to(scores.dtype)).flatten(0, 1)
     kept_CO = kept.flatten(0, 1)
@@ -211,7 +211,7 @@ def _fill(gains: Tensor, left: SwapTerms, right: SwapTerms) -> None:
     """Writes the gains ``[I, J]`` of one tile, whose right side is contiguous."""
     scores, agreement, threshold, displaced, own = right.tensors()
     mask = torch.empty_like(scores)
-    moved = gains.new_empty(2, *gains.shape)  # D[i, j] and D[j, i], each plus a sum of a that ``kept`` holds, too
+    moved = gains.new_empty(2, *gains.shape)  # D[i, j] and D[j, i], each plus a sum of a; ``kept`` has both sums, too
     taking, giving = moved.unbind()
     for i in range(gains.shape[0]):
         line = [part[i].contiguous() for part in left.tensors()[:4]]

@@ -50,8 +50,8 @@ class CudaKernel:
     def __call__(self, grid: tuple[int, int, int], *tensors: Tensor, **numbers: int) -> None:
         """Launches the kernel on the current GPU and stream; compiles it first, once per process and GPU.
 
-        ``grid`` are the blocks in each direction. ``tensors``, contiguous and on this GPU, are the kernel's pointers,
-        and ``numbers`` its 32-bit integers, which come after them, both in its order.
+        ``grid`` is the number of blocks in each direction. The arguments of the kernel are pointers to ``tensors``,
+        contiguous and on this GPU, then ``numbers`` as 32-bit integers, both in the order of its parameters.
         """
         loaded = compiled(self, torch.cuda.current_device() if torch.cuda.is_available() else -1)
         # An argument takes 8 bytes, of which an integer is the lower half. Array types are cached by their length.
@@ -98,7 +98,7 @@ class Loaded:
 
     context: Any  # the driver's handle of the GPU's context
     function: Any  # the driver's handle of the kernel
-    attributes: Any  # array of the driver's attributes of its launches
+    attributes: Any  # array of the driver's launch attributes
 
     def setup(self, grid: Sequence[int], threads: int, shared_bytes: int, stream: int) -> _Setup:
         count = len(self.attributes)
@@ -107,7 +107,7 @@ class Loaded:
 
 @functools.cache
 def compiled(kernel: CudaKernel, device: int) -> Loaded:
-    """Returns a kernel loaded on the current GPU, whose number ``device`` has to be."""
+    """Returns a kernel loaded on the current GPU; ``device`` has to be the number of this GPU."""
     if device < 0 or torch.version.cuda is None:
         raise PermTritonError(f"{kernel.source}: it runs on an NVIDIA GPU, and torch sees none on this machine")
     major, minor = torch.cuda.get_device_capability(device)
@@ -140,9 +140,9 @@ def _nvrtc() -> Any:
 
 
 def machine_code(kernel: CudaKernel, architecture: str) -> tuple[bytes, bytes]:
-    """Returns a kernel's machine code for ``sm_90a``, say, and its name there; no GPU is needed.
+    """Returns a kernel's machine code for an architecture, such as ``sm_90a``, and its mangled name; needs no GPU.
 
-    The code is in the cache folder, where it can be deleted at any time, or else compiled.
+    The code is read from the cache folder, whose files may be deleted at any time, or else compiled and stored there.
     """
     try:
         library = _nvrtc()

@@ -10,11 +10,11 @@
 // warps meet once per chunk. In the end the sums are added in a fixed order, over the teams and, through distributed
 // shared memory, over the blocks of the cluster.
 //
-// The second kernel multiplies by wgmma, on Hopper alone: four warps at once, whose operands lie in shared memory. There
-// all warps of a block are one team, and the next chunk is copied while the products run. It multiplies 8 bits, too.
+// The second kernel multiplies by wgmma, on Hopper alone: four warps at once, whose operands lie in shared memory. All
+// its warps are one team, and the next chunk is copied while the products run. Only this kernel also multiplies 8 bits.
 //
-// A kernel may begin while the one before it ends (a launch attribute). Until that one's writes can be seen, it only
-// brings its first weights into the L2 cache, where a later write would be seen, too.
+// A kernel may begin while the one before it ends (a launch attribute). Until the writes of that one are visible, it
+// only prefetches its first weights into the L2 cache, where later writes would update them.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -211,7 +211,7 @@ struct Stage {
         }
     }
 
-    // Expects the lines of W that `fill` reads; a line of positions holds those of several chunks.
+    // Prefetches into L2 the lines of W that `fill` reads; a line of positions holds those of several chunks.
     static __device__ __forceinline__ void expect(const u8* values, const u8* positions, int c, bool first,
                                                   int in_features, int thread) {
 #pragma unroll
@@ -264,8 +264,8 @@ struct Stage {
 };
 
 // Adds up the sums of TEAMS teams of SPLITS blocks, [TEAMS, TOKENS, ROWS + 4] floats in shared memory, in a fixed order.
-// Four rows of a token at once; BATCH such fours are read before the first is written: other blocks are far away. Of 8
-// bits the sums are multiplied by the scales of their row and token, before the bias is added.
+// Four rows of a token at once; BATCH such fours are read before the first is written, since reads from other blocks are
+// slow. Sums of 8-bit products are multiplied by the scales of their row and token before the bias is added.
 template <int FP8, int BF16, int ROWS, int TOKENS, int WARPS, int TEAMS, int SPLITS>
 __device__ __forceinline__ void add_up(u32 shared, const u16* bias, const float* row_scales, const float* token_scales,
                                        u16* y, int block_row, int tokens, int out_features, int has_bias) {
@@ -277,7 +277,7 @@ __device__ __forceinline__ void add_up(u32 shared, const u16* bias, const float*
     int i = blockIdx.y * 32 * WARPS + threadIdx.x;
     if (i < end) do {
         float totals[BATCH][4] = {}, scales[BATCH][4];
-        if (has_bias || FP8) {  // all at once: they come from far away
+        if (has_bias || FP8) {  // all loads at once, because each is slow
 #pragma unroll
             for (int k = 0; k < BATCH; ++k)
 #pragma unroll
@@ -427,7 +427,7 @@ struct WideStage {
         if (first) bring_to_l2(positions + (long long)thread * (in_features / 8) + c / 8);
     }
 
-    // Rows of 128 bytes, eight rows 1024 bytes after the eight before, their units swapped within 128 bytes.
+    // Describes rows of 128 bytes, swizzled within 128 bytes; each eight rows begin 1024 bytes after the eight before.
     static __device__ __forceinline__ u64 describe(u32 from) {
         return u64(from >> 4) | u64(1) << 16 | u64(1024 / 16) << 32 | u64(1) << 62;
     }
@@ -447,7 +447,7 @@ struct WideStage {
         } else {
             u32 upper[2], lower[2];
             load_two_words(upper, words + lane % 4 / 2 * 8);
-            load_two_words(lower, words + lane % 4 / 2 * 8 + 8 * 16);  // of the row eight further
+            load_two_words(lower, words + lane % 4 / 2 * 8 + 8 * 16);  // of the row eight rows further
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 metadata[i] = __byte_perm(upper[i % 2], lower[i % 2], lane % 2 ? 0x7632 : 0x5410);
@@ -464,8 +464,8 @@ struct WideStage {
 
 // The same product by wgmma; in_features is a multiple of a stage's channels, a warp has 16 rows, and ROWS is a multiple of
 // 64. Of 8 bits, row_scales [out_features] and token_scales [tokens] multiply the sums; of 16 they are not read.
-// Products of 8 bits are summed with some 14 bits, whatever their result holds, so that a long sum would lose its last
-// terms: those of each chunk are added to totals.
+// The tensor cores sum products of 8 bits with some 14 bits, although the result is float32, so that a long sum would
+// lose its last terms: the sums of each chunk are added to totals.
 template <int FP8, int BF16, int ROWS, int TOKENS, int STAGES, int SPLITS>
 __global__ void CLUSTER_OF(SPLITS) __launch_bounds__(2 * ROWS)
     sparse_linear_wgmma(const u8* x, const u8* values, const u8* positions, const u16* bias, const float* row_scales,

@@ -73,14 +73,14 @@ class Random:
         return torch.eye(size, device=self.device) + 0.5 * self.normal(blocks, size, size)
 
     def order(self, channels: int, in_blocks: bool) -> Tensor:
-        """Returns a permutation, inside blocks of 64 or of all channels."""
+        """Returns a random permutation, inside blocks of 64 if ``in_blocks``, or else of all channels."""
         noise = self.uniform(channels)
         if in_blocks:
             noise += torch.arange(channels, device=self.device) // BLOCK
         return noise.argsort()
 
     def stored_order(self, channels: int, in_blocks: bool) -> Tensor:
-        """Returns a permutation in the dtype in which modules store it."""
+        """Returns a permutation as `order` does, in the dtype in which modules store it."""
         return self.order(channels, in_blocks).to(index_dtype(channels))
 
     def two_of_four(self, out_features: int, in_features: int, dtype: torch.dtype) -> Tensor:
@@ -96,7 +96,7 @@ def larger_half(weight: Tensor) -> Tensor:
 
 
 def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of the same inputs that computes in float64, with tensors in dataclasses, too."""
+    """Returns a function that widens its inputs, also floats in dataclasses, to float64 and calls ``function`` on them."""
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -112,7 +112,7 @@ def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
 def _poisoned() -> Iterator[None]:
     """Within the context, fills new memory with NaN, or the largest integer, so that what is not written shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # in which torch fills memory, unless told otherwise
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a mode in which torch fills new memory by default
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)

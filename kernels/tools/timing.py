@@ -27,7 +27,7 @@ class Timing:
     how: str  # "graph", "stream" or "host"
 
     def quantile(self, part: float) -> float:
-        """Returns the sample below which the share ``part``, 0 to 1, of all samples lies."""
+        """Returns the sample below which a share ``part``, 0 to 1, of all samples lies."""
         return sorted(self.seconds)[min(int(part * len(self.seconds)), len(self.seconds) - 1)]
 
     def report(self) -> dict[str, Any]:
@@ -80,8 +80,8 @@ def measure(
 def relative_error(out: Tensor | tuple[Tensor, ...], expected: Any) -> float:
     """Returns ``|out - expected| / |expected|`` in float64: the larger of the values by 2-norm and by maximum norm.
 
-    The maximum norm shows a single wrong row among thousands. Infinite if ``out`` holds a NaN or has another shape. Of
-    several results, the largest error.
+    The maximum norm shows a single wrong row among thousands. Infinite if ``out`` holds a NaN or has another shape than
+    ``expected``. Of several results, the largest error.
     """
     if isinstance(out, tuple):
         return max(map(relative_error, out, expected))

@@ -15,13 +15,13 @@ def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: tor
 
 
 def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """The masked weight of a linear, stored input-major as in learning, 2:4, Wanda."""
+    """The masked weight of a linear at 2:4 by Wanda's scores; the weight is stored input-major, as in learning."""
 
     def run(weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], _grad: Tensor) -> Tensor:
         return nm_mask(weight, factors, index, factors.scale.new_empty(0), sizes, PATTERN, True)
 
     make = _mask_inputs(out_features, in_features, dtype, device)
-    # Where scores tie under another rounding, another weight may be kept, as for a handful in 45 million.
+    # Where scores tie under another rounding, another weight may be kept: a handful in 45 million.
     return Case(
         "nm_mask", f"{out_features}x{in_features}", dtype, make, run,
         lambda weight, factors, index, sizes, _: nm_mask_reference(weight, factors, index, sizes, PATTERN), 1e-3,
@@ -30,7 +30,7 @@ def nm_mask_case(out_features: int, in_features: int, dtype: torch.dtype, device
 
 
 def nm_mask_backward_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """The gradient of the soft permutation."""
+    """The gradient of the soft permutation, with the inputs of `nm_mask_case`."""
 
     def run(weight: Tensor, factors: ImportanceFactors, index: Tensor, sizes: list[int], grad: Tensor) -> Tensor:
         return nm_mask_backward(grad, weight, factors, index, sizes, PATTERN.group, True)

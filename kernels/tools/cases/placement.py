@@ -13,7 +13,7 @@ def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: tor
 
 
 def placement_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """The gradient of a linear's block permutations, its weight stored input-major as in learning, 2:4, Wanda."""
+    """The gradient of a linear's block permutations at 2:4 by Wanda's scores, its weight stored input-major."""
     sizes = [BLOCK] * (in_features // BLOCK) + ([in_features % BLOCK] if in_features % BLOCK else [])
 
     def make(seed: int) -> Arguments:
@@ -24,7 +24,7 @@ def placement_case(out_features: int, in_features: int, dtype: torch.dtype, devi
         return grad, weight, factors, random.order(in_features, True), sizes, PATTERN, curvature
 
     moved = 2 * out_features * in_features * dtype.itemsize + in_features * BLOCK * 4
-    # Where scores tie in float32 but not in float64, another weight may be kept, as for a handful of weights.
+    # Where scores tie in float32 but not in float64, another weight may be kept, as happens to a handful.
     return Case(
         "placement", f"{out_features}x{in_features}", dtype, make, placement, in_float64(placement_reference), 2e-2,
         moved, {"placement": CONFIGS}, 3 * out_features * in_features * BLOCK,

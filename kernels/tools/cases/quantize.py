@@ -13,7 +13,7 @@ from permtriton.kernels.tools.cases.norm_permute import norm_permute_case
 from permtriton.kernels.tools.timing import relative_error
 
 Quantized = tuple[Tensor, Tensor]
-LIMIT = 1e-2  # a value in the middle between two of float8 may be rounded to either
+LIMIT = 1e-2  # a value halfway between two float8 values may be rounded to either
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -22,7 +22,7 @@ def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: tor
 
 
 def quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """Activations as they are."""
+    """Activations in their own order."""
 
     def make(seed: int) -> Arguments:
         return Random(seed, device).normal(rows, channels, dtype=dtype), None
@@ -52,7 +52,7 @@ def silu_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: tor
 
 
 def norm_quantize_case(rows: int, channels: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """RMSNorm that writes a permuted order, quantized."""
+    """RMSNorm whose output is permuted and quantized."""
 
     def reference(x: Tensor, weight: Tensor, bias: None, index: Tensor, variant: norms.NormVariant) -> Tensor:
         return norms.norm_reference(x, weight, bias, variant, index.long())
@@ -71,7 +71,7 @@ def _case(
     run: Callable[..., Quantized],
     values: Callable[..., Tensor],
 ) -> Case:
-    """The case of an operator that quantizes ``values`` of its inputs, of which it reads one of that size."""
+    """The case of an operator that quantizes ``values(*inputs)``; counts the bytes of one input of that size."""
 
     def reference(*inputs: object) -> Quantized:
         return quantize_tokens(values(*inputs))

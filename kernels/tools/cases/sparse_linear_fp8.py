@@ -8,7 +8,7 @@ from permtriton.kernels.quantize import quantize_tokens
 from permtriton.kernels.sparse_linear_fp8 import ROUTE_CONFIGS, pack_fp8, sparse_linear_fp8, unpack_fp8
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes
 
-LIMIT = 1e-2  # a value in the middle between two of float8 may be rounded to either
+LIMIT = 1e-2  # a value halfway between two float8 values may be rounded to either
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:

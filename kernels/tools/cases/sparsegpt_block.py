@@ -9,7 +9,7 @@ CHANNELS = 128
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
-    """Returns the case of each number of output features, with a given mask, since the last bit may decide a choice."""
+    """Returns the case of each number of output features; the mask is given, as the last bit might decide a choice."""
     return [sparsegpt_block_case(rows, device) for rows in dict.fromkeys(rows for rows, _ in shapes)]
 
 

@@ -6,7 +6,7 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.swap_gains import CONFIGS, swap_gains, swap_gains_reference, swap_terms
 from permtriton.kernels.tools.case import PATTERN, Arguments, Case, Random, Shapes, in_float64
 
-POSITIONS = 1024  # most positions of the left side, as a search goes through an order in parts
+POSITIONS = 1024  # most positions of the left side: a search also computes an order's gains in parts
 
 
 def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Case]:
@@ -14,7 +14,7 @@ def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: tor
 
 
 def swap_gains_case(out_features: int, in_features: int, device: torch.device) -> Case:
-    """The pairs of a linear's first positions with all of them, 2:4, Wanda."""
+    """Swaps of each of a linear's first positions with each of its positions, at 2:4 by Wanda's scores."""
     positions = min(in_features, POSITIONS)
 
     def make(seed: int) -> Arguments:
