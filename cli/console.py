@@ -58,7 +58,7 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
     """Turns errors that the user can fix, and interruptions, into one line on standard error and an exit code.
 
     The code is 2 for errors, and 128 plus the number of the signal for interruptions. Also turns off the warnings of
-    torch and transformers and the progress bars of all libraries, and writes characters that the encoding of standard
+    torch and transformers and other libraries' progress bars, and writes characters that the encoding of standard
     output lacks as ``\\u6f22`` and the like, as Python does on standard error.
 
     Args:

@@ -1,4 +1,4 @@
-"""Under ``torchrun``: joins the ranks at the start of a command; if one fails, ``torchrun`` ends the others."""
+"""Under ``torchrun``: connects the ranks at the start of a command; if one fails, ``torchrun`` ends the others."""
 
 import os
 import signal

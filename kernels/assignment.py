@@ -10,7 +10,7 @@ Bytes moved: the scores read once.
 The Triton kernel, for blocks of up to 256, computes shortest augmenting paths with prices (Jonker and Volgenant), one
 program (by default one warp) per block. The costs are ``c = -score``; a column has a price ``v`` and, once assigned, an
 owner, which is its row. Prices start at the columns' least costs, and each row takes the first column whose least
-cost lies in it. Then every row without a column searches for one, as in Dijkstra's algorithm:
+cost is in that row. Then every row without a column searches for one, as in Dijkstra's algorithm:
 
     reach[j] = c[row, j] - v[j] + add;   the nearest column is closed, and its owner searches on with
     add = distance[j] + v[j] - c[owner, j],   until the nearest column has no owner: the sink;

@@ -178,10 +178,7 @@ def describe(config: Config) -> str:
 
 
 def read_entries(path: Path, machine: str) -> dict[str, Any]:
-    """Returns a cache file's entries for a machine; none if the file does not exist.
-
-    A damaged file is ignored with a warning.
-    """
+    """Returns a cache file's entries for a machine; none if the file does not exist or, with a warning, is damaged."""
     return _machines(path).get(machine, {})
 
 

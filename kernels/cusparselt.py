@@ -46,9 +46,9 @@ _THREAD = threading.local()
 
 
 def serves(device: torch.device) -> bool:
-    """Whether cuSPARSELt can run on a GPU: on the one on which this thread first used it, to which its handle belongs.
+    """Whether this thread can run cuSPARSELt on a GPU: only where it first did, since torch's handle belongs there.
 
-    So each rank of a group of processes can use cuSPARSELt on its GPU, but a thread with several GPUs only on one.
+    So each rank of a group of processes can use cuSPARSELt on its GPU; one process with several GPUs, on one only.
     """
     first = getattr(_THREAD, "device", None)
     if first is None or first == (number := _number(device)):

@@ -16,7 +16,7 @@ class ImportanceFactors:
     column: Tensor | None = None  # float32 ``[in_features]``, given together with ``row``
 
     def scores(self, weight_CO: Tensor) -> Tensor:
-        """Returns the scores of a weight ``[in_features, out_features]``, float32 or, if it is float64, float64."""
+        """Returns a weight's scores, both ``[in_features, out_features]``: float32, or float64 for a float64 weight."""
         scores = weight_CO.to(torch.promote_types(weight_CO.dtype, torch.float32), copy=True).abs_()
         if self.power == 2:
             scores.square_()
@@ -34,7 +34,7 @@ class ImportanceFactors:
         return ImportanceFactors(self.power, self.scale.to(device), row, column)
 
     def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (scale, row, column), contiguous; for None, ``scale`` is a pointer that is not read."""
+        """Returns (scale, row, column), contiguous; ``scale`` thrice if row is None, since kernels take three pointers."""
         scale = self.scale.contiguous()
         if self.row is None or self.column is None:
             return scale, scale, scale

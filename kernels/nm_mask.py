@@ -59,12 +59,15 @@ ROW_MAJOR = Config({"TILE_O": 32, "TILE_GROUPS": 16}, num_warps=4, num_stages=1)
 
 
 def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns bool ``[C, O]``: in ``group`` consecutive rows, each column's ``kept`` largest; at ties, the first."""
+    """Returns bool ``[C, O]``: in each column, the ``kept`` largest scores of every ``group`` consecutive rows.
+
+    Of equal scores, the first ones are kept.
+    """
     return (group_ranks(scores_CO, pattern.group) < pattern.kept).flatten(0, 1)
 
 
 def group_ranks(scores_CO: Tensor, group: int) -> Tensor:
-    """Returns int8 ``[C / group, group, O]``: ranks in each group and column, 0 for the largest, equal scores in order.
+    """Returns int8 ``[C / group, group, O]``: each row's rank in its group, 0 for the largest; of equal ones, the first is 0.
 
     Ranks are counted by comparing pairs, which is faster than sorting many tiny groups.
     """

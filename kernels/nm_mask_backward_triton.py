@@ -17,7 +17,7 @@ What keeps the instructions per weight few:
 - With ``group_scale`` the exponents are between 0 and ``GROUP``, so that their maximum need not be subtracted.
 - 1 / x is the square of a reciprocal square root: two instructions in place of the eight of a division.
 
-Precision: with ``group_scale`` and weights of 16 bits, operands of the product are rounded to bfloat16. A test holds
+Precision: with ``group_scale`` and weights of 16 bits, operands of the product are rounded to bfloat16. A test checks
 that this turns the direction of dP no further than the rounding of W and dL/dW_eff to bfloat16 did, also where most of
 dP cancels. For float32, and without ``group_scale``, where M_soft may be nearly flat, each operand is split into two
 bfloat16 halves, and three of the four products of halves are added: the relative error is at most 2^-16 per product;
@@ -44,7 +44,7 @@ from permtriton.kernels.launch import Config, builtin, jit, tl, triton
 # Most padded channels of a tile: tiles of 128 would spill registers on sm_80 and overflow sm_100's tensor memory.
 TILE = 64
 FLOOR = 0.1  # a group's mean score counts as at least this share of its block's, or dead channels would dominate
-LEAST_ROWS = 512  # at most one split of W's rows for every so many rows
+LEAST_ROWS = 512  # at most one split of the rows of W per this many of them
 ROWS_STEP = 64  # the rows of a split are a multiple of it: the largest TILE_O
 ALIGN = 16  # wide loads need rows, strides and block sizes that are multiples of it
 

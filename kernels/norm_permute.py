@@ -123,7 +123,7 @@ def norm_backward_reference(
     variant: NormVariant,
     precision: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of x (contiguous), weight and bias (empty if it is None); ``grad`` is in the order of ``x``.
+    """Returns the gradients of x (contiguous), weight and bias (empty without bias); ``grad`` is in the order of ``x``.
 
     RMS kinds: ``dx = r (g - h mean(g h))`` with ``g = grad * (offset + weight)`` and ``r = 1 / sqrt(mean(x^2) + eps)``.
     """

@@ -98,7 +98,7 @@ def _on_gpu(tensor: Tensor) -> bool:
 def _is_plain(arguments: Sequence[Any]) -> bool:
     """Whether a call can bypass torch's dispatcher, whose Python code takes longer than the kernel.
 
-    It can on a GPU, outside of torch.compile, without gradients, tensor subclasses, transforms and modes.
+    A call can do so on a GPU, outside of torch.compile, without gradients, tensor subclasses, transforms and modes.
     """
     if torch.compiler.is_compiling() or not _on_gpu(arguments[0]):
         return False

@@ -41,7 +41,7 @@ INDEX_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # num_warps: for tiles of 4096 channels. TILE: least channels of a tile, which several short rows fill. PACK_BITS: size
 # of the words into which values of several rows are packed; with 8, each row has words of its own.
 CONFIGS = (Config({"TILE": 2048, "PACK_BITS": 32}, num_warps=16), Config({"TILE": 2048, "PACK_BITS": 8}, num_warps=16))
-STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if they are not aligned
+STAGED = 16384  # channels of up to 32 bits that a program can hold; half as many at 64 bits, or if rows are not aligned
 DIRECT_TILE = 1024
 MAX_WARPS = 16 if torch.version.hip else 32  # 1024 threads per program
 RESIDENT_WARPS = 48  # per multiprocessor, at 40 registers per thread

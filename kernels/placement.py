@@ -38,7 +38,7 @@ from permtriton.util.sparsity import NMPattern
 
 AT_ONCE, GPU_AT_ONCE = 1 << 17, 1 << 24  # weights whose terms are in memory at once; on a CPU they fit a core's cache
 COMPARED, ROWS_AT_ONCE = 1 << 17, 512  # most comparisons, and most rows of W, that the reference computes at once
-LEAST_ROWS = 128  # at most one split of W's rows for every so many rows
+LEAST_ROWS = 128  # at most one split of the rows of W per this many of them
 CONFIGS: tuple[Config, ...] = (
     Config({"TILE_I": 32, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 4224}, num_warps=1, num_stages=1),
     Config({"TILE_I": 64, "TILE_J": 64, "STAGES": 3, "PROGRAMS": 2112}, num_warps=1, num_stages=1),

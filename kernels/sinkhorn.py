@@ -43,7 +43,7 @@ from permtriton.kernels.autotune import config_for
 from permtriton.kernels.launch import DTYPES, Config, jit, tl, triton
 from permtriton.kernels.operator import operator
 
-# Smaller sums count as this, so that the reciprocal of an underflown one is finite. A column whose entries are all
+# Smaller sums count as this, so that the reciprocal of one that underflows is finite. A column whose entries are all
 # smaller (69 tau below the maxima of their rows) ends with a sum below 1.
 TINY = 1e-30
 LARGEST = 128  # a larger block does not fit into the registers of one program

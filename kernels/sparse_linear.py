@@ -4,7 +4,7 @@ The weight is from `permtriton.kernels.packing`. Shapes: ``x`` ``[..., C]``, ``b
 ``y`` ``[..., O]``. The reference unpacks the weight and multiplies densely. On a GPU, 2:4 weights take one of 3 routes:
 
     mma         the CUDA kernels of sparse_linear_mma.py, 1 to 256 tokens, 16 bits: the sparse tensor cores multiply the
-                packed weight as it is; only packed bytes are read of W, 9/16 of the dense weight's at 16 bits
+                packed weight as it is; only packed bytes of W are read, 9/16 of the dense weight's at 16 bits
     cusparselt  `permtriton.kernels.cusparselt`, if ``compressed`` is given: half of the dense product's operations
     dense       unpacked by a kernel, then cuBLAS: any number of tokens; moves 25/16 of the dense weight's bytes more
                 than a dense linear

@@ -17,7 +17,7 @@ a product takes one of three routes:
                  on GPUs that multiply float8 (compute capability 8.9 or newer)
     dequantized  weight and input rounded to the dtype of ``x``, then cuBLAS: everything else
 
-Unless `permtriton autotune` measured a faster route (`ROUTE_CONFIGS`), the first possible one is taken. They have not
+Unless `permtriton autotune` measured a faster route (`ROUTE_CONFIGS`), the first possible one is taken. No route has
 been measured on a GPU yet. Where up to 256 tokens cannot take mma, each product unpacks the whole weight: a warning
 says so.
 """

@@ -95,7 +95,7 @@ class GpuLimits:
     has_wgmma: bool = False  # whether four warps multiply matrices in shared memory (sm_90 alone)
 
     def is_wide(self, in_features: int) -> bool:
-        """Whether wgmma is the default: on GPUs that have it, if ``in_features`` is a multiple of a stage's channels."""
+        """Whether wgmma is the default: on GPUs with wgmma, if ``in_features`` is a multiple of a stage's channels."""
         return self.has_wgmma and in_features % WIDE_CHUNK == 0
 
 

@@ -11,9 +11,9 @@ channel j after the other
 choose it -> W and e, both ``[B, O]``, float32. Bytes moved: W read, W and e written, 12 per weight; every program reads
 U from the cache. Operations: 2 B per weight.
 
-In plain torch a group takes some fifty launches, a millisecond on a GPU whatever the group's size. Rows of the weight are
-independent, so a program of the Triton kernel holds the block's channels of TILE_O rows in registers and walks over the
-channels. It reads a channel by summing over the tile with all others masked, since registers cannot be indexed.
+In plain torch a group takes some fifty launches, a millisecond on a GPU whatever the group's size. Rows of the weight
+are independent, so a program of the Triton kernel holds the block's channels of TILE_O rows in registers and walks over
+the channels. It reads a channel by summing over the tile with all others masked, since registers cannot be indexed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sparsegpt_block_reference(
 
 
 def _largest(scores: Tensor, pattern: NMPattern) -> Tensor:
-    """Returns the mask, bool ``[M, O]``, of the largest scores ``[M, O]`` of one group; of equal scores, the first.
+    """Returns bool ``[M, O]``: in each column of one group's scores, the ``kept`` largest; of equal scores, the first.
 
     Unlike `top_n_mask` it compares all pairs at once, because for few numbers the number of calls decides the time.
     """

@@ -10,7 +10,7 @@ weight at j is kept, and kept otherwise. ``t_oj`` is the rival's score and ``a_o
     D[i, j]    = sum_o [S_oi > t_oj] (A_oi - a_oj)             how the loss changes as the channel at i takes position j
     gain[i, j] = D[i, i] + D[j, j] - D[i, j] - D[j, i]         for i and j in different groups
 
-and a positive gain lowers the loss. A gain has no meaning for two positions of one group; the caller leaves these out.
+and a positive gain lowers the loss. A gain has no meaning for two positions of one group: leave these out.
 Where position j precedes its rival, the threshold is the number next below the rival's score: ``>`` then decides ties
 as the mask does. `swap_terms` makes S, A, t, a and D[j, j] in O(C O) steps; the pairs take O(C C O).
 
@@ -164,7 +164,7 @@ def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPa
     rival = order.gather(1, kept + (pattern.kept - 1))
     threshold = scores.unflatten(0, (-1, group)).gather(1, rival)
     displaced = agreement.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
-    # Scores are at least 0. Below 0 -1 is taken: the next number is subnormal, and some modes round subnormals to 0.
+    # Scores are not negative. For a score of 0 take -1: the next smaller float is subnormal, so that some modes round it.
     lower = threshold.nextafter(threshold.new_tensor(-torch.inf)).sub_((threshold == 0).to(scores.dtype))
     threshold = threshold.lerp_(lower, (slots < rival).to(scores.dtype)).flatten(0, 1)
     kept_CO = kept.flatten(0, 1)

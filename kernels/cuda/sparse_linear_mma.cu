@@ -11,7 +11,7 @@
 // shared memory, over the blocks of the cluster.
 //
 // The second kernel multiplies by wgmma, on Hopper alone: four warps at once, whose operands lie in shared memory. All
-// its warps are one team, and the next chunk is copied while the products run. Only this kernel also multiplies 8 bits.
+// warps of its blocks are one team, and the next chunk is copied while the products run. It also multiplies 8 bits.
 //
 // A kernel may begin while the one before it ends (a launch attribute). Until the writes of that one are visible, it
 // only prefetches its first weights into the L2 cache, where later writes would update them.
@@ -264,8 +264,8 @@ struct Stage {
 };
 
 // Adds up the sums of TEAMS teams of SPLITS blocks, [TEAMS, TOKENS, ROWS + 4] floats in shared memory, in a fixed order.
-// Four rows of a token at once; BATCH such fours are read before the first is written, since reads from other blocks are
-// slow. Sums of 8-bit products are multiplied by the scales of their row and token before the bias is added.
+// Four rows of a token at once; BATCH such fours are read before the first is written: reads of other blocks are slow.
+// Sums of 8-bit products are multiplied by the scales of their row and token before the bias is added.
 template <int FP8, int BF16, int ROWS, int TOKENS, int WARPS, int TEAMS, int SPLITS>
 __device__ __forceinline__ void add_up(u32 shared, const u16* bias, const float* row_scales, const float* token_scales,
                                        u16* y, int block_row, int tokens, int out_features, int has_bias) {

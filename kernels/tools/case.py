@@ -96,7 +96,7 @@ def larger_half(weight: Tensor) -> Tensor:
 
 
 def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that widens its inputs, also floats in dataclasses, to float64 and calls ``function`` on them."""
+    """Returns a function that calls ``function`` with float tensors, also those in dataclasses, widened to float64."""
 
     def widened(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():

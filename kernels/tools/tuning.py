@@ -32,7 +32,7 @@ class Trial:
     """The result of one configuration."""
 
     case: str  # name of the case that was run
-    key: str  # table and shape, as in the cache file
+    key: str  # table, shape and dtype, as in the cache file
     config: Config
     default: bool  # whether it is the first of its table
     measured: Mapping[str, Any]  # quantiles in microseconds, GB/s and TFLOP/s; or ``error``

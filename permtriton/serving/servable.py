@@ -45,7 +45,7 @@ def check_folder(name: str) -> Folder:
 
 
 def refuse_unservable(folder: Folder) -> None:
-    """Refuses packed weights and norms that permtriton cannot compute in vLLM, and model classes unknown to it."""
+    """Refuses packed weights and norms that permtriton cannot compute in vLLM, and classes not in `SERVED`."""
     for name, entry in folder.packed.items():
         if len(entry["shape"]) != 2 or entry["dim"] != 1:
             raise ModelError(

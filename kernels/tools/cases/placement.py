@@ -13,7 +13,7 @@ def cases(shapes: Shapes, tokens: Sequence[int], dtype: torch.dtype, device: tor
 
 
 def placement_case(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """The gradient of a linear's block permutations at 2:4 by Wanda's scores, its weight stored input-major."""
+    """The gradient of a linear's block permutations, 2:4 by Wanda; the weight is stored input-major, as in learning."""
     sizes = [BLOCK] * (in_features // BLOCK) + ([in_features % BLOCK] if in_features % BLOCK else [])
 
     def make(seed: int) -> Arguments:
