@@ -46,7 +46,7 @@ _THREAD = threading.local()
 
 
 def serves(device: torch.device) -> bool:
-    """Whether this thread can run cuSPARSELt on a GPU: only where it first did, since torch's handle belongs there.
+    """Whether cuSPARSELt runs on a GPU in this thread: only on the first it used, since torch's handle is for that GPU.
 
     So each rank of a group of processes can use cuSPARSELt on its GPU; one process with several GPUs, on one only.
     """

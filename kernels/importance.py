@@ -34,7 +34,7 @@ class ImportanceFactors:
         return ImportanceFactors(self.power, self.scale.to(device), row, column)
 
     def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (scale, row, column), contiguous; ``scale`` thrice if row is None, since kernels take three pointers."""
+        """Returns (scale, row, column), contiguous; ``scale`` thrice without a row, as kernels take three pointers."""
         scale = self.scale.contiguous()
         if self.row is None or self.column is None:
             return scale, scale, scale

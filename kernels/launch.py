@@ -22,7 +22,7 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 def builtin(function: Callable[..., Any]) -> Any:
-    """Returns ``function`` for kernels to call; it runs while a kernel is compiled, its last argument is ``_semantic``."""
+    """Returns ``function`` for kernels to call; it runs while they compile, and its last argument is ``_semantic``."""
     return tl.core.builtin(function) if triton is not None else function
 
 

@@ -67,9 +67,9 @@ def top_n_mask(scores_CO: Tensor, pattern: NMPattern) -> Tensor:
 
 
 def group_ranks(scores_CO: Tensor, group: int) -> Tensor:
-    """Returns int8 ``[C / group, group, O]``: each row's rank in its group, 0 for the largest; of equal ones, the first is 0.
+    """Returns int8 ``[C / group, group, O]``: the rank of each row in its group, 0 for the largest.
 
-    Ranks are counted by comparing pairs, which is faster than sorting many tiny groups.
+    Of equal scores, the first ranks first. Counting ranks by comparing pairs is faster than sorting many tiny groups.
     """
     scores = scores_CO.unflatten(0, (-1, group))
     rank = torch.arange(group - 1, -1, -1, dtype=torch.int8, device=scores.device)

@@ -164,7 +164,7 @@ def _terms(scores: Tensor, agreement: Tensor, rise: Tensor | None, pattern: NMPa
     rival = order.gather(1, kept + (pattern.kept - 1))
     threshold = scores.unflatten(0, (-1, group)).gather(1, rival)
     displaced = agreement.unflatten(0, (-1, group)).gather(1, rival).flatten(0, 1)
-    # Scores are not negative. For a score of 0 take -1: the next smaller float is subnormal, so that some modes round it.
+    # Scores are at least 0. Below 0 comes -1: the next smaller float is subnormal, which some modes round to 0.
     lower = threshold.nextafter(threshold.new_tensor(-torch.inf)).sub_((threshold == 0).to(scores.dtype))
     threshold = threshold.lerp_(lower, (slots < rival).to(scores.dtype)).flatten(0, 1)
     kept_CO = kept.flatten(0, 1)
