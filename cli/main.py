@@ -42,7 +42,7 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 
 def command_named(name: str) -> TyperCommand:
-    """Imports a command's module, which takes seconds because most of them import torch, and returns the command."""
+    """Imports a command's module, which takes seconds if it imports torch, and returns the command."""
     single = typer.Typer(add_completion=False, context_settings=SETTINGS)
     single.command(name, help=COMMANDS[name])(getattr(_module(name), name))
     return typer.main.get_command(single)  # type: ignore[return-value]

@@ -42,7 +42,7 @@ def _hidden_size(source: Source) -> int:
 
 
 def _mkl_is_slow() -> bool:
-    """Whether MKL, torch's library for float32 products, leaves this CPU's AVX-512 unused, on Zen 5 half its width."""
+    """Whether MKL, torch's library for float32 products, leaves this CPU's AVX-512 unused, half of Zen 5's width."""
     has = processor()
     return str(has.get("cpu_name", "")).startswith("AMD") and bool(has.get(UNIT)) and not has.get("amx_tile")
 

@@ -55,7 +55,7 @@ CONFIGS: tuple[Config, ...] = (
 
 
 def assignment_reference(score: Tensor) -> Tensor:
-    """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total; for any float dtype.
+    """Returns int32 ``[n, B]``: the row of each column in the permutation with the largest total; any dtype of scores.
 
     Blocks are solved by scipy's ``linear_sum_assignment`` in one thread per core: the solver releases the GIL.
     """

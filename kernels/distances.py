@@ -24,7 +24,7 @@ def distances_reference(left: Tensor, right: Tensor) -> Tensor:
 def distances_triton(left: Tensor, right: Tensor) -> Tensor:
     """Computes `distances_reference` in float32."""
     blocks, size, _ = left.shape
-    x, y = (part.flatten(0, 1).t().contiguous().t() for part in (left, right))  # lines adjacent in memory
+    x, y = (part.flatten(0, 1).t().contiguous().t() for part in (left, right))  # lines adjacent, for the kernel's loads
     present = torch.arange(blocks * size, device=left.device)
     above = launched(SwapTerms(x, x, y, y, x.new_empty(0)), present, size).view(blocks, size, size)
     return above.mul_(2).sub_(left.sum(2).unsqueeze(2)).add_(right.sum(2).unsqueeze(1))

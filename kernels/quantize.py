@@ -43,7 +43,7 @@ CONFIGS = tuple(Config({"STAGES": stages}, num_warps=warps) for warps, stages in
 
 
 def scales_of(rows: Tensor) -> Tensor:
-    """Returns the scale of each row, ``[..., 1]`` in the dtype of ``rows``: max |x| / 448, or epsilon if all are 0."""
+    """Returns the scales of rows ``[..., C]``, ``[..., 1]`` in their dtype: max |x| / 448, or epsilon if that is 0."""
     scale = rows.abs().amax(-1, keepdim=True) / LARGEST
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 

@@ -27,7 +27,7 @@ class Timing:
     how: str  # "graph", "stream" or "host"
 
     def quantile(self, part: float) -> float:
-        """Returns the sample below which a share ``part``, 0 to 1, of all samples lies."""
+        """Returns the sample below which the share ``part``, 0 to 1, of all samples lies."""
         return sorted(self.seconds)[min(int(part * len(self.seconds)), len(self.seconds) - 1)]
 
     def report(self) -> dict[str, Any]:
