@@ -1,4 +1,4 @@
-"""Helpers of the passes: finding weights and their products, inserting nodes, adding constants."""
+"""Helpers of the passes: finding weights, products and modules, inserting nodes, adding constants."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""Arguments of channel rules in place of parameters, and the products with weights that rules record."""
+"""What channel rules read in place of parameters and of outer products, and the products with weights they record."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,7 +46,7 @@ class ParameterValue:
         return self.with_dims(range(len(self.shape) - 1, -1, -1))
 
     def moved(self, operator: Callable[..., Any], arguments: Mapping[str, Any]) -> "ParameterValue | None":
-        """Returns the result of an operator on it; None unless the operator only moves, adds or drops dimensions."""
+        """Returns an operator's result on the parameter; None unless it only moves, adds or drops dimensions."""
         strides = [1]
         for size in reversed(self.shape[1:]):
             strides.insert(0, strides[0] * (size + 1))  # all different, also where a dimension has size 1

@@ -52,7 +52,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values allowed, or nothing where there are too many to list."""
+        """The allowed values if the type is a ``Literal``; empty for other types."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
