@@ -154,7 +154,6 @@ class Channels:
         return flat[0], "" if bool((flat == flat[:1]).all()) else "its input mixes tokens into channels"
 
     def gather(self, ids: Tensor, index: Tensor, dim: int) -> Tensor:
-        """Returns the ids with one dimension in the order of ``index``."""
         return unexpanded(ids, keep=dim % ids.ndim).index_select(dim, index).expand(ids.shape)
 
     def compact_repeats(self, ids: Tensor) -> Tensor:

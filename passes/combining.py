@@ -1,4 +1,4 @@
-"""How an operator on several tensors combines their channels: they move together, or each is a value for the other.
+"""How an operator on several tensors combines their channels: they move together, or add to each other's context.
 
 Where a gate row is multiplied with one up row, both must move together. In an outer product, every row of one factor is
 multiplied with every row of the other; the rows of either factor may then move independently if all of them are

@@ -81,7 +81,6 @@ def transposes(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, position: int) -> fx.Node:
-    """Returns the argument of a node at ``position``; the argument must be a node, too."""
     value = node.args[position]
     assert isinstance(value, fx.Node), f"argument {position} of {node.name} is {value!r}"
     return value
@@ -199,7 +198,7 @@ def absorb_folds(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def module_path(node: fx.Node) -> str:
-    """Returns the model's name of the innermost module that a node was traced in; empty for the model itself."""
+    """Returns the name in the model of the innermost module that a node was traced in; empty for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model.") if path != "model" else ""

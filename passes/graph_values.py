@@ -27,7 +27,6 @@ class ParameterValue:
         return len(self.shape) == 2 and None not in self.dims and not self.computed
 
     def permuted(self, index: Tensor, dim: int) -> "ParameterValue":
-        """Returns the parameter with one dimension in the order of ``index``."""
         orders, dim = list(self.orders), dim % len(self.shape)
         order = orders[dim]
         orders[dim] = index if order is None else order[index]

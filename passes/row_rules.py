@@ -34,8 +34,7 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
     """Returns the ids of rows of ``x`` that data select, by positions along one dimension or a mask over several.
 
     Args:
-        dim: First dimension along which rows are taken. In the result, the dimensions of the positions stand in its
-            place, or one dimension in place of all those of a mask.
+        dim: First dimension that rows are taken along; the dimensions of the positions, or one for a mask, replace it.
         index: The node of the positions or of the mask.
         shape: Shape of the result; a size that is not known counts as 1.
 
