@@ -125,7 +125,7 @@ def options_of(config: Any) -> list[Option]:
 
 
 def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns field -> value for the options of the dataclass ``kind`` that are among ``values``, by option name."""
+    """Returns field -> value for the options of the dataclass ``kind`` whose names are among the keys of ``values``."""
     return {option.field: values[option.name] for option in options_of(kind) if option.name in values}
 
 
