@@ -37,7 +37,7 @@ class Compiled(Folder):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of the weights dense, and packed: as stored in a packed folder, else computed for the pruned dtype."""
+        """Bytes of the dense and packed weights; unless the folder is packed, the latter are computed."""
         dense = stored = sum(file.stat().st_size for file in self.files)
         if "export" in self.record:
             dense += self.record["export"]["dense_bytes"] - self.record["export"]["stored_bytes"]
