@@ -48,7 +48,7 @@ def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def parameter_nodes(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
-    """Returns parameter or buffer name -> the node that reads it, for all that the graph uses."""
+    """Returns name -> the node that reads it, for each parameter and buffer that the graph uses."""
     return {str(n.target): n for n in graph_module.graph.nodes if n.op == "get_attr"}
 
 

@@ -198,7 +198,7 @@ def _attention(c: Channels, args: Arguments) -> Any:
     q, k, v, mask = (c.ids_of(args[name]) for name in ("query", "key", "value", "attn_mask"))
     if mask is not None and c.any_channel(mask):
         c.separate(mask, "they are an attention mask")
-    if args["enable_gqa"]:  # without it, heads are broadcast
+    if args["enable_gqa"]:  # otherwise, heads are broadcast
         repeats = q.shape[-3] // k.shape[-3]
         k, v = (c.compact_repeats(t.repeat_interleave(repeats, -3)) for t in (k, v))
     scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)

@@ -73,7 +73,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Unions:
-    """Which channels a graph joins, and at which nodes; without contexts."""
+    """Which channels a graph joins, and at which nodes, without the contexts of the channels."""
 
     parameters: set[str]  # names of the parameters that the graph reads
     joints: Sequence[Joint]  # channels that move together, in execution order

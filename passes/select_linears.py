@@ -33,7 +33,7 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
     """Returns each linear that has a sparsity pattern of its own -> the text that gives it.
 
     Args:
-        chosen: texts such as ``*.down_proj=4:8``, which name linears as `left_out` takes them. Where two texts
+        chosen: texts such as ``*.down_proj=4:8``, which name linears by a pattern as in `left_out`. Where two texts
             name the same linear, the first one counts.
     """
     texts: dict[str, str] = {}

@@ -233,7 +233,7 @@ class _SpaceBuilder:
         space = ChannelSpace(name, segments, ())
         if problem:
             space.freeze(problem)
-        is_new = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
+        is_new = self._space_of[unique] < 0  # all labels, unless sets overlap: a label keeps its first space
         self._space_of[unique[is_new]] = len(self._spaces)
         self._unit_of[unique[is_new]] = np.arange(unique.size)[is_new]
         self._spaces.append(space)

@@ -228,7 +228,7 @@ def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> Expor
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restores every module attribute that running the model changes, such as the frequencies of a rotary embedding.
 
-    During an export the model runs on tensors without values. If the model kept them, later runs would fail.
+    During an export the model runs on tensors without values. If the model kept these, later runs would fail.
     """
 
     def copied(value: Any) -> Any:
