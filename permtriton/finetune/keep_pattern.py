@@ -132,7 +132,7 @@ class MergedAdapter:
 
 
 class KeptPattern:
-    """The N:M weights of a model in training; `permtriton.keep_pattern` makes it.
+    """The N:M weights of a model in training, as `permtriton.keep_pattern` returns them.
 
     Attributes:
         patterns: name of each weight -> its pattern.
@@ -170,8 +170,8 @@ class KeptPattern:
         While it merges, a second copy of the N:M weights is in memory. ``options`` are passed to PEFT.
 
         Raises:
-            ModelError: the model is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged: of
-                the dense model, or on a linear that gathers its input.
+            ModelError: ``model`` is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged, such
+                as one of the dense model, or on a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:
