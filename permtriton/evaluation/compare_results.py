@@ -114,7 +114,7 @@ class Row(TypedDict):
     values: Annotated[list[float], Field(min_length=1)]  # held-out perplexity (cosine for encoders) with each seed
     mean: float
     spread: float  # sample standard deviation of the values; 0 with one seed
-    tasks: dict[str, float | None]  # as `Measured` has them; None where they were not measured with every seed
+    tasks: dict[str, float | None]  # mean of each score of `Measured`; None where it is None with a seed
     seconds: float  # time that all seeds took together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
     peak_bytes: int | None  # the highest of all seeds; None where one is unknown
