@@ -9,7 +9,7 @@ from permtriton.util.permutation import compose, moved
 def cancel_permutations(graph_module: fx.GraphModule) -> fx.GraphModule:
     """Rewrites ``permute(x, identity) -> x`` and ``permute(permute(x, i), j) -> permute(x, i[j])``.
 
-    Permutes behind ``norm_permute`` are merged into it in the same way, if all of its readers permute by one index.
+    If all readers of a ``norm_permute`` node permute by the same index, they are merged into that node in the same way.
     """
     constants = Constants(graph_module)
     for node in list(graph_module.graph.nodes):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def unexpanded(ids: Tensor, keep: int = -1) -> Tensor:
-    """Returns a view that has size 1 along the dimensions in which a tensor is expanded, except for ``keep``."""
+    """Returns a view of ``ids`` that has size 1 along every expanded dimension (of stride 0) except ``keep``."""
     for dim in range(ids.ndim):
         if dim != keep and ids.shape[dim] > 1 and ids.stride(dim) == 0:
             ids = ids.narrow(dim, 0, 1)
@@ -24,7 +24,7 @@ def both_unexpanded(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def differs(ids: Tensor) -> list[bool]:
-    """Returns for each dimension whether ids may differ along it: not if its size is 1 or it is expanded."""
+    """Returns for each dimension whether ids may differ along it; they cannot if it has size 1 or is expanded."""
     return [size > 1 and stride != 0 for size, stride in zip(ids.shape, ids.stride(), strict=True)]
 
 
@@ -62,7 +62,7 @@ def numbered(values: np.ndarray) -> np.ndarray:
 
 
 def values_of(ids: Tensor) -> Tensor:
-    """Returns an int64 that identifies each element's value: a channel's differ by position, unless expanded."""
+    """Returns int64 numbers that identify the values; those of one channel differ, except along expanded dimensions."""
     compact = unexpanded(ids)
     number = numbered(compact.reshape(-1).numpy()).reshape(compact.shape)
     values = torch.from_numpy(compact.numpy() ^ mix(number).view(np.int64))

@@ -76,7 +76,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 # -- movement ----------------------------------------------------------------------------------------------------------
 
-# Overloads unlike others of their operator: they reinterpret bits as another dtype, or repeat by a tensor of counts.
+# Overloads to which their operator's rule does not apply: they reinterpret bits, or repeat by a tensor of counts.
 WITHOUT_RULE = {aten.view.dtype, aten.repeat_interleave.Tensor, aten.repeat_interleave.self_Tensor}
 VIEWS = {aten.view, aten.view_as, aten._unsafe_view}
 
@@ -104,7 +104,7 @@ def _layout(c: Channels, args: Arguments) -> Any:
 
 
 def _cat(c: Channels, args: Arguments) -> Any:
-    """Concatenates. Next to channels that repeat along the dimension, a constant is one more value of each channel."""
+    """Concatenates; a constant beside channels that repeat along ``dim`` counts as one more value of each channel."""
     tensors, dim = args["tensors"], args["dim"]
     if len(tensors) > 1 and all(
         isinstance(x, ParameterValue) and len(x.shape) > 1 and None not in x.dims for x in tensors
@@ -140,7 +140,7 @@ def _along(c: Channels, args: Arguments, take: Any = None) -> Any:
     """Adds the operator, and the tokens at which it takes each channel, to the contexts of the channels taken.
 
     Args:
-        take: Operator that is applied to the arguments; None for the node's.
+        take: Operator that is applied to the arguments; None for the operator of the node.
     """
     x, take = args["self"], take or c.node.target
     packet = take.overloadpacket
@@ -184,7 +184,7 @@ def _copy(c: Channels, args: Arguments) -> Any:
 
 
 def _pad(c: Channels, args: Arguments) -> Any:
-    """Pads: where channels repeat along the dimension, padding is more values of each; elsewhere it is no channel."""
+    """Pads: where channels repeat along a dimension, padding is more values of each; elsewhere it is no channel."""
     ids, pad, mode = c.ids_of(args["self"]), args["pad"], args.get("mode", "constant")
     c.touch(ids)
     constant = c.new_ids(())
@@ -230,7 +230,10 @@ def _index(c: Channels, args: Arguments) -> Any:
 
 
 def _constant_value(node: fx.Node) -> Tensor | None:
-    """Returns a constant of the model's code; None for another node, a constant with several readers, or on meta."""
+    """Returns, on the CPU, the constant of the model's code that a node is or copies.
+
+    Returns None if it is neither, if the constant or a copy has several readers, or if the constant is a meta tensor.
+    """
     while len(node.users) == 1 and getattr(node.target, "overloadpacket", None) in _COPIES:
         node = node.args[0]  # type: ignore[assignment]
     if node.op != "get_attr" or len(node.users) != 1 or "lifted_tensor" not in str(node.target):
@@ -302,7 +305,7 @@ def _cumulative(c: Channels, args: Arguments) -> Any:
 
 
 def _extreme(c: Channels, args: Arguments) -> Any:
-    """``max`` and ``min``: of two operands, of all values, or of one dimension, with positions."""
+    """``max`` and ``min`` of two operands, of all values, or along one dimension, which also returns positions."""
     if "other" in args:
         return _elementwise(c, args)
     if "dim" not in args:
@@ -329,7 +332,7 @@ def _choice(c: Channels, args: Arguments) -> Any:
     return c.unknown(c.node.meta["val"])
 
 
-# Operators like no other, each with its rule. Those of permtriton are found by name, without loading their kernels.
+# Operators like no other, each with its rule; those of permtriton stand under their qualified names.
 SPECIAL: dict[Any, Rule] = {
     operator.getitem: lambda c, args: operator.getitem(*args.values()),
     aten._assert_tensor_metadata: lambda c, args: None,

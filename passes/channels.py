@@ -61,7 +61,7 @@ class Channels:
 
     def __init__(self, graph_module: fx.GraphModule, *, contexts: bool = True) -> None:
         self.node: fx.Node = next(iter(graph_module.graph.nodes))  # the node that is running
-        self.arguments: Any = ()  # what it reads, with ids in place of tensors
+        self.arguments: Any = ()  # what the running node reads, with ids in place of tensors
         self.linears: list[LinearCall] = []  # products with a weight that have run so far
         self.embedding_columns: set[AxisKey] = set()
         targets = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
@@ -74,7 +74,7 @@ class Channels:
         self.starts = {axis: int(start) for axis, start in zip(self.sizes, starts[:-1], strict=True)}  # first ids
         self.total = int(starts[-1])  # one more than the largest id
         self._ids = torch.arange(self.total)  # id 0 belongs to no channel
-        self.used_axes: dict[AxisKey, None] = {}  # those that the graph has used so far, in order
+        self.used_axes: dict[AxisKey, None] = {}  # axes that the graph has used so far, in order of first use
         self._contexts = contexts
         self._next_opaque = -1
         self.joints: list[Joint] = []
@@ -154,7 +154,6 @@ class Channels:
         return flat[0], "" if bool((flat == flat[:1]).all()) else "its input mixes tokens into channels"
 
     def gather(self, ids: Tensor, index: Tensor, dim: int) -> Tensor:
-        """Returns the ids with one dimension in the order of ``index``."""
         return unexpanded(ids, keep=dim % ids.ndim).index_select(dim, index).expand(ids.shape)
 
     def compact_repeats(self, ids: Tensor) -> Tensor:
@@ -236,7 +235,7 @@ class Channels:
         self._add_context(b, values_of(a), reason)
 
     def _stands_for_more(self, ids: Tensor, others: Tensor) -> bool:
-        """Whether ``ids`` repeat along dimensions but the last along which ``others`` are of several parameters."""
+        """Whether ``ids`` repeat where ``others`` are of several parameters, along dimensions other than the last."""
         dims = [dim for dim, (a, b) in enumerate(zip(differs(ids), differs(others), strict=True)) if a != b]
         along_tokens = all(dim < ids.ndim - 1 and differs(others)[dim] for dim in dims)
         return bool(dims) and along_tokens and all(of_several_axes(others, dim, self.starts.values()) for dim in dims)

@@ -1,4 +1,4 @@
-"""How an operator on several tensors combines their channels: they move together, or each is a value for the other.
+"""How an operator on several tensors combines their channels: they move together, or add to each other's context.
 
 Where a gate row is multiplied with one up row, both must move together. In an outer product, every row of one factor is
 multiplied with every row of the other; the rows of either factor may then move independently if all of them are
@@ -20,7 +20,7 @@ Rule = Callable[[Channels, Arguments], Any]
 
 
 def parts_of(c: Channels, value: Any, dim: int | None = None) -> list[Tensor]:
-    """Returns the ids of an operand, for each factor of a product; see `Channels.ids_of` for ``dim``."""
+    """Returns the ids of an operand, one tensor per factor of a product; see `Channels.ids_of` for ``dim``."""
     return list(value.parts) if isinstance(value, Crossed) else [c.ids_of(value, dim)]
 
 
@@ -70,7 +70,10 @@ def _opaque(c: Channels, shape: Sequence[int], operands: Sequence[Tensor]) -> Te
 
 
 def _varies(parts: Sequence[Tensor], shape: Sequence[int]) -> list[bool]:
-    """Returns for each dimension of a result whether an operand's values may vary along it, whatever their channels."""
+    """Returns for each dimension of ``shape`` whether an operand's values may differ along it, even if its ids do not.
+
+    They cannot differ along a dimension in which the operator broadcasts the operand.
+    """
     return [False] * (len(shape) - parts[0].ndim) + [size > 1 for size in parts[0].shape]
 
 
@@ -78,10 +81,10 @@ def _keep_order(c: Channels, parts: Sequence[Tensor], others: Sequence[Tensor], 
     """Keeps channels at their positions along dimensions in which the values of ``others`` do not move with them.
 
     Such values have the ids of channels of another dimension: ``x[:, None] * table`` has the ids of ``x``, but varies
-    along the columns of the table. Channels that are combined with it may change places within a column only.
+    along the columns of the table. Channels combined with this product may change places within a column only.
     """
     if not any(c.any_channel(other) for other in others):
-        return  # `_met` then adds each of the other's values to a context
+        return  # `_met` then adds each value of ``others`` to a context
     moving = [any(differing) for differing in zip(*(_channels_differ(c, other) for other in others), strict=True)]
     for part in parts:
         if not c.any_channel(part):
@@ -102,7 +105,7 @@ def _channels_differ(c: Channels, ids: Tensor) -> list[bool]:
 
 
 def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> list[Tensor]:
-    """Returns the parts of the result after one more operand: joined with one of them, or crossed with all."""
+    """Returns the parts of the result after one more operand, ``other``, is joined or crossed with each of them."""
     if not c.any_channel(other):
         return [c.join(part, other) for part in result]
     remaining: list[Tensor] = []
@@ -127,9 +130,9 @@ def _met(c: Channels, result: list[Tensor], other: Tensor, attached: bool) -> li
 
 
 def _each_a_run(ids: Tensor, others: Sequence[bool]) -> bool:
-    """Whether neighbouring channels of ``ids`` are combined with one channel of a tensor that differs along ``others``.
+    """Whether neighbouring channels of ``ids`` are combined with one channel of another tensor.
 
-    The channels of a head are an example, with a tensor of one value per head.
+    Examples are the channels of a head, combined with one value per head. ``others`` is `differs` of the other tensor.
     """
     return any(others) and any(_is_run(ids, dim) for dim, differ in enumerate(others) if not differ)
 

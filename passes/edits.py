@@ -85,7 +85,7 @@ def moves_of(plan: Plan, indices: Mapping[str, Tensor]) -> tuple[Move, ...]:
 
 
 def edits_of(moves: Iterable[Move]) -> tuple[Edit, ...]:
-    """Returns the edits of all moves to write into the model, in order."""
+    """Returns the edits that write all ``moves`` into the model, in order."""
     return tuple(edit for move in moves for edit in move.edits)
 
 

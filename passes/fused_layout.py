@@ -20,9 +20,9 @@ def fused_plan(plan: Plan, linears: Sequence[LinearCall], model: nn.Module, *, o
     """Returns the plan of layout ``fused``, in which every site has its own permutation.
 
     A site that is the only reader of a space that may move (``down``; ``o``, within its heads) keeps this space, whose
-    permutation is folded. Every other site gets a space of its own, gathered in the norm before it if only linears read
-    that norm's output, else before each of the site's linears. A site where neither can gather keeps its order; if this
-    is so for all sites of a space, they keep the space.
+    permutation is folded. Every other site gets a space of its own, gathered in the norm before the site if only
+    linears read the norm's output, else before each of the site's linears. A site keeps its order if neither the norm
+    nor the linears can gather; if this is so for all sites of a space, they keep the space.
 
     Args:
         plan: Plan of layout ``portable``; its sites are changed.
@@ -95,7 +95,7 @@ class _NormFinder:
                 self._calls[module_path(node)].add(stack[-1])
 
     def may_gather(self, name: str) -> bool:
-        """Whether a linear can be replaced by one that gathers: a plain ``nn.Linear`` with a weight of its own."""
+        """Whether a linear can be replaced by one that gathers: an ``nn.Linear``, not bypassed, hooked or shared."""
         module = self._modules[name]
         if type(module) is not nn.Linear or stacked_name(self._model, name) is not None or self._may_be_bypassed(name):
             return False
@@ -109,11 +109,11 @@ class _NormFinder:
         return type(parent).__module__.startswith("torch.nn.") and not container
 
     def norm_before(self, site: Site) -> tuple[Norm | None, list[str]]:
-        """Finds the norm before a site, if its output is read by linears only.
+        """Finds the norm before a site, if only linears read the norm's output.
 
         Returns:
-            The norm, or None if none can gather, and the names of the weights of linears outside the site that read the
-            norm's output.
+            The norm, or None if there is none that can gather; and the names of the weights of linears outside the site
+            that read the norm's output.
         """
         weights = {f"{name}.weight" for name in site.linears}
         sources = {call.source for call in self._linears if call.parameter in weights}
@@ -133,7 +133,7 @@ class _NormFinder:
             return None, []
         dtype_source = norm.get_parameter("weight") if variant.kind == "rms" else norm_source.meta["val"]
         if source.meta["val"].dtype != dtype_source.dtype:
-            return None, []  # with mixed dtypes, it rounds differently from the norm that would replace it
+            return None, []  # with mixed dtypes, the norm rounds differently from the one that would replace it
         if untraced_reach(self._model, self._untraced, [f"{path}.weight", *readers, *weights], [site]):
             return None, []  # what the trace did not run may read the norm's output, too
         return Norm(path, variant), [r for r in readers if r not in weights]
@@ -141,7 +141,7 @@ class _NormFinder:
     def _weights_that_read(self, source: fx.Node) -> list[str] | None:
         """Returns the names of the weights of the linears that read ``source``.
 
-        Returns None if anything else reads it, or if one of the weights is used elsewhere, too.
+        Returns None if anything else reads ``source``, or if one of the weights is also used elsewhere.
         """
         calls = {call.node: call.parameter for call in self._linears if call.source is source}
         weights: list[str] = []

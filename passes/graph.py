@@ -1,4 +1,4 @@
-"""Helpers of the passes: finding weights and their products, inserting nodes, adding constants."""
+"""Helpers of the passes: finding weights, products and modules, inserting nodes, adding constants."""
 
 import copy
 import re
@@ -48,7 +48,7 @@ def copied(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def parameter_nodes(graph_module: fx.GraphModule) -> dict[str, fx.Node]:
-    """Returns parameter or buffer name -> the node that reads it, for all that the graph uses."""
+    """Returns name -> the node that reads it, for each parameter and buffer that the graph uses."""
     return {str(n.target): n for n in graph_module.graph.nodes if n.op == "get_attr"}
 
 
@@ -81,7 +81,6 @@ def transposes(node: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, position: int) -> fx.Node:
-    """Returns the argument of a node at ``position``; the argument must be a node, too."""
     value = node.args[position]
     assert isinstance(value, fx.Node), f"argument {position} of {node.name} is {value!r}"
     return value
@@ -199,7 +198,7 @@ def absorb_folds(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def module_path(node: fx.Node) -> str:
-    """Returns the model's name of the innermost module that a node was traced in; empty for the model itself."""
+    """Returns the name in the model of the innermost module that a node was traced in; empty for the model itself."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model.") if path != "model" else ""

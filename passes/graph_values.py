@@ -1,4 +1,4 @@
-"""Arguments of channel rules in place of parameters, and the products with weights that rules record."""
+"""What channel rules read in place of parameters and of outer products, and the products with weights they record."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +27,6 @@ class ParameterValue:
         return len(self.shape) == 2 and None not in self.dims and not self.computed
 
     def permuted(self, index: Tensor, dim: int) -> "ParameterValue":
-        """Returns the parameter with one dimension in the order of ``index``."""
         orders, dim = list(self.orders), dim % len(self.shape)
         order = orders[dim]
         orders[dim] = index if order is None else order[index]
@@ -46,7 +45,7 @@ class ParameterValue:
         return self.with_dims(range(len(self.shape) - 1, -1, -1))
 
     def moved(self, operator: Callable[..., Any], arguments: Mapping[str, Any]) -> "ParameterValue | None":
-        """Returns the result of an operator on it; None unless the operator only moves, adds or drops dimensions."""
+        """Returns an operator's result on the parameter; None unless it only moves, adds or drops dimensions."""
         strides = [1]
         for size in reversed(self.shape[1:]):
             strides.insert(0, strides[0] * (size + 1))  # all different, also where a dimension has size 1

@@ -1,7 +1,7 @@
 """Lowers masked weights to packed ones, multiplied by ``permtriton::sparse_linear``.
 
-All operators that passes have inserted then have kernels (``sparse_linear``, ``norm_permute``, ``permute``), which
-PyTorch's dispatcher runs on a GPU; elsewhere it runs their references.
+On a GPU, PyTorch's dispatcher then runs the kernels of ``sparse_linear``, ``norm_permute`` and ``permute``; elsewhere,
+it runs their references.
 """
 
 import operator

@@ -44,10 +44,10 @@ class Axis:
     is_input: bool
 
     def expand(self, index: Tensor) -> Tensor:
-        """Returns the index over the positions of this dimension for a permutation of the units.
+        """Returns the index over the positions of this dimension for a permutation ``index`` of the units.
 
         A unit may have several positions: a gate row and its up row, or the input channels of several query heads that
-        share a value row. Each takes the place of a position with the same role in the unit that its unit replaces;
+        share a value row. Each position takes the place of one with the same role in the unit that its unit replaces;
         several positions with the same role keep their order.
 
         Returns:
@@ -226,12 +226,12 @@ class Plan:
         return [site for site in self.sites if site.space is space]
 
     def pattern_of(self, space: ChannelSpace) -> NMPattern:
-        """Returns the pattern that most pruned linears reading a space have; the space's order is chosen for it."""
+        """Returns the pattern that a space's order is chosen for: that of most pruned linears that read the space."""
         patterns = Counter(self.patterns[name] for site in self.sites_of(space) for name in site.linears)
         return patterns.most_common(1)[0][0]
 
     def hidden_order(self, indices: Mapping[str, Tensor]) -> Tensor | None:
-        """Returns the order of the last hidden state's channels under ``indices``; None if it cannot change.
+        """Returns the order that ``indices`` give the last hidden state's channels; None if it cannot change.
 
         Returns:
             Index, int64 ``[C]``: ``permuted[..., j] = dense[..., index[j]]``.

@@ -1,6 +1,6 @@
-"""What products with a weight do to channels: linears, convolutions, embeddings, attention; and norms.
+"""What products (linears, convolutions, embeddings, attention) and norms do to channels.
 
-The rows of the weight are the channels of the result, and its columns move together with the channels of the input.
+The rows of a weight are the channels of the result, and its columns move together with the channels of the input.
 """
 
 from collections.abc import Sequence
@@ -132,7 +132,7 @@ def _conv(c: Channels, args: Arguments) -> Any:
 
 
 def _by_groups(c: Channels, x: Tensor, weight: ParameterValue, groups: int, stride: Sequence[int]) -> Any:
-    """A depthwise convolution; in wider groups, channels stay. Ids may differ along a kernel dimension of width 1."""
+    """A grouped convolution. Channels may move if it is depthwise, and ids repeat where it mixes or skips positions."""
     rows, shape, kernel = c.axis(weight, 0), c.node.meta["val"].shape, len(weight.shape) - 2
     problem = "" if groups == x.shape[-1 - kernel] == rows.numel() else f"{c.node.target} reads them in groups"
     for dim in range(-kernel, 0):
@@ -198,7 +198,7 @@ def _attention(c: Channels, args: Arguments) -> Any:
     q, k, v, mask = (c.ids_of(args[name]) for name in ("query", "key", "value", "attn_mask"))
     if mask is not None and c.any_channel(mask):
         c.separate(mask, "they are an attention mask")
-    if args["enable_gqa"]:  # without it, heads are broadcast
+    if args["enable_gqa"]:  # otherwise, heads are broadcast
         repeats = q.shape[-3] // k.shape[-3]
         k, v = (c.compact_repeats(t.repeat_interleave(repeats, -3)) for t in (k, v))
     scores = c.reduce(c.join(q.unsqueeze(-2), k.unsqueeze(-3)), [-1], keep=False)

@@ -51,7 +51,7 @@ class Provenance:
     # joined with. It tells a gate row from the up row that it is multiplied with.
     roles: dict[AxisKey, np.ndarray]
     embedding_columns: set[AxisKey]  # the axes that are columns of an embedding
-    hidden_labels: np.ndarray  # of the last hidden state's channels; empty if not all of it is channels
+    hidden_labels: np.ndarray  # labels of the last hidden state's channels; empty if its channels are not known
     contexts: np.ndarray  # context of each label, uint64 ``[labels]``
     barriers: list[str]  # reasons of the barriers that channels entered, each once
     _context_changes: list[ContextChange] = field(repr=False)
@@ -73,7 +73,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Unions:
-    """Which channels a graph joins, and at which nodes; without contexts."""
+    """Which channels a graph joins, and at which nodes, without the contexts of the channels."""
 
     parameters: set[str]  # names of the parameters that the graph reads
     joints: Sequence[Joint]  # channels that move together, in execution order
@@ -150,7 +150,7 @@ class _Interpreter(fx.Interpreter):
         return self._constant_ids(value) if isinstance(value, Tensor) else value
 
     def _constant_ids(self, value: Tensor) -> Tensor:
-        """Returns ids of a constant: equal numbers of a vector have equal ids."""
+        """Returns ids of a constant; equal elements of a floating-point vector have equal ids."""
         if value.is_meta or not value.is_floating_point() or max(value.shape, default=1) != value.numel():
             return self._channels.new_ids(value.shape)
         bits = value.detach().double().cpu().numpy().view(np.int64)
@@ -207,7 +207,7 @@ def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 
 
 def _is_empty(value: Tensor) -> bool:
-    """Whether a tensor has no tokens. A last dimension of size 0 comes from the config, not from the tokens."""
+    """Whether a tensor has no tokens: a dimension other than the last, whose size the config decides, has size 0."""
     return any(isinstance(size, int) and not size for size in value.shape[:-1])  # a size that is no int depends on data
 
 

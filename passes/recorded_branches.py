@@ -32,7 +32,7 @@ Place = tuple[str, ...]  # lines of code, the innermost first
 
 
 class Answers(TorchFunctionMode):
-    """Inside the ``with`` block, records the Python values that a model's code takes from tensors, or returns them.
+    """Inside the context, records the Python values that a model's code takes from tensors, or returns recorded ones.
 
     A query for the positions at which a mask is true, such as the tokens of an expert, returns all positions instead,
     so that no expert is left out and no shape depends on values. The graph then computes other values than the model,

@@ -14,14 +14,14 @@ from permtriton.passes.plan import Norm, Residual
 def residual_finder(graph: fx.Graph, model: nn.Module) -> Callable[[fx.Node, str], Residual | None]:
     """Returns a function that finds the residual stream which a product is added to.
 
-    The function takes the product's node and the name of its layer. The reader is a norm before the branch that the
-    linear ends, or the first linear of that branch. There is none if the product is first gated or added to another
-    branch, or if no earlier module of the layer reads the same rows, in the same order, and nothing else.
+    The function takes the product's node and the name of its layer. The stream's reader is a norm before the branch
+    that the product ends, or the branch's first linear. The function returns None if the product is first gated or
+    added to another branch, or if no earlier module of the layer reads only the stream, with rows in the same order.
     """
     nodes_by_module: dict[str, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function":
-            nodes_by_module[module_name(node)].append(node)  # of all calls, whose inputs all count
+            nodes_by_module[module_name(node)].append(node)  # nodes of every call, because all inputs count
     readers = _readers(nodes_by_module)
 
     def through(node: fx.Node) -> tuple[fx.Node | None, str]:
@@ -65,7 +65,7 @@ def _readers(nodes_by_module: Mapping[str, list[fx.Node]]) -> dict[fx.Node, list
 def _added_to(product: fx.Node) -> tuple[fx.Node | None, float]:
     """Returns the node, before any reshaping, to which ``product`` is added in its shape, and the product's factor.
 
-    The node is None if there is none.
+    The node is None if ``product`` has several readers, is changed by more than a factor, or joins another branch.
     """
     node, factor = product, 1.0
     while len(node.users) == 1:

@@ -57,7 +57,7 @@ def ranked_products(graph: fx.Graph, products: Collection[fx.Node]) -> set[fx.No
 
 
 def _ranks(node: fx.Node) -> bool:
-    """Whether a node returns the positions of the largest values, which must be read if it returns the values, too."""
+    """Whether a node ranks values: it returns only their positions, or another node reads the positions it returns."""
     packet = getattr(node.target, "overloadpacket", None)
     places = any(user.target is operator.getitem and user.args[1] == 1 for user in node.users)
     return packet in RANKS or (packet in WITH_RANKS and places)

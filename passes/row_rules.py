@@ -31,10 +31,10 @@ def known_size(node: fx.Node, packet: Any) -> bool:
 
 
 def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any]) -> Tensor | None:
-    """Returns the ids of ``x`` at positions of one dimension, or under a mask of several, that depend on data.
+    """Returns the ids of rows of ``x`` that data select, by positions along one dimension or a mask over several.
 
     Args:
-        dim: First dimension along which rows are taken; it becomes the dimensions of the positions, or one for a mask.
+        dim: First dimension that rows are taken along; the dimensions of the positions, or one for a mask, replace it.
         index: The node of the positions or of the mask.
         shape: Shape of the result; a size that is not known counts as 1.
 
@@ -54,7 +54,7 @@ def taken_rows(c: Channels, x: Tensor, dim: int, index: Any, shape: Sequence[Any
 
 
 def index_put(c: Channels, args: Arguments) -> Any:
-    """Writes one row wherever a mask is true, or rows under a mask or at positions: any row may go to any of these."""
+    """Writes one row wherever a mask is true, or several under a mask or at positions: any row may go to any place."""
     x, source, nodes = c.ids_of(args["self"]), c.ids_of(args["values"]), list[Any](c.node.args[1])  # type: ignore[arg-type]
     if len(nodes) == 1 and isinstance(nodes[0], fx.Node):
         index, dims = c.ids_of(args["indices"][0]), _indexed(0, nodes[0])
@@ -68,7 +68,7 @@ def index_put(c: Channels, args: Arguments) -> Any:
 
 
 def _indexed(dim: int, index: fx.Node) -> range:
-    """Returns the dimensions that an index replaces from ``dim``: one for positions, as many as it has for a mask."""
+    """Returns the dimensions, from ``dim`` on, that an index replaces: one for positions, as many as a mask has."""
     value = index.meta["val"]
     return range(dim, dim + (value.ndim if value.dtype == torch.bool else 1))
 
@@ -94,7 +94,7 @@ def joined_weights(c: Channels, weights: Sequence[ParameterValue], dim: int) -> 
 
 
 def index_add(c: Channels, args: Arguments) -> Any:
-    """Adds rows of a source to rows of a tensor at positions that depend on data: any may be added to any."""
+    """Adds each row of ``source`` to a row of ``self`` that data decide, so that it may be any row."""
     dim = args["dim"]
     x, index, source = (c.ids_of(args[name]) for name in ("self", "index", "source"))
     if differs(x)[dim] or differs(source)[dim] or c.any_channel(index):

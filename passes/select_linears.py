@@ -19,9 +19,9 @@ def left_out(linears: Mapping[str, nn.Module], targets: Iterable[str], ignore: I
     """Returns each linear that the user's options leave dense -> the reason.
 
     Args:
-        targets: patterns of the only linears to prune; nothing for all. A pattern is the name of a linear or of a
-            module that holds some, a glob, a regular expression after ``re:`` (which matches from the start of a name),
-            or the name of a class.
+        targets: patterns of the linears to prune; empty to prune all. A pattern is the name of a linear or of a module
+            that holds linears, a glob, a regular expression after ``re:`` (which matches from the start of a name), or
+            the name of a linear's class.
         ignore: patterns of linears that stay dense, whether ``targets`` names them or not.
     """
     ignored = {name: f"{IGNORED}{pattern}" for name, pattern in _named(linears, "ignore", ignore).items()}
@@ -33,7 +33,7 @@ def own_patterns(linears: Mapping[str, nn.Module], chosen: Iterable[str]) -> dic
     """Returns each linear that has a sparsity pattern of its own -> the text that gives it.
 
     Args:
-        chosen: texts such as ``*.down_proj=4:8``, which name linears as `left_out` takes them. Where two texts
+        chosen: texts such as ``*.down_proj=4:8``, which name linears by a pattern as in `left_out`. Where two texts
             name the same linear, the first one counts.
     """
     texts: dict[str, str] = {}
@@ -70,7 +70,10 @@ def _named(linears: Mapping[str, nn.Module], option: str, patterns: Iterable[str
 
 
 def _near(text: str, linears: Mapping[str, nn.Module]) -> list[str]:
-    """Returns the names that resemble ``text``, or all; not those of embeddings, which tied heads put among linears."""
+    """Returns the names that resemble ``text``, or all names if none does.
+
+    Embeddings, which are among ``linears`` where an output head shares their weight, are left out.
+    """
     names = [name for name, module in linears.items() if not isinstance(module, nn.Embedding)]
     if containing := [name for name in names if text in name]:
         return containing

@@ -34,7 +34,7 @@ def find_sites(provenance: Provenance, model: nn.Module, hidden_node: fx.Node, c
     texts = own_patterns(linears, config.pattern)
     patterns = {name: NMPattern.of_some(texts[name])[1] if name in texts else config.sparsity for name in linears}
     calls = [call for call in provenance.linears if call.parameter.rpartition(".")[0] not in skipped]
-    sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # by weight, of all its calls
+    sources: dict[str, dict[fx.Node, None]] = defaultdict(dict)  # weight -> activations of all its products
     for call in provenance.linears:
         sources[call.parameter][call.source] = None
     by_sources: dict[tuple[fx.Node, ...], list[LinearCall]] = defaultdict(list)
@@ -122,7 +122,7 @@ def _special(provenance: Provenance, model: nn.Module) -> dict[str, str]:
 
 
 def _returns_one_tensor(module: nn.Module) -> bool:
-    """Whether a linear returns its product, unlike a router of a class derived from ``nn.Linear``."""
+    """Whether a linear returns one tensor, which a router of a class derived from ``nn.Linear`` need not do."""
     if type(module).forward in [kind.forward for kind in LINEAR_MODULES]:
         return True
     tensors = {name: parameter.detach().to("meta") for name, parameter in module.named_parameters()}
@@ -233,7 +233,7 @@ class _SpaceBuilder:
         space = ChannelSpace(name, segments, ())
         if problem:
             space.freeze(problem)
-        is_new = self._space_of[unique] < 0  # all of them, unless sets overlap: a label keeps its first space
+        is_new = self._space_of[unique] < 0  # all labels, unless sets overlap: a label keeps its first space
         self._space_of[unique[is_new]] = len(self._spaces)
         self._unit_of[unique[is_new]] = np.arange(unique.size)[is_new]
         self._spaces.append(space)

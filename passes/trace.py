@@ -109,7 +109,7 @@ def trace(model: PreTrainedModel, sample: Samples | None = None) -> Traced:
 
 
 def _check_runs(model: PreTrainedModel, samples: Sequence[Samples]) -> None:
-    """Refuses a model that fails on every sample even if it runs without being traced."""
+    """Refuses a model that fails on every sample even without being traced."""
     called = _on_cpu(_Probed(model, masked=False)).model
     problems: list[Exception] = []
     for sample in samples:
@@ -228,7 +228,7 @@ def export_program(module: nn.Module, *inputs: Tensor, **named: Tensor) -> Expor
 def _attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restores every module attribute that running the model changes, such as the frequencies of a rotary embedding.
 
-    During an export the model runs on tensors without values. If the model kept them, later runs would fail.
+    During an export the model runs on tensors without values. If the model kept these, later runs would fail.
     """
 
     def copied(value: Any) -> Any:
@@ -288,7 +288,7 @@ def unlifted(exported: ExportedProgram, model: nn.Module, prefix: str = "") -> f
             if node.op == "get_attr":
                 attributes[str(node.target)] = getattr(exported.graph_module, str(node.target))
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    for node in reversed(graph.nodes):  # remove what is only computed for its shape, such as a channel in BART
+    for node in reversed(graph.nodes):  # remove what is only read for its shape, such as BART's slice of embeddings
         reads_attribute = any(source.op == "get_attr" for source in node.all_input_nodes)
         if node.op == "call_function" and not node.users and not reads_attribute and not node.is_impure():
             graph.erase_node(node)

@@ -13,7 +13,7 @@ TRACE_TOKENS = 4  # few, so that following channels is cheap; more than one, so 
 MORE_TOKENS = 16  # for models that halve the sequence several times
 LENGTHS = (400, 1600, 6400, 25600)  # of sound, in samples: the model's convolutions need a minimum
 FRAMES = (16, 64, 128, 1024)  # numbers of frames of a spectrogram
-TRACE_DECODER_TOKENS = 3  # not as many as of the encoder, so that the two streams cannot be confused
+TRACE_DECODER_TOKENS = 3  # not equal to the encoder's number, so that the two streams cannot be confused
 IMAGE_SIZES = (32, 64, 224)  # pixels, tried after the config's own size
 
 

@@ -117,7 +117,7 @@ def compare(
 def _rows(
     model: str, args: CompareArgs, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], list[RowConfig]]]:
-    """Returns the options of all rows, those of a file and of a protocol included, and what makes the rows of them."""
+    """Returns the options of all rows, with those of a file and a protocol, and a function from options to rows."""
     patterns = _parts(args.sparsity, "sparsity")
     if len(patterns) == 1:  # a single pattern is an ordinary option
         given, patterns = {**given, "sparsity": patterns[0]}, []
@@ -180,7 +180,7 @@ class Benchmark:
         }
 
     def measured(self, config: CompileConfig | None = None, samples: Samples | None = None) -> Measured:
-        """Measures a copy of the dense model, compiled on calibration samples; without a config, the model itself."""
+        """Measures a copy of the dense model, compiled on ``samples``; without a ``config``, the dense model itself."""
         model, order, seconds, peak = self.dense, None, 0.0, None
         if config is not None:
             started, counted = time.perf_counter(), machine.reset_peak_memory(model.device)
@@ -212,9 +212,9 @@ class Benchmark:
 def _results(
     benchmark: Benchmark, configs: Sequence[RowConfig], seeds: Sequence[int], kept: ResultFile
 ) -> list[dict[str, Any]]:
-    """Measures the dense model and every row with every seed, but for the results that are kept, and keeps each.
+    """Measures the dense model, and every row with every seed; takes known results from ``kept``, and adds new ones.
 
-    All rows with one calibration text share the sequences that a seed draws.
+    All rows with the same calibration text share the sequences that a seed draws.
     """
     draws: dict[Any, Samples] = {}
     runs: dict[RowConfig | None, list[tuple[str, Callable[[], Measured]]]] = {None: [(kept.key(), benchmark.measured)]}

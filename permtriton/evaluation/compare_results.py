@@ -106,7 +106,7 @@ def measure_of(row: Mapping[str, Any]) -> str:
 
 @with_config(OPEN)
 class Row(TypedDict):
-    """What is read of a row beside the mean of each of `DISTANCES`; all entries are of its seeds together."""
+    """What is read of a row, beside the means of `DISTANCES`; each entry is for all seeds of the row together."""
 
     method: str  # name of the method, or ``dense``
     pattern: str  # sparsity pattern; empty for dense
@@ -114,7 +114,7 @@ class Row(TypedDict):
     values: Annotated[list[float], Field(min_length=1)]  # held-out perplexity (cosine for encoders) with each seed
     mean: float
     spread: float  # sample standard deviation of the values; 0 with one seed
-    tasks: dict[str, float | None]  # as `Measured` has them; None where they were not measured with every seed
+    tasks: dict[str, float | None]  # mean of each score of `Measured`; None where it is None with a seed
     seconds: float  # time that all seeds took together, with the evaluation
     compile_seconds: float | None  # the same without the evaluation
     peak_bytes: int | None  # the highest of all seeds; None where one is unknown
@@ -157,7 +157,7 @@ def columns(report: Mapping[str, Any]) -> dict[str, list[Cell]]:
         table["against dense"] = [row["mean"] / dense if dense else None for row in rows]
     for name, distance in DISTANCES.items():
         if any(row.get(name) is not None for row in rows):
-            table[distance.header] = [row.get(name) for row in rows]  # if it is the measure, the column keeps its place
+            table[distance.header] = [row.get(name) for row in rows]  # the measure's own column keeps its place
     for name in rows[0]["tasks"]:
         table[name] = [row["tasks"].get(name) for row in rows]
     if rows[0].get("accuracy") is not None:

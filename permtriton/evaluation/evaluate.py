@@ -105,7 +105,7 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
         shown.say(f"loading {source.described}")
         with shown.stage("load", 0):
             measured = load.load_model(source, progress=shown)
-        # A record beside a GGUF file is not of that file.
+        # In a folder with a GGUF file, permtriton.json describes other weights: `find_record` returns None.
         record = find_record(source)
         if record is not None and (problem := broken_claim(measured, record)):
             shown.say(f"warning: {problem}")
@@ -137,7 +137,7 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
 
 
 def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:
-    """Loads the dense model; refuses one for which ``model``'s GPU has no room. A CPU maps its weights from files."""
+    """Loads the dense model, unless ``model``'s GPU has no room for it. On a CPU, weights are mapped from files."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     if model.device.type == "cuda" and size > (free := available_memory(model.device)):
         raise MemoryTooSmallError(
@@ -158,7 +158,7 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
 
 
 def _checked_order(model: Any, order: Any) -> Tensor:
-    """Returns ``hidden_order`` of a loaded model, checked; its length is checked once hidden states are known."""
+    """Returns the argument ``hidden_order`` as a checked index; its length is checked once hidden states are known."""
     if not isinstance(model, PreTrainedModel):
         raise ConfigError("`hidden_order=` is for a loaded model: a folder's own record says it; leave it out")
     with reading("hidden_order is no index", ConfigError):

@@ -91,7 +91,7 @@ class Distance:
     dense: float  # its value for the dense model itself
     # called with the outputs of the model and the dense model, ``[windows, tokens, ...]``; returns the sum over tokens
     total: Callable[[Tensor, Tensor], float]
-    output: str  # what it compares: ``logits``, or the last ``hidden`` states, their channels in the same order
+    output: str  # what it compares: ``logits``, or ``hidden``, the last hidden states with channels in the same order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,7 @@ def measure_samples(
 
 
 def _outputs(model: PreTrainedModel, rows: Samples, *, hidden: bool) -> dict[str, Tensor]:
-    """Returns ``logits`` (with a head) and, for ``hidden``, the last hidden state, each ``[windows, tokens, ...]``."""
+    """Returns ``logits`` (if there is a head) and the last ``hidden`` states (if asked), ``[windows, tokens, ...]``."""
     samples = replace(rows, inputs=arguments_of(model, rows.inputs))
     if not model.can_generate():
         return {"hidden": last_hidden_state(model, samples)}
@@ -243,7 +243,7 @@ def predicted_tokens(model: PreTrainedModel, samples: Samples) -> Tensor | None:
 
 
 def _change(model: PreTrainedModel, window: Tensor) -> float:
-    """Returns how much the logits that predict the last token of ``[1, tokens]`` change if that token is replaced."""
+    """Returns how much another last token of ``window [1, tokens]`` changes the logits that predict this token."""
     others = window[window != window[0, -1]]
     if not others.numel():
         return 0.0
@@ -293,7 +293,7 @@ class HeldOutMeasure:
         name: ``perplexity`` for a language model that has one (`predicted_tokens`), else ``cosine``: the mean cosine
             similarity of the last hidden state with the dense model's.
         dense: the measure of the dense model.
-        samples: the samples that are measured.
+        samples: the samples that are measured; for the cosine, at most `MAX_ENCODER_WINDOWS`.
     """
 
     def __init__(

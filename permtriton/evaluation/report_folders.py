@@ -37,7 +37,7 @@ class Compiled(Folder):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of the weights dense, and packed: as stored in a packed folder, else computed for the pruned dtype."""
+        """Bytes of dense and packed weights; the latter are computed for the record's dtype unless stored packed."""
         dense = stored = sum(file.stat().st_size for file in self.files)
         if "export" in self.record:
             dense += self.record["export"]["dense_bytes"] - self.record["export"]["stored_bytes"]

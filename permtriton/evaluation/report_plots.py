@@ -38,7 +38,7 @@ def legend(series: Sequence[Series]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Scale:
-    """An axis, with the values ``low`` at the place ``start`` and ``high`` at ``end``."""
+    """An axis from the value ``low``, drawn at the place ``start``, to the value ``high``, drawn at ``end``."""
 
     low: float
     high: float

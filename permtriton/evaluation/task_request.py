@@ -1,4 +1,4 @@
-"""The zero-shot tasks that a user asked for; only to load them imports lm_eval, which takes seconds."""
+"""The zero-shot tasks that a user asked for. Only `load_tasks` imports lm_eval, because the import takes seconds."""
 
 from collections.abc import Iterator
 from hashlib import file_digest, sha256

@@ -58,7 +58,7 @@ class TaskResult:
         shots: examples before each question.
         samples: documents that were evaluated.
         scores: metric -> score, such as ``acc``; where the task has a filter, ``exact_match,strict``.
-        group: name of the group, with a score of its own, that this task or group is part of; None without one.
+        group: name of the group that this task or group is part of, if that group has a score of its own; else None.
     """
 
     name: str
@@ -75,8 +75,8 @@ class Tasks:
     Args:
         names: names of tasks, groups or tags, which may have wildcards.
         limit: documents per task; None for all.
-        folder: folder with more tasks: YAML files as lm-eval takes them, in which paths count from this folder. Where
-            it has all of ``names``, lm-eval's own tasks are not read. A task may run code of its own.
+        folder: folder with more tasks: YAML files as lm-eval takes them, in which paths are relative to this folder. If
+            the folder has all of ``names``, lm-eval's own tasks are not read. A task may run code of its own.
     """
 
     def __init__(self, names: Sequence[str], limit: int | None = None, folder: Path | None = None) -> None:

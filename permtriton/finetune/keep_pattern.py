@@ -52,8 +52,9 @@ def keep_pattern(model: nn.Module) -> "KeptPattern":
         The object that saves the trained model, merges an adapter, or stops keeping the zeros.
 
     Raises:
-        ModelError: no weight is N:M, a listed one is not, the weights are packed, empty or divided among ranks, or the
-            hub refuses access to the files beside the weights: for a private model, ``HF_TOKEN`` has to be set.
+        ModelError: no weight is N:M, a listed one is not, the model cannot be trained (such as one whose weights are
+            packed, in 8 bits, empty or divided among ranks), or the hub refuses access to the files beside the weights:
+            for a private model, ``HF_TOKEN`` has to be set.
 
     Example:
         >>> from transformers import AutoModelForCausalLM
@@ -121,7 +122,7 @@ class MergedAdapter:
 
     Attributes:
         model: the model without adapters, whose weights are N:M.
-        lost: of the squared norm of what merging changes in N:M weights, the share that fell on zeros and is lost.
+        lost: share of the squared norm of what merging changes in N:M weights that fell on zeros and is lost.
         lost_by_weight: name -> the same share, for each weight that the adapter changed.
     """
 
@@ -131,11 +132,11 @@ class MergedAdapter:
 
 
 class KeptPattern:
-    """The N:M weights of a model in training; `permtriton.keep_pattern` makes it.
+    """The N:M weights of a model in training, as `permtriton.keep_pattern` returns them.
 
     Attributes:
         patterns: name of each weight -> its pattern.
-        record: content of ``permtriton.json`` where the model was loaded from; None without one.
+        record: content of ``permtriton.json`` beside the weights that were loaded; None without that file.
     """
 
     def __init__(self, model: nn.Module, weights: dict[str, _Weight], record: Record | None) -> None:
@@ -169,8 +170,8 @@ class KeptPattern:
         While it merges, a second copy of the N:M weights is in memory. ``options`` are passed to PEFT.
 
         Raises:
-            ModelError: the model is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged: of
-                the dense model, or on a linear that gathers its input.
+            ModelError: ``model`` is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged, such
+                as one of the dense model, or on a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:

@@ -14,8 +14,8 @@ RANDOM_END = r"\.[0-9a-f]{8}\.tmp"  # regular expression for the end of a file's
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file under a random name beside its place and renames it once it is on the disk.
 
-    Until then an earlier file stays as it was, and after a failure or an interruption the new one is removed. No link
-    or file that someone put there is ever written to, as nobody can foresee the name.
+    Until the rename, an earlier file stays as it was; after a failure or an interruption, the new file is removed.
+    Nobody can foresee the random name, so that no link or file that someone else made is ever written to.
     """
     temporary = path.with_name(f".{path.name.removeprefix('.')}.{secrets.token_hex(4)}.tmp")
     try:

@@ -35,7 +35,7 @@ def as_torch_starts() -> Iterator[None]:
 
 
 def versions() -> dict[str, str]:
-    """Returns the version of each package that a result may depend on, by name."""
+    """Returns the versions of permtriton, Python, torch and transformers, on which a result may depend, by name."""
     return {
         "permtriton": _version("permtriton"),
         "python": platform.python_version(),
@@ -60,7 +60,7 @@ def device_name(device: torch.device) -> str:
 
 def processor() -> Mapping[str, Any]:
     """Returns what torch knows of the processor: its ``cpu_name``, and which units it has, such as ``avx512_bf16``."""
-    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in every torch from 2.11 on
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # some versions from 2.11 on lack it
     return known
 
 
@@ -146,9 +146,9 @@ def release_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep freed memory until `release_memory`: new pages for each large tensor take a tenth of the time.
+    """Lets glibc keep freed memory until `release_memory`: new pages for large tensors would take a tenth of the time.
 
-    It applies to the whole process, so only commands call it.
+    The setting is that of the whole process, so only commands make it.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if set_option is not None:

@@ -25,7 +25,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 class MicroBatch:
     """The sequences per forward and backward pass of one stage: halved whenever memory ran out.
 
-    Where ranks run in step (`permtriton.util.ranks.in_step`), no work starts again: the others would wait for it.
+    Where ranks run in step (`permtriton.util.ranks.in_step`), no work starts again: the other ranks would wait.
     """
 
     def __init__(self, size: int) -> None:

@@ -52,7 +52,7 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only values allowed, or nothing where there are too many to list."""
+        """The allowed values if the type is a ``Literal``; empty for other types."""
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     @property
@@ -125,7 +125,7 @@ def options_of(config: Any) -> list[Option]:
 
 
 def fields_of(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns field -> value for the options of the dataclass ``kind`` that are among ``values``, by option name."""
+    """Returns field -> value for the options of the dataclass ``kind`` whose names are among the keys of ``values``."""
     return {option.field: values[option.name] for option in options_of(kind) if option.name in values}
 
 

@@ -91,7 +91,7 @@ def check_parent(output: Path) -> None:
 
 
 def problem_of(folder: Path) -> str:
-    """Returns why no file can be made in a folder; empty if one can. Permissions alone do not say it, as in /proc."""
+    """Returns why no file can be made in a folder; empty if one can. Permissions do not always say so, as in /proc."""
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
@@ -100,7 +100,7 @@ def problem_of(folder: Path) -> str:
 
 
 def disk_error(error: Exception) -> OSError | None:
-    """Returns ``error`` as an OSError if the disk caused it, else None; Rust code words it ``... (os error 28)``."""
+    """Returns ``error`` as an OSError if the disk caused it, else None. Errors of Rust code say ``(os error 28)``."""
     if isinstance(error, OSError):
         return error
     number = None if isinstance(error, PermTritonError) else re.search(r"\(os error (\d+)\)", str(error))
@@ -138,6 +138,6 @@ def check_report_file(path: Path, keys: Collection[str], *, overwrite: bool, rea
 
 
 def write_report_file(path: Path, report: Any) -> None:
-    """Writes a report as `write_file` does, in place of whatever is there."""
+    """Writes a report as `write_file` does, in place of any earlier file."""
     check_file(path, overwrite=True)
     write_file(path, f"{to_json(report)}\n".encode())

@@ -32,7 +32,7 @@ def epoch_order(sequences: int, seed: int, epoch: int) -> Tensor:
 
 
 def index_dtype(channels: int) -> torch.dtype:
-    """Returns the dtype in which an index of ``channels`` is stored: not int16, in which DDP cannot send buffers."""
+    """Returns the dtype in which an index of ``channels`` is stored; DDP could not send buffers of dtype int16."""
     return torch.uint8 if channels <= 1 << 8 else torch.int32
 
 

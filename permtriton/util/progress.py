@@ -27,8 +27,6 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Progress reporter that ignores everything."""
-
     @contextmanager
     def stage(self, name: str, total: int) -> Iterator[Advance]:
         yield lambda steps=1, note="": None

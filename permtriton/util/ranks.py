@@ -5,7 +5,7 @@ decided from them is decided on one rank and sent to the others, and only the fi
 starts no group: it uses ``torch.distributed``'s default one, and without one there is a single rank.
 
 All ranks must reach the same collective operations in the same order. Work that one rank may repeat when its memory
-runs out (`permtriton.util.micro_batch`) therefore contains none, except at its end.
+runs out (`permtriton.util.micro_batch`) therefore contains no such operation, except at the end of the work.
 """
 
 import os
@@ -30,7 +30,7 @@ def count() -> int:
 
 
 def count_here() -> int:
-    """Number of ranks that share the memory of this machine: as torchrun says, else of all ranks."""
+    """Number of ranks that share this machine's memory: as torchrun says, else the number of all ranks."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", count())) if _started() else 1
 
 
@@ -112,7 +112,7 @@ def total(value: float) -> float:
 
 
 def join(part: Tensor, rows: int) -> Tensor:
-    """Returns the parts of all ranks, on the CPU, as one tensor ``[rows, ...]``, divided as by `own`.
+    """Returns one tensor ``[rows, ...]`` of the parts of all ranks, which are on the CPU and divided as by `own`.
 
     A rank without a share may give any empty tensor.
     """
@@ -132,9 +132,9 @@ def join(part: Tensor, rows: int) -> Tensor:
 
 
 def on_first(decide: Callable[[], Result]) -> Result:
-    """Runs ``decide`` on the first rank, and returns on every rank what it returned there, tensors on the CPU.
+    """Runs ``decide`` on the first rank, and returns its result, whose tensors must be on the CPU, on every rank.
 
-    A `PermTritonError` that it raises there is raised on every rank.
+    A `PermTritonError` that ``decide`` raises is raised on every rank.
     """
     if not _started():
         return decide()
@@ -145,7 +145,7 @@ def on_first(decide: Callable[[], Result]) -> Result:
 
 
 def gather(value: Result) -> list[Result]:
-    """Returns the value of each rank, tensors on the CPU."""
+    """Returns the ``value`` of each rank; tensors in a value must be on the CPU."""
     if not _started():
         return [value]
     values: list[Result | None] = [None] * count()
@@ -161,7 +161,7 @@ def dealt(items: Sequence[Item]) -> Sequence[Item]:
 def deal(items: Sequence[Item], work: Callable[[Item], Result]) -> list[Result]:
     """Returns ``work(item)`` of every item on every rank; each rank does its `dealt` share of the work.
 
-    A `PermTritonError` of any rank is raised on every rank. Results hold tensors on the CPU only.
+    A `PermTritonError` of any rank is raised on every rank. Tensors in results must be on the CPU.
     """
     if not _started():
         return [work(item) for item in items]
@@ -179,7 +179,7 @@ def send_from_first(tensors: Iterable[Tensor]) -> None:
 
 
 def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns on every rank the tensors that the first rank gives, on the CPU."""
+    """Returns on every rank the ``tensors`` of the first rank, which must be on the CPU."""
     described = on_first(lambda: {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
     if number():
         tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in described.items()}
@@ -189,7 +189,7 @@ def named_from_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _each(tensors: Iterable[Tensor], start: Callable[[Tensor, int], Any]) -> None:
-    """Runs a collective operation, if there are ranks, on each tensor, in place; ``start`` takes tensor and number.
+    """Runs a collective operation on each tensor, in place, if there are ranks. ``start`` gets a tensor and its number.
 
     NCCL refuses tensors that are not contiguous, and gloo treats their memory as contiguous.
     """

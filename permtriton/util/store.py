@@ -1,4 +1,4 @@
-"""Where large tensors beside the weights are: inputs of layers, dense weights, targets, copies of weights."""
+"""Where large tensors beside the weights are, such as inputs of layers, dense weights, targets, copies of weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Store:
-    """The memory in which new tensors are made; others stay where they are unless it onloads."""
+    """The memory in which new tensors are made; other tensors stay where they are unless the store onloads."""
 
     device: torch.device | None = None  # None for the CPU
     # whether layers come to a GPU one by one (`permtriton.running.onload`), and steps on a whole model work on one of
@@ -20,7 +20,7 @@ class Store:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
     def on(self, device: torch.device) -> "Store":
-        """Returns the store for what a device reads repeatedly: its memory, or this one if that is too small."""
+        """Returns the store for what ``device`` reads repeatedly: the device's memory, or this store if it onloads."""
         return self if self.onloads else Store(device)
 
     def moved(self, tensor: Tensor) -> Tensor:
