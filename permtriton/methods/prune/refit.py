@@ -121,8 +121,8 @@ class Refit(Step):
     def run(self, run: Run) -> Outcome:
         """Returns for each linear its ``name``, ``seconds``, and its errors at ``start`` and at ``end``.
 
-        An error is the squared distance from the outputs of the best unpruned weight, relative to their squared norm.
-        ``start`` is that of SparseGPT's weight.
+        An error is the squared distance from the outputs of ``W*``, relative to their squared norm, both in the metric
+        ``K`` if gradients are used. ``start`` is the error of SparseGPT's weight.
         """
         plan, samples, state = run.plan, run.samples_for(self), run.state(self.name)
         gradients = output_gradients(run, self.metric_tokens) if self.gradients else {}

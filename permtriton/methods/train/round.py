@@ -37,7 +37,7 @@ NO_LINEAR = "it is an expert, or stores its weight transposed, and formats in 8 
 @documented
 @dataclass(frozen=True)
 class Round(Step):
-    """Options of rounding to FP8."""
+    """Options of the step ``round``, which rounds the kept weights to FP8."""
 
     name: ClassVar[str] = "round"
     prefix: ClassVar[str] = "round"
