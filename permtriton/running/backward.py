@@ -28,7 +28,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the context, backward passes recompute the activations of layers, except in calls with a cache (XLM).
+    """Inside the context, backward passes recompute the activations of layers, except in calls with a cache, as in XLM.
 
     transformers' own gradient checkpointing works in training mode only, which would turn on dropout.
     """
@@ -48,7 +48,7 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
-    """Checks that ``loss`` requires gradients, that is, that autograd reaches the model's linears, and returns it."""
+    """Returns ``loss``; refuses one that requires no gradient, so that autograd does not reach the model's linears."""
     if not loss.requires_grad:
         raise ModelError(
             f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
@@ -58,5 +58,5 @@ def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def loss_scale(positions: int) -> float:
-    """Returns the loss scale of a mean over ``positions``: their number as a power of 2, as float16 may underflow."""
+    """Returns the loss scale of a mean over ``positions``: a power of 2 near it, against underflow in float16."""
     return 2.0 ** round(math.log2(positions))

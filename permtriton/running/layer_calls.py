@@ -30,7 +30,7 @@ class _Call:
 
     hidden: Tensor | None  # the call's hidden states; None if the layer before returned them, or there are none
     leaves: list[Any]  # the other arguments, flattened by pytree
-    structure: pytree.TreeSpec  # their structure
+    structure: pytree.TreeSpec  # structure of the other arguments
     repeatable: bool  # whether the layer can run without the model, on these arguments and other hidden states
     follows: str = ""  # name of the layer that ran before, if that layer returned the hidden states; else empty
     form: "Form | None" = None  # form of the output; None if it holds more than hidden states and plain values

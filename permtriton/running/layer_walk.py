@@ -108,7 +108,7 @@ class LayerWalk:
 
     @cached_property
     def _layers(self) -> list[tuple[str, list[Site], list[str]]]:
-        """For each layer its name, its sites, and its chain: empty if the sites need runs of the whole model."""
+        """For each layer its name, its sites, and its chain (empty if the sites need runs of the whole model)."""
         groups = self.plan.layers()
         names = _layer_names_of(self.model, self.plan, groups)
         layers = {name: self.model.get_submodule(name) for name in names if name}

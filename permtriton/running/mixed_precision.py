@@ -109,7 +109,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
     """Inside the context, float32 products may round factors, if the model has wide linears and rounding is faster.
 
-    Their sums stay float32. Hessians and fits of a model in any dtype are float32 products. Results that are compared
+    Their sums stay float32. Hessians and fits use float32 products for models of any dtype. Results that are compared
     with others need `exact_products`.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))

@@ -75,7 +75,7 @@ class _Copies:
         self._copies: dict[tuple[int, int], _Copy] = {}  # by parameter and address of its values in host memory
         self._layer: nn.Module | None = None
         self._staying = ExitStack()
-        self._stays: nn.Module | None = None  # the layer whose parameters stay on the device until another runs
+        self._stays: nn.Module | None = None  # the layer whose parameters stay on the device until another layer runs
 
     def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         """Returns a ``forward`` that runs with the layer's parameters on the device."""

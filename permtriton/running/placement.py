@@ -68,5 +68,5 @@ class ModelPlacement:
         return onloaded(model, plan, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext(model)
 
     def writing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Returns a context for generating text: layers that come to the device one by one are all on it inside."""
+        """Returns a context for generating text, in which layers that come to the device one by one are all on it."""
         return all_onloaded(model, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext()

@@ -56,7 +56,7 @@ class StateFile:
         return StateFile(path, self._inputs)
 
     def check(self) -> str | None:
-        """Refuses a file whose header is of another run; returns the machine that wrote it, or None without a file."""
+        """Refuses a file whose header names another run; returns the machine that wrote it, or None without a file."""
         if self.path is None or not self.path.is_file():
             return None
         with self._opened(self.path) as file:

@@ -27,7 +27,7 @@ from permtriton.util import ranks
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a copy of a model with its own modules and frozen parameters, which share the memory of the model's."""
+    """Returns a copy of a model with its own modules and frozen parameters, which share the model's memory."""
     shared = {id(parameter): nn.Parameter(parameter.data, requires_grad=False) for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
 
