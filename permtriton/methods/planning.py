@@ -34,7 +34,7 @@ class Planned:
     config: CompileConfig  # every option
     samples: Samples  # calibration samples on the CPU
     plan: Plan  # sites and channel spaces
-    graph: fx.GraphModule  # graph of the model, over its own parameters, from which the plan was made
+    graph: fx.GraphModule  # graph with the model's own parameters, from which the plan was made
     held_out: Samples | None = None  # held-out samples; None if there are none
     workspace: Workspace = field(default_factory=Workspace)  # times of stages, and saved states of interrupted steps
 

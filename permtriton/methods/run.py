@@ -157,7 +157,7 @@ class Run(Planned):
         self.graph = run_passes(self.graph, passes)
 
     def reorder(self, indices: Mapping[str, Tensor]) -> None:
-        """Writes permutations into graph, model and statistics; checks the outputs and what masks would retain.
+        """Writes permutations into graph, model and statistics; checks outputs and the importance that masks retain.
 
         ``indices``: space name -> unit index relative to the present order, int64 ``[units]``.
         """

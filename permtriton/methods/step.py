@@ -33,7 +33,7 @@ class Outcome:
     # row 0 for the state before the step, then a row per round or epoch: its number, under the key that ``unit`` names;
     # the ``loss``; ``held_out``, the loss on samples that the step holds out, if any; further values of the step
     history: list[dict[str, Any]] = field(default_factory=list)
-    kept: int | None = None  # number of the epoch whose result was kept; None if it is the last
+    kept: int | None = None  # number of the round or epoch whose result was kept; None for the last
     # a row per part that the step changed, such as a linear: ``name``, the error at ``start`` and ``end``, ``seconds``,
     # and further values of the step
     parts: list[dict[str, Any]] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """The sensitivity of the loss to each weight: the diagonal Fisher information, as two vectors per linear.
 
 For a linear ``y = W x``, the information of ``W[o, j]`` is the sum over tokens of ``(dL/dy_o)^2 x_j^2``, where L is
-random (`Loss.drawn`): for kl, its labels are drawn from the dense model's own prediction. It is kept as two factors, as
-if these were independent: the sum of squares of the gradients at output o, and the mean square of input j.
+random (`Loss.drawn`): for kl, its labels are drawn from the dense model's own prediction. The information is kept as
+two factors, as if these were independent: the sum of squared gradients at output o, and the mean square of input j.
 
 The rows alone are weights for the heuristic order (``--heuristic-row-weights fisher``): an N:M mask compares the
 weights of one row, so a factor per row changes no mask, but the order sums scores over rows, which matter unequally.
@@ -142,7 +142,7 @@ def _backward_passes(
     """Runs backward passes of a loss, and shows the inputs and output gradients of every pruned linear to ``watch``.
 
     Args:
-        model: the run's model, placed.
+        model: the run's model, as `Run.placed_model` yields it.
         stage: name of the stage for progress.
         samples: samples of all ranks, of which this rank runs its share.
         clear: discards what was collected; called before the first pass, and again if memory runs out and all passes

@@ -144,8 +144,8 @@ Draw = Callable[[Callable[..., Tensor], Tensor], Tensor]  # (torch.rand or randn
 class Loss:
     """A loss that training can minimise. **Add one to** `LOSSES`, and its name to the types above."""
 
-    # called with the pruned and the dense model's last hidden states ``[sequences, tokens, hidden]`` and the head;
-    # returns the mean over tokens, float32 ``[]``
+    # called with the pruned and the dense model's hidden states ``[sequences, tokens, hidden]``, as ``hidden`` returns
+    # them, and with the head; returns the mean over tokens, float32 ``[]``
     mean: Callable[[Tensor, Tensor, Any], Tensor]
     # called with the dense model, samples and `Draw`; returns a random sum over tokens. The expected square of its
     # gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
@@ -269,7 +269,7 @@ def dense_objective(
 
 
 def stride_of(model: PreTrainedModel, head: int) -> int:
-    """Returns the stride of the positions that the loss uses: twice ``head`` / layer weights, from 1 to `SPARSEST`.
+    """Returns the stride of the positions that the loss uses: 2 * ``head`` / weights of layers, from 1 to `SPARSEST`.
 
     Logits of a vocabulary of 250,000, computed three times per step, take longer than all layers of a small model,
     forward and backward. One position in three costs a third of that, and its gradient reaches all tokens before it.

@@ -1,4 +1,4 @@
-"""The model with hard N:M masks written into its weights, and the gradients of the loss for the masked weights."""
+"""The model with hard N:M masks written into its weights, and the gradient of the loss with respect to these."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

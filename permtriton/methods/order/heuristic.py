@@ -1,6 +1,6 @@
 """Step ``heuristic``: RIA's two-stage channel order (Zhang et al., 2024), for any N:M.
 
-1. Channel allocation: channels are dealt to the groups in descending order of total importance, one to each per round.
+1. Channel allocation: channels in descending order of total importance are dealt out, one to each group per round.
 2. Refinement: one channel is taken out of each group, and all of them are put back by the linear assignment that
    retains the most importance. A sweep does this for every slot of the group; sweeps end when one gains little.
    The time of an assignment grows with the cube of the number of groups. Where there are more than `MOST_GROUPS`,
@@ -112,7 +112,7 @@ def space_scores(
     Without row weights, each linear's scores are divided by their mean, so that no layer outweighs another. RIA's
     scores are divided by their mean in both cases: they have no unit, so losses in different linears are not
     comparable. Of a linear with more rows than its part of ``max_rows``, an even sample is taken; the linear counts by
-    the sample where scores are divided by their mean, else by all rows. Channels that share a unit add rows each.
+    the sample where scores are divided by their mean, else by all rows. Each channel of a shared unit adds its rows.
     """
     linears = [(site, name) for site in sites for name in site.linears]
     quota = max(max_rows // sum(site.copies for site, _ in linears), 1)

@@ -38,7 +38,7 @@ OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 @documented
 @dataclass(frozen=True)
 class Learned(Step):
-    """Options of the step ``learned``, which starts from earlier orders; recipe ``permllm`` has the paper's values."""
+    """Options of the step ``learned``, starting from the order so far; recipe ``permllm`` has the paper's values."""
 
     name: ClassVar[str] = "learned"
     prefix: ClassVar[str] = "learn"
@@ -250,7 +250,7 @@ class OrderTrainer:
     def tau(self, step: int) -> float:
         """Returns the temperature at a step, from ``tau_start`` to ``tau_end``.
 
-        With ``tau_falls`` "step", it falls at every step and reaches ``tau_end`` at the last one. With "epoch", it
+        With ``tau_falls`` "step", tau falls at every step and reaches ``tau_end`` at the last one. With "epoch", tau
         falls at every epoch and would reach ``tau_end`` one epoch after the last.
         """
         epochs, steps = self._options.epochs, self.steps_per_epoch

@@ -262,6 +262,6 @@ def _parametrized(module: nn.Module, masked: _MaskedWeight, as_stored: bool) -> 
 
 
 def _turned(matrix: Tensor) -> Tensor:
-    """Returns the contiguous transpose of a matrix, in that matrix's memory: no second one stays allocated."""
+    """Returns the contiguous transpose of a matrix, in that matrix's memory: no second matrix stays allocated."""
     turned = matrix.t().contiguous()
     return matrix.contiguous().view(turned.shape).copy_(turned)

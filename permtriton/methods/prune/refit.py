@@ -9,7 +9,7 @@ with ``dense_targets`` a and ``residual_targets`` b. Without a mask, the best we
     W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
 
 and the error of any other is larger by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask;
-conjugate gradients minimise the error on it; and kept weights are exchanged for pruned ones while that lowers it
+conjugate gradients minimise the error on this mask; kept weights are exchanged for pruned ones while the error falls
 (`permtriton.methods.prune.least_squares`). Last, with ``K = E[g g^T]`` of the gradients of the linear's outputs, the
 same weights minimise ``tr(K (V - W*) H (V - W*)^T)``: errors of rows with correlated gradients offset each other.
 

@@ -18,7 +18,7 @@ COLUMNS_AT_ONCE = 128  # columns between two updates of all later columns, as pu
 def damped(hessian: Tensor) -> Tensor:
     """Returns ``H`` with 1% of its mean diagonal added to the diagonal.
 
-    For a channel that was never active, that is all, so that its weights score lowest at any scale of inputs.
+    For a channel that was never active, the sum is this damping, so its weights score lowest at any scale of inputs.
     """
     hessian = hessian.clone()
     hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())

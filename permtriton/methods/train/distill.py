@@ -1,6 +1,6 @@
 """Step ``distill``: trains all kept weights of a pruned model together to reproduce the dense model's outputs.
 
-A tenth of the samples, at most 24, is held out. The loss on them is measured after every epoch, or after every round of
+A tenth of the samples, at most 24, is held out. Their loss is measured after every epoch, or after every round of
 an epoch with more than `ROUND` steps. The weights with the lowest held-out loss are kept, perhaps the initial ones.
 How a step changes weights is in `permtriton.methods.train.kept_weights`.
 """
