@@ -1,4 +1,4 @@
-"""The steps of recipes, and what a user's own step is written with; each name is imported when it is first used."""
+"""The steps of recipes, and the names that a user's own step needs; each name is imported when it is first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -45,9 +45,9 @@ def update_layers(run: Run, step: str, update: Update) -> list[dict[str, Any]]:
 def update_linears(
     model: nn.Module, sites: Iterable[Site], hessian_by_site: Mapping[str, Tensor], update: Update
 ) -> list[dict[str, Any]]:
-    """Changes the linears of some sites, of which each rank changes a share, and returns their entries in the report.
+    """Changes the linears of ``sites``, a share of them on each rank, and returns their entries in the report.
 
-    Of the curvatures, that of the last site is cached.
+    Consecutive linears of a site share its curvature; only one site's curvature is in memory.
     """
     curvature_of = lru_cache(maxsize=1)(lambda site: Curvature(hessian_by_site[site], site))
     linears = [(site.name, name) for site in sites for name in site.linears]
@@ -59,7 +59,7 @@ def update_linears(
 def write_layer(
     state: StateFile, model: nn.Module, plan: Plan, sites: Sequence[Site], parts: Sequence[dict[str, Any]]
 ) -> None:
-    """Stores the pruned weights of a layer, packed, and what the step reports of it."""
+    """Stores the pruned weights of a layer, packed, and what the step reports of the layer."""
     tensors: dict[str, Tensor] = {}
     if state.path is not None and not ranks.number():  # the first rank writes
         for name, weight in _weights(model, sites).items():
@@ -69,7 +69,7 @@ def write_layer(
 
 
 def read_layer(state: StateFile, model: nn.Module, plan: Plan, sites: Sequence[Site]) -> list[dict[str, Any]] | None:
-    """Copies a stored layer into the model, and returns what the step reports of it; None if it is not stored."""
+    """Copies a stored layer into the model, and returns what the step reports of the layer; None if none is stored."""
     if (saved_state := state.read()) is None:
         return None
     tensors, report = saved_state

@@ -34,7 +34,7 @@ class Planned:
     config: CompileConfig  # every option
     samples: Samples  # calibration samples on the CPU
     plan: Plan  # sites and channel spaces
-    graph: fx.GraphModule  # graph of the model, over its own parameters, from which the plan was made
+    graph: fx.GraphModule  # graph with the model's own parameters, from which the plan was made
     held_out: Samples | None = None  # held-out samples; None if there are none
     workspace: Workspace = field(default_factory=Workspace)  # times of stages, and saved states of interrupted steps
 
@@ -98,7 +98,7 @@ def plan_model(
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
     Args:
-        samples: samples, the first of which gives the shapes of the trace; for text, or None, a few tokens are traced.
+        samples: samples of which the first is traced for its shapes; for text or None, a few tokens are traced.
     """
     with unstacked_experts(model) as stacked:
         graph = trace(model, None if samples is None or samples.is_text else samples[:1])

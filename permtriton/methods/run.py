@@ -39,7 +39,7 @@ from permtriton.util.store import Store
 class Run(Planned):
     """What steps read and change in a compilation; `permtriton.driver.prepare.prepare` makes it of the dense model."""
 
-    generated_ids: Tensor | None  # samples that the dense model wrote, int64 ``[samples, tokens]``; None if it did not
+    generated_ids: Tensor | None  # samples that the dense model wrote, int64 ``[samples, tokens]``; None if none
     batch_size: int  # samples per forward pass without gradients
     reference: Reference  # outputs of the dense model, which must stay the same when channels are reordered
     placement: ModelPlacement  # where the model runs
@@ -85,9 +85,9 @@ class Run(Planned):
     def samples_for(self, step: Step) -> Samples:
         """Returns the samples that a step reads.
 
-        They are the calibration samples and, for a step that asks for them, surplus samples of the same text
-        (``extra_per_sample``) and what the dense model wrote. A step with ``fresh_samples`` gets that many samples in
-        random order: surplus samples and what the dense model wrote and, if these are too few, calibration samples.
+        They are the calibration samples, surplus samples of the same text for a step with ``extra_per_sample``, and
+        what the dense model wrote if the step ``reads_generated``. A step with ``fresh_samples`` gets that many samples
+        in random order: surplus samples, what the dense model wrote and, if these are too few, calibration samples.
         """
         ids = self.generated_ids if step.reads_generated else None
         generated = [] if ids is None else [self.samples.of_text(ids)]
@@ -116,9 +116,9 @@ class Run(Planned):
             yield model
 
     def recomputing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Returns a context in which backward passes recompute the activations of layers where memory is short.
+        """Returns a context in which backward passes recompute activations, if the config says so or memory is short.
 
-        A layer that comes to a GPU only while it runs comes there again when it is recomputed.
+        Layers that come to a GPU one by one are always recomputed, which brings their weights back to the GPU.
         """
         recomputes = self.config.activation_checkpointing or self.memory.recomputes or self.store.onloads
         return checkpointed(layer_modules(model, self.plan) if recomputes else [])
@@ -131,7 +131,7 @@ class Run(Planned):
         return importances_of(self.model, self.plan, self.config.importance, self.statistics)
 
     def calibrate(self, measure: Callable[[LayerWalk], dict[str, Tensor]]) -> None:
-        """Stores the site statistics that ``measure`` returns, and how many tokens it routed to each expert."""
+        """Stores the site statistics that ``measure`` returns, and how many tokens were sent to each expert."""
         with self.placed_model() as model:
             statistics = measure(self.walk(model))
             self.expert_tokens = tokens_of_experts(model, len(self.samples) * self.samples.longest)
@@ -157,9 +157,9 @@ class Run(Planned):
         self.graph = run_passes(self.graph, passes)
 
     def reorder(self, indices: Mapping[str, Tensor]) -> None:
-        """Writes permutations into graph, model and statistics, and checks that the outputs stay the same.
+        """Writes permutations into graph, model and statistics; checks outputs and the importance that masks retain.
 
-        They are space name -> unit index relative to the present order, int64 ``[units]``.
+        ``indices``: space name -> unit index relative to the present order, int64 ``[units]``.
         """
         for space in self.plan.spaces:
             if space.name in indices:
@@ -184,9 +184,9 @@ class Run(Planned):
         self._expected_loss, self.row_weights = None, None
 
     def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
-        """Returns pruned linear -> the importance that its mask retains now, and in the order of ``indices``.
+        """Returns pruned linear -> the importance that its mask retains at present, and in the order of ``indices``.
 
-        Spaces without an index, space name -> unit index, int64 ``[units]``, keep the present order.
+        ``indices``: space name -> unit index, int64 ``[units]``; spaces without an index keep the present order.
         """
         importances, retained_by_name = self.importances(), dict[str, Retained]()
         for site, name in self.plan.linears():
@@ -201,7 +201,10 @@ class Run(Planned):
 
     @property
     def importance_shares(self) -> dict[str, dict[str, float]]:
-        """Pruned linear -> share of its importance that a mask retains, in the dense and in the new channel order."""
+        """Pruned linear -> share of its importance that its mask retains, ``before`` and ``after`` reordering.
+
+        Linears whose importance sums to 0 are left out.
+        """
         return {
             name: {"before": share.present / share.total, "after": self.retained_importance[name] / share.total}
             for name, share in self._dense_retained.items()
@@ -209,7 +212,7 @@ class Run(Planned):
         }
 
     def keep_dense(self, steps: Sequence[Step]) -> None:
-        """Stores what the remaining steps and the record need of the dense model, before the first one prunes it."""
+        """Stores what the remaining ``steps``, the first of which prunes, and the record need of the dense model."""
         if not self._dense_retained and self.statistics:  # nothing was permuted
             self._dense_retained = self._retained({})
             self.retained_importance = {name: share.chosen for name, share in self._dense_retained.items()}

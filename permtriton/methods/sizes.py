@@ -82,18 +82,18 @@ class ModelSizes:
 
     model: int  # bytes of all parameters
     element: int  # bytes of a weight
-    pruned: int  # number of weights that are pruned, kept ones included
+    pruned: int  # number of weights in pruned linears
     largest_weight: int  # number of weights in the largest linear that is pruned
     layers: int
     hidden: int  # channels of the hidden states
-    width: int  # largest number of input channels of a linear, or ``hidden`` if that is larger
-    # largest number of channels that the sites of one layer read, with the residual streams stored beside them, or that
-    # its linears write if those are more; of experts, only the widest stacked site counts, and no routed one
+    width: int  # largest number of input channels of a pruned linear, or ``hidden`` if that is larger
+    # largest number of channels that the sites of one layer read, ``hidden`` more per site with a residual stream, or
+    # of rows of its linears if these are more; of stacked experts, only the widest site counts, and of routed ones none
     layer_channels: int
     vocabulary: int  # size of the logits of a token; 0 without a language-model head
-    hessians: int  # largest number of bytes that the Hessians of one layer take, with what inverting them takes
+    hessians: int  # largest number of bytes that the Hessians of one layer and their inversion take
     spaces: tuple[int, ...]  # number of units of each channel space that may move
-    kept: float  # share of the weights that are kept
+    kept: float  # share of ``pruned`` that is kept
     rows: int  # rows of the pruned linears that every token runs through
     sequences: int  # samples that a step reads
     calibration: int  # calibration samples
@@ -152,5 +152,5 @@ class ModelSizes:
 
 
 def without_gradients(tokens: int, hidden: int, width: int) -> int:
-    """Returns ``forward`` of `ModelSizes` for a number of tokens; ``hidden`` and ``width`` are as there."""
+    """Returns `ModelSizes.forward` for a number of tokens, from `ModelSizes.hidden` and `ModelSizes.width`."""
     return tokens * (hidden + 8 * width) * FLOAT32

@@ -1,7 +1,7 @@
-"""The interface of a recipe's steps: each is one method, with its options, requirements and effect.
+"""The interface of a recipe's steps: each step is one method of ordering, pruning or training, with its options.
 
 A recipe is a tuple of steps, which run one after another. Memory, time, disk, resume, dry run, report and ``--help``
-are derived from the attributes and methods of each step, so a new method is one file in ``permtriton/methods``.
+are derived from each step's attributes and functions, so a new step is one file in ``permtriton/methods``.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ GENERATED = "Read what --generated adds to the samples, too."  # help of an opti
 
 
 class Stage(IntEnum):
-    """What a step does; the steps of a recipe stand in this order, and exactly one of them prunes."""
+    """What a step does. The steps of a recipe stand in the order of their stages, and exactly one of them prunes."""
 
     ORDER = 0  # changes the order of channels, not what the model computes
-    PRUNE = 1  # makes every weight N:M
+    PRUNE = 1  # makes the weight of every pruned linear N:M
     TRAIN = 2  # changes the values of kept weights
 
 
@@ -30,10 +30,10 @@ class Outcome:
     """What a step reports of its run, as ``permtriton.json`` holds it."""
 
     unit: str = ""  # what each row of ``history`` describes: ``round`` or ``epoch``
-    # a row per round or epoch, after a row 0 for the state before the step: the number, under the key that ``unit``
-    # names, the ``loss`` on the calibration samples or on those ``held_out``, and further values of the step
+    # row 0 for the state before the step, then a row per round or epoch: its number, under the key that ``unit`` names;
+    # the ``loss``; ``held_out``, the loss on samples that the step holds out, if any; further values of the step
     history: list[dict[str, Any]] = field(default_factory=list)
-    kept: int | None = None  # number of the epoch whose result was kept; None if it is the last
+    kept: int | None = None  # number of the round or epoch whose result was kept; None for the last
     # a row per part that the step changed, such as a linear: ``name``, the error at ``start`` and ``end``, ``seconds``,
     # and further values of the step
     parts: list[dict[str, Any]] = field(default_factory=list)
@@ -41,13 +41,13 @@ class Outcome:
 
 
 class Step(Protocol):
-    """One method of a recipe: a frozen dataclass whose fields are its options, see `permtriton.util.option.option`."""
+    """One step of a recipe: a frozen dataclass whose fields are its options, see `permtriton.util.option.option`."""
 
     name: ClassVar[str]  # name in ``--recipe``, in TOML, in files and in reports
     prefix: ClassVar[str]  # what the flags of its options begin with
     summary: ClassVar[str]  # what it does, in one line
     stage: ClassVar[Stage]  # what it does to the model
-    # score that decides which weights are kept, where the user chooses none; empty if it does not matter
+    # importance that the step prefers where the user chooses none; empty if it has no preference
     importance: ClassVar[str] = ""
     keeps_values: ClassVar[bool] = True  # whether the weights that are kept keep their values
     dense_weights: ClassVar[bool] = False  # whether it needs the dense weights after the model is pruned
@@ -74,12 +74,12 @@ class Step(Protocol):
 
     @property
     def saves_memory(self) -> str:
-        """An option that lowers the memory it needs, as ``name=value``; empty if there is none."""
+        """An option that lowers the memory that the step needs, as ``name=value``; empty if there is none."""
         return ""
 
     @property
     def fresh_samples(self) -> int:
-        """Number of new samples that it reads in place of the calibration samples; 0 if it reads those."""
+        """Number of samples that it reads in place of the calibration samples; 0 if it reads the latter."""
         return 0
 
     @property
@@ -100,11 +100,11 @@ class Step(Protocol):
 
     @property
     def objective(self) -> str:
-        """The distance from the dense model's outputs that it minimises: kl, cosine or auto; empty if it has none."""
+        """The distance from the dense outputs that it minimises: kl, cosine, before_norm or auto; empty if none."""
         return ""
 
     def sizes(self, sizes: ModelSizes) -> ModelSizes:
-        """Returns ``sizes`` with the numbers of the samples that it reads, not only of the calibration samples."""
+        """Returns ``sizes`` for the samples that the step reads, with its ``backward_batch``."""
         surplus = 0 if self.fresh_samples else min(self.extra_per_sample * sizes.sequences, sizes.surplus)
         sequences = sizes.sequences + surplus + (sizes.generated if self.reads_generated else 0)
         if self.fresh_samples:

@@ -1,4 +1,4 @@
-"""What every backward pass through a model needs: frozen weights, recomputed activations, and a scaled loss."""
+"""Helpers of backward passes through a model: they freeze weights, recompute activations and scale the loss."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from permtriton.model.forward import replaced_forwards
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside the context, no parameter of the model requires a gradient, unless the caller enables it there."""
+    """Inside the context, no parameter of ``model`` requires a gradient unless the caller makes it trainable."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable:
         parameter.requires_grad_(False)
@@ -28,9 +28,9 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the context, recomputes layers in the backward pass, except those that are given a cache, as in XLM.
+    """Inside the context, backward passes recompute the activations of layers, except in calls with a cache, as in XLM.
 
-    The switch in transformers works in training mode only, which would turn on dropout.
+    transformers' own gradient checkpointing works in training mode only, which would turn on dropout.
     """
 
     def replacement(layer: nn.Module) -> Callable[..., Any]:
@@ -48,7 +48,7 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
-    """Returns ``loss`` after checking that it requires gradients, so that autograd reaches the model's linears."""
+    """Returns ``loss``; refuses one that requires no gradient, so that autograd does not reach the model's linears."""
     if not loss.requires_grad:
         raise ModelError(
             f"the loss of {type(model).__name__} has no gradients by the outputs of its linears, because it computes "
@@ -58,5 +58,5 @@ def with_gradients(loss: Tensor, model: nn.Module) -> Tensor:
 
 
 def loss_scale(positions: int) -> float:
-    """Returns the power of 2 that scales a mean loss over ``positions``: in float16, its gradients would underflow."""
+    """Returns the loss scale of a mean over ``positions``: a power of 2 near it, against underflow in float16."""
     return 2.0 ** round(math.log2(positions))

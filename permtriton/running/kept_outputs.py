@@ -1,7 +1,7 @@
 """Outputs of a layer's modules, kept for the layer's later runs on the same sequences.
 
-The weights of a layer change in groups of sites. The layer runs once per group, and once more for the inputs of the
-next layer. As soon as the weights of a module and of all that run before it are final, its output is final, too.
+The weights of a layer change one group of sites after another. The layer runs once per group, and once more for the
+inputs of the next layer. A module's output is final when its weights and those of all modules before it are final.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,18 +16,18 @@ from permtriton.model.experts import stacked_name
 from permtriton.model.forward import replaced_forwards
 from permtriton.passes.plan import Site, linear_module
 
-Keep = Callable[[Tensor], Tensor]  # output -> the part of it that is kept, on the same device
+Keep = Callable[[Tensor], Tensor]  # tensor of an output -> what is kept of it, on the same device
 
 
 class KeptOutputs:
-    """The outputs of pruned linears, and of modules that hold them, in one layer.
+    """The kept outputs of one layer's pruned linears, and of the modules that contain pruned linears.
 
-    An output is kept if all pruned linears that have run so far, in this run of the layer, have their final weights.
-    Once the output of a module is kept, the outputs of modules inside it are dropped. Outputs that the model changes in
-    place afterwards are computed again. ``keep`` None keeps nothing.
+    An output is kept if all pruned linears that have run so far in the layer's present run have their final weights.
+    Once the output of a module is kept, the outputs of modules inside it are dropped. An output that the model has
+    changed in place is computed again. With ``keep`` None, no output is kept.
 
-    Experts are left out, because runs that measure them may route other tokens to them. So are the modules that contain
-    an expert, or a module whose input is recorded as the residual stream.
+    Outputs of experts are never kept, because runs that measure experts may route other tokens to them. Nor are those
+    of modules that contain an expert, or that contain a module whose input is recorded as the residual stream.
     """
 
     def __init__(self, model: nn.Module, name: str, sites: Sequence[Site], keep: Keep | None) -> None:
@@ -35,16 +35,16 @@ class KeptOutputs:
         self._changing = {linear_module(model, linear) for site in sites for linear in site.linears}
         self._modules = [model.get_submodule(inner) for inner in _keepable(model, name, sites)] if keep else []
         self._outputs: dict[tuple[nn.Module, tuple[int, ...]], tuple[Any, list[int]]] = {}
-        self._final = True  # whether all linears run so far in this run have final weights
+        self._final = True  # whether all pruned linears that ran so far in the present run have final weights
 
     def finish(self, sites: Iterable[Site]) -> None:
         self._changing -= {linear_module(self._model, linear) for site in sites for linear in site.linears}
 
     @contextmanager
     def running(self, rows: Tensor, *, last: bool = False) -> Iterator[None]:
-        """Inside the context, modules return their kept outputs for the sequences numbered ``rows``.
+        """Inside the context, the layer runs on the sequences numbered ``rows``; modules return outputs kept for these.
 
-        Of the ``last`` run, nothing need be kept.
+        In the ``last`` run, no further output is kept.
         """
         self._final = True
         with replaced_forwards(self._modules, partial(self._forward, tuple(rows.tolist()), last)):

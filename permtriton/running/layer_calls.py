@@ -1,7 +1,7 @@
 """Running the layers of a model one by one, on arguments that were recorded when the model ran.
 
-A chain is a sequence of layers, each of which takes the output of the layer before, and whose other arguments
-(positions, masks) do not depend on their weights. Such layers run without the model, once these are recorded.
+A chain is a sequence of layers: each takes the output of the layer before it, and no other argument (positions, masks)
+depends on the layers' weights. Once these other arguments are recorded, the layers run without the model.
 """
 
 import math
@@ -28,19 +28,19 @@ PLAIN = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 class _Call:
     """One call of a layer."""
 
-    hidden: Tensor | None  # its hidden states; None if the layer before returned the same, or if it takes none
-    leaves: list[Any]  # its other arguments, flattened by pytree
-    structure: pytree.TreeSpec  # their structure
+    hidden: Tensor | None  # the call's hidden states; None if the layer before returned them, or there are none
+    leaves: list[Any]  # the other arguments, flattened by pytree
+    structure: pytree.TreeSpec  # structure of the other arguments
     repeatable: bool  # whether the layer can run without the model, on these arguments and other hidden states
-    follows: str = ""  # name of the layer that ran before, if it returned these hidden states; else empty
-    form: "Form | None" = None  # form of its output; None if there is more in it than hidden states and plain values
+    follows: str = ""  # name of the layer that ran before, if that layer returned the hidden states; else empty
+    form: "Form | None" = None  # form of the output; None if it holds more than hidden states and plain values
 
 
 @dataclass(frozen=True)
 class Form:
-    """How a layer returns hidden states, of ``shape`` per sequence: alone, or among values that are no tensors."""
+    """How a layer returns hidden states of ``shape`` per sequence: alone, or among values that are no tensors."""
 
-    leaves: list[Any]  # the flat output, with None in place of the hidden states, which are ``at`` this position
+    leaves: list[Any]  # the flat output, with None at position ``at``, which is that of the hidden states
     at: int
     structure: pytree.TreeSpec
     shape: torch.Size
@@ -50,18 +50,18 @@ class Form:
 
 
 class LayerCalls:
-    """A layer, and its arguments except hidden states in the calls that were recorded, by their numbers.
+    """A layer, and the arguments except hidden states of its recorded calls, which are numbered from 0.
 
     Attributes:
-        form: form of the layer's outputs, as `_Call` has it.
-        together: whether calls that were recorded for one sequence each can be joined to one.
+        form: form of the last recorded output, as in `_Call`; None before the first call.
+        together: whether calls that were recorded on one sequence each can run as one call on several sequences.
     """
 
     def __init__(self, layer: nn.Module, device: torch.device) -> None:
         self.layer, self._device = layer, device
         self.form: Form | None = None
         self.together = False
-        self._leaves: list[list[Any]] = []  # per call; what is equal in all calls is stored once
+        self._leaves: list[list[Any]] = []  # per call; an argument that equals that of the first call is stored once
         self._structure: pytree.TreeSpec | None = None
 
     def add(self, call: _Call) -> None:
@@ -70,13 +70,13 @@ class LayerCalls:
         self._leaves.append([a if same(a, b) else b for a, b in zip(first, call.leaves, strict=True)])
 
     def __call__(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Returns the output for the sequences ``rows``, ``[len(rows), tokens, hidden]`` like their hidden states."""
+        """Returns the output for the sequences ``rows``: ``[len(rows), tokens, hidden]``, as ``hidden`` is."""
         if self.together:
             return self.run(hidden, rows.tolist())
         return torch.cat([self.run(states, [row]) for states, row in zip(hidden.split(1), rows.tolist(), strict=True)])
 
     def run(self, hidden: Tensor, numbers: list[int]) -> Tensor:
-        """Returns the output for hidden states on any device, with the arguments of the calls ``numbers``, joined."""
+        """Returns the output for ``hidden``, on any device, with the arguments of the calls ``numbers``, joined."""
         assert self._structure is not None
         leaves = [_joined(values) for values in zip(*(self._leaves[number] for number in numbers), strict=True)]
         positional, named = pytree.tree_unflatten(leaves, self._structure)
@@ -87,7 +87,7 @@ class LayerCalls:
 
     @torch.no_grad()
     def try_together(self, hidden: Tensor) -> None:
-        """Tests on two sequences whether several can run in one call: arguments were recorded for one at a time."""
+        """Sets ``together``: tests on two sequences whether several can run in one call, though recorded one by one."""
         hidden, rows, self.together = hidden[:2], torch.arange(len(hidden[:2])), False
         arguments = list(zip(*self._leaves, strict=True))
         if not all(_joinable(values) for values in arguments if any(value is not values[0] for value in values)):
@@ -103,10 +103,13 @@ class LayerCalls:
 
 @torch.no_grad()
 def record_calls(model: PreTrainedModel, calls: Mapping[str, LayerCalls], batch: Samples) -> Tensor:
-    """Adds the call of each layer of a chain on a batch to ``calls``, and returns what the first layer reads.
+    """Runs the model on one batch and adds each layer's call to ``calls``; returns the input of the first layer.
 
-    The arguments of a chain's layers do not depend on their hidden states. So the layers run for the first batch only:
-    for the others, the model runs without them. The layers are in execution order.
+    The layers of a chain take the same other arguments whatever hidden states reach them. So from the second batch on,
+    layers whose form of output is known compute nothing.
+
+    Args:
+        calls: the chain's layers by name, in execution order.
     """
     layers = {name: layer_calls.layer for name, layer_calls in calls.items()}
     forms = {layer_calls.layer: layer_calls.form for layer_calls in calls.values() if layer_calls.form is not None}
@@ -123,12 +126,12 @@ def record_calls(model: PreTrainedModel, calls: Mapping[str, LayerCalls], batch:
 def find_chains(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], sample: Samples, weights: Iterable[Tensor]
 ) -> list[list[str]]:
-    """Returns the chains, as names of layers; layers that cannot run without the model are in none.
+    """Returns the chains, as names of layers; layers that cannot run without the model are in no chain.
 
     Args:
-        weights: the weights that change, or are run with two sets of values, while chains run. A chain ends before a
-            layer if an argument of it, other than hidden states, depends on such weights in the chain. The argument may
-            depend on other weights, which are final when the chain starts: a decoder reads the encoder's output.
+        weights: weights that change, or take two sets of values in turn, while chains run. A chain ends before a layer
+            of which an argument, other than hidden states, depends on such weights of the chain's earlier layers. The
+            argument may depend on other weights, which are final by then: a decoder layer reads the encoder's output.
     """
     recorded_calls = recorded(model, layers, sample)
     chains: list[list[str]] = []
@@ -150,7 +153,7 @@ def _parted(
     changing: set[int],
     recorded_calls: Mapping[str, list[_Call]],
 ) -> list[list[str]]:
-    """Returns the parts of a chain inside which no layer's arguments depend on what the layers before it compute."""
+    """Splits a chain before each layer with an argument, besides hidden states, that depends on earlier layers."""
     if len(chain) == 1:
         return [chain]
     forms = {layers[name]: form for name in chain if (form := recorded_calls[name][0].form) is not None}
@@ -186,7 +189,7 @@ def _half_negated(weights: Iterable[Tensor]) -> Iterator[None]:
 
 
 def left_out(forms: Mapping[nn.Module, Form]) -> AbstractContextManager[None]:
-    """Inside the context, layers compute nothing and return zeros in the form of their outputs."""
+    """Inside the context, the layers of ``forms`` compute nothing and return zeros in the form of their outputs."""
 
     def replacement(layer: nn.Module) -> Callable[..., Any]:
         def forward(*positional: Any, **named: Any) -> Any:
@@ -201,7 +204,7 @@ def left_out(forms: Mapping[nn.Module, Form]) -> AbstractContextManager[None]:
 def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: Samples) -> dict[str, list[_Call]]:
     """Runs the model on all samples in one batch, and returns the calls of each layer by its name.
 
-    Of the hidden states between layers, only the last ones stay in memory.
+    Of the hidden states that layers pass on to one another, only the latest stay in memory.
     """
     calls: dict[str, list[_Call]] = {name: [] for name in layers}
     open_calls: dict[str, _Call] = {}
@@ -236,7 +239,7 @@ def recorded(model: PreTrainedModel, layers: Mapping[str, nn.Module], samples: S
 
 
 def _form(output: Any) -> Form | None:
-    """Returns the form of an output; None if it has more, such as a position bias, which the next layer may take."""
+    """Returns the form of an output; None if it has another tensor or object, such as a position bias."""
     leaves, structure = pytree.tree_flatten(output)
     hidden = _hidden_of(output)
     if not all(isinstance(leaf, PLAIN) for leaf in leaves) or sum(isinstance(leaf, Tensor) for leaf in leaves) > 1:
@@ -250,13 +253,12 @@ def hidden_argument(positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
 
 
 def _call_of(positional: tuple[Any, ...], named: dict[str, Any], sequences: int) -> _Call:
-    """Returns a call with these arguments."""
     hidden = hidden_argument(positional, named)
     other_kwargs = {**named, "hidden_states": None} if "hidden_states" in named else named
     other_args = positional if "hidden_states" in named else (None, *positional[1:])
     leaves, structure = pytree.tree_flatten((other_args, other_kwargs))
     takes_hidden = isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[0] == sequences
-    # Layers could pass values on in a list or dict.
+    # A layer could add values for later layers to a list or dict.
     collections = any(isinstance(value, list | dict) for value in (*other_args, *other_kwargs.values()))
     repeatable = takes_hidden and not collections and all(isinstance(leaf, PLAIN) for leaf in leaves)
     return _Call(hidden.detach().clone() if takes_hidden else None, leaves, structure, repeatable)
@@ -282,15 +284,15 @@ def _joined(values: tuple[Any, ...]) -> Any:
 
 
 class LayerStream:
-    """A model's longest chain of layers, with their arguments for every batch: each runs on all of them in succession.
+    """A model's longest chain of layers, with their arguments for every batch: each layer runs on all batches in turn.
 
-    The model itself computes what is before and after the layers, so that its outputs are the same, bit for bit.
+    The model itself computes what comes before and after the chain, so that its outputs stay the same, bit for bit.
 
     Attributes:
-        layers: layers of the chain, with one call per batch; none where the model has no chain, so that it can only run
-            as a whole.
-        hidden: hidden states of each batch, ``[sequences, tokens, hidden]``: what the first layer reads, and after
-            `forward` what the last one returns.
+        layers: the chain's layers, with one call per batch; empty if the model can only run as a whole, because it has
+            no chain of two layers or more, or a layer of the chain returns more than a `Form` holds.
+        hidden: hidden states of each batch, ``[sequences, tokens, hidden]``: what the first layer reads; after
+            `forward`, what the last layer returns.
     """
 
     @torch.no_grad()
@@ -329,7 +331,7 @@ class LayerStream:
 
     @contextmanager
     def returning(self, hidden: Tensor) -> Iterator[None]:
-        """Inside the context, the model computes none of the layers and takes ``hidden`` for the last one's output."""
+        """Inside the context, the model computes no layer of the chain, and the last one returns ``hidden``."""
         last = self.layers[-1].layer
 
         def forward(*positional: Any, **named: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Walks through a model's layers and gives each layer's sites their inputs, in time linear in the depth.
+"""Walks through a model's layers and computes the inputs of each layer's sites, in time linear in a chain's depth.
 
-Layers that form a chain run one by one on the outputs of the layer before, which stay on the model's device, unless its
-memory is short. Layers outside every chain get their inputs from runs of the whole model.
+The layers of a chain run one by one. Each reads the outputs of the layer before it, which stay on the model's device,
+or in host memory where layers come to a GPU one by one. Layers outside every chain need runs of the whole model.
 """
 
 from collections import Counter
@@ -50,15 +50,15 @@ def from_model(
             last_hidden_state(model, samples[rows])
 
     parts = ranks.parts(torch.arange(len(samples)), batch)
-    # FSDP2 cannot end a pass early. A linear with several calls may have further calls, which the plan does not count
-    # because their results are not used.
+    # FSDP2 cannot end a pass early. A linear that is called several times may be called more often than the plan says,
+    # which leaves out calls whose results are not used.
     may_stop_early = not any(map(is_spread, model.parameters())) and all(site.num_calls == 1 for site in sites)
     return LayerInputs(sites, parts, run, may_stop_early)
 
 
 @dataclass
 class _Layer:
-    """A layer of a chain: it runs on the hidden states of all sequences, and may collect its outputs.
+    """A layer of a chain, with the hidden states of all sequences, on which it runs; it may collect its outputs.
 
     Attributes:
         context: numbers of sequences -> context in which the layer runs on them.
@@ -89,26 +89,26 @@ class LayerWalk:
         self._batch, self._store = batch, store
 
     def walk_dense(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[LayerInputs]:
-        """Yields the inputs of each layer's sites, in order. Run all parts of a layer before asking for the next layer.
+        """Yields the inputs of each layer's sites. All parts of a layer must have run when the next layer is requested.
 
-        During the walk, ``weights``, linear -> weight, replace the model's own.
+        While a layer or the model runs, ``weights``, linear -> weight, replace its own.
         """
         return self._walk(_with_weights(self.model, self.plan, weights) if weights else nullcontext, None, False)
 
     def walk_and_change(self, keep: Keep | None = None) -> Iterator[LayerInputs]:
-        """Yields what `walk_dense` does, for a caller that changes a layer's weights before it asks for the next one.
+        """Yields what `walk_dense` does, to a caller that changes a layer's weights before it requests the next layer.
 
-        The next layer's inputs then come from the new weights, which takes a second run of each layer.
+        The next layer's inputs come from the new weights, so each layer runs once more after its weights were changed.
 
         Args:
-            keep: output -> what `KeptOutputs` stores of it, so that outputs which are final are computed once however
-                often the layer runs; None stores nothing. Outputs in runs of the whole model are never stored.
+            keep: tensor of an output -> what `KeptOutputs` stores of it, so that final outputs are computed once,
+                however often the layer runs; None stores nothing. Runs of the whole model never store outputs.
         """
         return self._walk(nullcontext, keep, True)
 
     @cached_property
     def _layers(self) -> list[tuple[str, list[Site], list[str]]]:
-        """For each layer its name, its sites, and its chain, which is empty if they need runs of the whole model."""
+        """For each layer its name, its sites, and its chain (empty if the sites need runs of the whole model)."""
         groups = self.plan.layers()
         names = _layer_names_of(self.model, self.plan, groups)
         layers = {name: self.model.get_submodule(name) for name in names if name}
@@ -135,8 +135,8 @@ class LayerWalk:
             with layer_context(name):
                 calls[name].try_together(hidden_states)
             calls[name].together = all(ranks.gather(calls[name].together))  # each rank tests its own samples
-            # Sequences that run one by one are one part each: a run may stop once every site's input has been seen, and
-            # outputs are kept by the sequences that run together.
+            # Sequences that cannot run together are one part each: a run may stop once every site's input has been
+            # seen, and kept outputs belong to the sequences of a run.
             parts = torch.arange(len(own_samples)).split(batch if calls[name].together else 1)
             if changing:
                 kept = KeptOutputs(model, name, sites, keep)
@@ -166,9 +166,10 @@ class LayerWalk:
         return calls, hidden_states
 
     def walk_once(self) -> Iterator[LayerInputs]:
-        """Yields the inputs of all sites in the dense model, from one run of it unless layers come to a GPU one by one.
+        """Yields the inputs of all sites in the dense model, from one pass of the whole model over the samples.
 
-        Then they come from `walk_dense`, but sites outside chains come last, from one run of the model.
+        Where layers come to a GPU one by one, inputs come from `walk_dense` instead. One pass of the whole model at the
+        end then serves all sites that are outside chains and whose runs may stop early.
         """
         sites = self.plan.sites
         if self._store.onloads:
@@ -210,9 +211,9 @@ def _with_weights(model: nn.Module, plan: Plan, weights: Mapping[str, Tensor]) -
 
 
 def _layer_names_of(model: nn.Module, plan: Plan, groups: Sequence[Sequence[Site]]) -> list[str]:
-    """Returns for each group of sites the name of the layer that holds all of it and no other group, or "".
+    """Returns for each group of sites the name of the layer that holds the whole group and no other; "" for none.
 
-    The name is "" also if other layers run the same linears, because the inputs in these count, too.
+    The name is also "" if the group's linears run in several layers, because the inputs in all of them count.
     """
     layer_of = {module: name for name, layer in named_layers(model, plan).items() for module in layer.modules()}
     layers = []

@@ -1,8 +1,8 @@
 """Mixed precision: float32 factors are rounded to fewer bits where products are then faster; all else is float32.
 
-Linears multiply in bfloat16 when they are trained, generate text, or compute the target outputs of training. Fits
-let torch round the factors of products: to bfloat16 on a processor with AMX, to TF32 on a GPU. Values that are compared
-or saved are computed with exact products, and so is the order of channels.
+Linears multiply in bfloat16 when they are trained, generate text, or compute the target outputs of training. Fits of
+weights, and Hessians for fits, let torch round the factors of products: to bfloat16 on a processor with AMX, to TF32 on
+a GPU. Values that are compared or saved, and the order of channels, are computed with exact products.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from permtriton.model.modules import LINEAR_MODULES
 from permtriton.passes.plan import weight_in_out
 from permtriton.util.machine import processor
 
-NARROW, FEW = 256, 64  # channels and rows below which converting costs as much as it saves
+NARROW, FEW = 256, 64  # channels of a weight, and rows of inputs, below which converting costs as much as it saves
 AMX = "amx_bf16"
 UNITS = ("avx512_bf16", AMX)  # features of processors that multiply bfloat16
 
@@ -29,9 +29,9 @@ UNITS = ("avx512_bf16", AMX)  # features of processors that multiply bfloat16
 def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = False) -> Iterator[None]:
     """Inside the context, wide linears of float32 round inputs, weights, outputs and gradients to bfloat16.
 
-    Their outputs are float32, so that no other operation of the model sees bfloat16. Backward passes must run inside,
-    too, because they may compute activations again. The device is that of the first parameter, which is outside the
-    layers that come to a GPU one by one.
+    Rounded outputs are returned as float32, so that no other operation of the model sees bfloat16. Backward passes must
+    also run inside the context, because they may recompute activations. Nothing is rounded where that is not faster on
+    the device of the first parameter, which is outside the layers that may come to a GPU one by one.
 
     Args:
         wanted: False changes nothing.
@@ -47,7 +47,7 @@ def mixed_precision(model: nn.Module, wanted: bool = True, *, fixed: bool = Fals
 
     wide = [module for module in model.modules() if wanted and _is_wide(module)]
     wide = [module for module in wide if module.get_parameter("weight").dtype == torch.float32]
-    wide = [module for module in wide if "forward" not in vars(module)]  # nothing else has replaced it
+    wide = [module for module in wide if "forward" not in vars(module)]  # skips replaced forwards
     faster = wide and multiplies_bfloat16(next(model.parameters()).device)
     with replaced_forwards(wide if faster else [], replacement):
         yield
@@ -81,7 +81,7 @@ def _rounded_once(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """A linear without bias. To save memory, the weight is rounded again in the backward pass instead of being kept."""
+    """A linear without bias, in bfloat16. To save memory, the backward pass rounds the weight again."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 @contextmanager
 def rounded_products(model: nn.Module, config: CommonConfig) -> Iterator[None]:
-    """Inside the context, float32 products may round their factors, if the model has wide linears and that is faster.
+    """Inside the context, float32 products may round factors, if the model has wide linears and rounding is faster.
 
-    Sums are float32, and so are the Hessians and fits of a model of any dtype. Results that are compared with others
-    need `exact_products`.
+    Their sums stay float32. Hessians and fits use float32 products for models of any dtype. Results that are compared
+    with others need `exact_products`.
     """
     wide = config.mixed_precision and any(map(_is_wide, model.modules()))
     with _precision("medium") if wide and _rounds(next(model.parameters()).device) else nullcontext():
@@ -123,9 +123,9 @@ def exact_products() -> AbstractContextManager[None]:
 
 
 def products_of(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
-    """Inside the context, float32 products of factors computed in ``dtype`` round these where it is exact and faster.
+    """Inside the context, float32 products of values of ``dtype`` round their factors where that is exact and faster.
 
-    A factor with no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU) loses none by rounding.
+    Values with no more bits than bfloat16 (on a processor with AMX) or TF32 (on a GPU) lose none by rounding.
     """
     gpu = device.type == "cuda"
     fits = dtype == torch.bfloat16 or (gpu and dtype == torch.float16)
@@ -133,7 +133,7 @@ def products_of(dtype: torch.dtype, device: torch.device) -> AbstractContextMana
 
 
 def _rounds(device: torch.device) -> bool:
-    """Returns whether products of float32 are faster on a device if their factors are rounded: by AMX, or to TF32."""
+    """Returns whether float32 products are faster on a device with factors rounded to bfloat16 (by AMX) or to TF32."""
     return bool(processor().get(AMX)) if device.type == "cpu" else multiplies_bfloat16(device)
 
 

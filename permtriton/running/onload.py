@@ -1,9 +1,9 @@
-"""Models that do not fit one GPU, on one GPU: each layer's weights come to it when the layer runs.
+"""Runs a model on a GPU that cannot hold all of it: each layer's weights come to the GPU when the layer runs.
 
 The model stays in host memory, where it is permuted, masked and saved. Inside `onloaded`, what is outside of its layers
-is on the device, and so are copies of the weights of the layer that ran last: a layer that runs on many batches in
-succession is copied once. A parameter is on the device only while its layer runs, or, with gradients, until another
-layer runs.
+is on the device. So are copies of the weights of the layer that ran last: a layer that runs on many batches in
+succession is copied once. A layer's parameters refer to these copies only while the layer runs or, where gradients are
+enabled, until another layer runs.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from permtriton.passes.plan import Plan, layer_modules
 
 @contextmanager
 def onloaded(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
-    """Inside the context, a model in host memory runs on ``device``, where at most one of its layers is at a time.
+    """Inside the context, a model in host memory runs on ``device``, which holds at most one of its layers at a time.
 
     In-place changes of a parameter on the device are written back to the model; changes of a buffer are lost.
     """
@@ -65,9 +65,9 @@ class _Copy:
 
 
 class _Copies:
-    """Copies of parameters on a device, of one layer at a time.
+    """Copies of parameters on a device: of those outside of layers, and of one layer at a time.
 
-    A layer may run with the values of two models in turn: each model's values have a copy, by host address.
+    A layer may run with the values of two models in turn. Each model's values have a copy, found by host address.
     """
 
     def __init__(self, device: torch.device, outside: set[nn.Parameter]) -> None:
@@ -75,14 +75,14 @@ class _Copies:
         self._copies: dict[tuple[int, int], _Copy] = {}  # by parameter and address of its values in host memory
         self._layer: nn.Module | None = None
         self._staying = ExitStack()
-        self._stays: nn.Module | None = None  # the layer whose parameters stay on the device until another runs
+        self._stays: nn.Module | None = None  # the layer whose parameters stay on the device until another layer runs
 
     def forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         """Returns a ``forward`` that runs with the layer's parameters on the device."""
         compute = layer.forward
 
         def forward(*positional: Any, **named: Any) -> Any:
-            if torch.is_grad_enabled() and layer is not self._stays:  # a backward pass reads the parameters there
+            if torch.is_grad_enabled() and layer is not self._stays:  # a backward pass reads the copies
                 self._staying.enter_context(self._of_layer(layer))
                 self._stays = layer
             with nullcontext() if layer is self._stays else self._of_layer(layer):
@@ -91,7 +91,7 @@ class _Copies:
         return forward
 
     def _of_layer(self, layer: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context in which the parameters of a layer are on the device; the copies stay after it."""
+        """Returns a context in which the parameters of a layer are on the device; their copies outlast the context."""
         if layer is not self._layer:
             self.drop()
             self._layer = layer
@@ -99,7 +99,7 @@ class _Copies:
 
     @contextmanager
     def in_place(self, parameters: "set[nn.Parameter] | list[nn.Parameter]") -> Iterator[None]:
-        """Inside the context, parameters are on the device; what changed there is written back."""
+        """Inside the context, parameters are on the device; at its end, changes are written back to host memory."""
         used = [(parameter, self._of(parameter)) for parameter in parameters]
         for parameter, copy in used:
             parameter.data = copy.device

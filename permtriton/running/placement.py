@@ -1,4 +1,4 @@
-"""The ways to place a model: whole on each rank's device, spread over the devices, or layer by layer on each.
+"""The placements of a model: whole on each device, spread over all devices, or moved to each device layer by layer.
 
 `permtriton.driver.choose_placement` decides which one a compilation takes.
 """
@@ -68,5 +68,5 @@ class ModelPlacement:
         return onloaded(model, plan, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext(model)
 
     def writing(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Returns a context in which the model generates text, with all of it on the device."""
+        """Returns a context for generating text, in which layers that come to the device one by one are all on it."""
         return all_onloaded(model, self.device) if self.kind is DevicePlacement.ONLOADED else nullcontext()

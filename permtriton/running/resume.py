@@ -1,4 +1,4 @@
-"""Files that store the state of a long stage, so that an interrupted run continues where it was, and its clock."""
+"""Files that store the states of long steps, from which an interrupted run continues; and the clock of a run."""
 
 import hashlib
 import json
@@ -38,17 +38,17 @@ DIFFERS = {
 
 
 class StateFile:
-    """A safetensors file with the state of one step; without a path, nothing is found, and nothing is written.
+    """A safetensors file with the state of one step; if ``path`` is None, nothing is read or written.
 
-    What decides the result are ``inputs``, as JSON values: hashes (`DIFFERS`), ``config`` and ``versions``; ``machine``
-    is recorded, but not compared.
+    ``inputs`` are the JSON values that decide the result (the keys of `DIFFERS`, ``config`` and ``versions``), and
+    ``machine``, which is recorded but not compared.
     """
 
     def __init__(self, path: Path | None, inputs: Mapping[str, Any]) -> None:
         self.path, self._inputs = path, dict(inputs)
 
     def of_layer(self, number: int) -> "StateFile":
-        """Returns the state of one layer, ``.OUTPUT.STEP_NUMBER.safetensors``.
+        """Returns the file with the state of one layer, ``.OUTPUT.STEP_NUMBER.safetensors``.
 
         With a single file, all finished layers would be written again after each layer.
         """
@@ -56,7 +56,7 @@ class StateFile:
         return StateFile(path, self._inputs)
 
     def check(self) -> str | None:
-        """Refuses a file of another run, by its header; returns the machine that wrote it, or None without a file."""
+        """Refuses a file whose header names another run; returns the machine that wrote it, or None without a file."""
         if self.path is None or not self.path.is_file():
             return None
         with self._opened(self.path) as file:
@@ -97,7 +97,7 @@ class StateFile:
             yield file
 
     def write(self, tensors: Mapping[str, Tensor], **values: Any) -> None:
-        """Replaces the file by a state of tensors and JSON values; if interrupted, the earlier file stays.
+        """Replaces the file by one with the tensors and JSON values; after an interruption, the earlier file is intact.
 
         The first rank writes it.
         """
@@ -117,7 +117,7 @@ class StateFile:
             ) from error
 
     def delete(self) -> None:
-        """Removes the file and those of layers, once the result is saved elsewhere."""
+        """Removes the file and the files of layers beside it."""
         for path in [] if self.path is None else [self.path, *layers_beside(self.path)]:
             path.unlink(missing_ok=True)
 
@@ -136,19 +136,19 @@ def state_path(resume_path: Path, step: str) -> Path:
 
 @dataclass
 class Workspace:
-    """What exists before anything is known about the model: the clock, and the files of states."""
+    """The clock of a run and the files of its states: they are needed before anything is known about the model."""
 
     progress: Progress = field(default_factory=NoProgress)
     # path of the files that keep the states of steps, each with its step's name before the suffix; None keeps no state
     resume_path: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # time per step and stage, filled by `timed`
     states: list[StateFile] = field(default_factory=list)  # the files that keep a state
-    # what decides the results of all that follows, as JSON values: a state of another run is refused
+    # the JSON values that decide the results: a state that was saved with other values is refused
     inputs: dict[str, Any] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """Adds the time of the block, a stage of the progress, to ``seconds[stage]``, and gives freed memory back."""
+        """Reports the block as a stage, adds its time to ``seconds[stage]``, and returns freed memory to the system."""
         start_time = time.perf_counter()
         with self.progress.stage(stage, 0):
             yield

@@ -2,8 +2,8 @@
 
 The model itself stays whole in host memory, where it is permuted, masked and saved. What runs is a twin, which has
 modules of its own: each rank holds a share of the rows of every weight of a layer, and a layer is whole only while it
-runs. Embeddings and head are whole on every rank. Gradients of weights are added up over the ranks, and each rank keeps
-those of its share. All ranks must run the twin equally often.
+runs. All else, such as embeddings and head, is whole on every rank. Gradients of weights are added up over the ranks,
+and each rank keeps those of its share. All ranks must run the twin equally often.
 """
 
 import copy
@@ -27,14 +27,14 @@ from permtriton.util import ranks
 
 
 def twin_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns a model with modules of its own over the same weights, which are frozen."""
+    """Returns a copy of a model with its own modules and frozen parameters, which share the model's memory."""
     shared = {id(parameter): nn.Parameter(parameter.data, requires_grad=False) for parameter in model.parameters()}
     return copy.deepcopy(model, shared)
 
 
 @contextmanager
 def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[None]:
-    """Inside the context, the weights of the layers of a `twin_of` are spread over the ranks.
+    """Inside the context, the weights of a twin's layers are spread over the ranks; `twin_of` makes the twin.
 
     The twin is unusable afterwards. Its modules may have parametrizations.
     """
@@ -63,7 +63,7 @@ def spread(twin: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[
 
 @contextmanager
 def spread_twin(model: PreTrainedModel, plan: Plan, device: torch.device) -> Iterator[PreTrainedModel]:
-    """Yields a twin of a model whose layers are spread over the ranks."""
+    """Yields a twin of ``model``; the twin's layers are spread over the ranks."""
     twin = twin_of(model)
     with spread(twin, plan, device):
         yield twin
@@ -90,9 +90,9 @@ def rows_of_share(weight: Tensor, in_out: bool) -> slice:
 
 
 def _around(twin: PreTrainedModel, layers: list[nn.Module]) -> nn.Module:
-    """Returns the innermost module that calls all layers: FSDP2 wants it to run whenever one of them does.
+    """Returns the innermost module that contains and calls all layers: FSDP2's root must run whenever a layer runs.
 
-    The base model need not run: OPT's head calls the decoder inside it.
+    The base model may not run: OPT's model with a head calls the decoder inside the base model directly.
     """
     names = {module: name for name, module in twin.named_modules()}
     steps = zip(*(names[layer].split(".")[:-1] for layer in layers), strict=False)
@@ -103,7 +103,7 @@ def _around(twin: PreTrainedModel, layers: list[nn.Module]) -> nn.Module:
 
 
 def _transposed(layer: nn.Module) -> Iterator[Tensor]:
-    """Yields the weights that are stored ``[in_features, out_features]``: they are divided along the second axis."""
+    """Yields the weights that are stored ``[in_features, out_features]``, which are divided along the second axis."""
     for module in layer.modules():
         if isinstance(module, Conv1D):
             yield module.get_parameter("parametrizations.weight.original" if is_parametrized(module) else "weight")

@@ -1,8 +1,8 @@
 """The sensitivity of the loss to each weight: the diagonal Fisher information, as two vectors per linear.
 
-For a linear ``y = W x``, the information of ``W[o, j]`` is the sum over tokens of ``(dL/dy_o)^2 x_j^2``, where the
-labels of the loss are drawn from the dense model's own prediction. It is kept as ``row_o * column_j``: the sum of
-squares of the gradients at output o times the mean square of input j, as if the two were independent.
+For a linear ``y = W x``, the information of ``W[o, j]`` is the sum over tokens of ``(dL/dy_o)^2 x_j^2``, where L is
+random (`Loss.drawn`): for kl, its labels are drawn from the dense model's own prediction. The information is kept as
+two factors, as if these were independent: the sum of squared gradients at output o, and the mean square of input j.
 
 The rows alone are weights for the heuristic order (``--heuristic-row-weights fisher``): an N:M mask compares the
 weights of one row, so a factor per row changes no mask, but the order sums scores over rows, which matter unequally.
@@ -39,7 +39,7 @@ class Fisher:
     # sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so that
     # the result does not depend on ranks and micro-batches, then float32
     row: Tensor
-    column: Tensor  # sum over tokens of the square of each input, ``[in_features]``, likewise
+    column: Tensor  # sum over tokens of the square of each input, ``[in_features]``, in the same dtypes
     tokens: int = 0  # number of tokens that the linear has read; for an expert, only those routed to it
 
 
@@ -105,11 +105,11 @@ def _squares(values: Tensor) -> Tensor:
 
 @torch.enable_grad()
 def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
-    """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU, of all ranks.
+    """Returns linear name -> gradients of its outputs, bfloat16 ``[tokens, out_features]`` on the CPU.
 
-    About ``tokens`` calibration tokens are read, in whole sequences, at least one. The loss is that of
-    `fisher_information`. Two kinds of linears are left out: those that not every token reaches (experts), and those
-    that get no gradient, such as an indexer's, because choosing tokens is not differentiable.
+    All ranks together read about ``tokens`` calibration tokens, in whole sequences, at least one; each rank gets all
+    gradients. The loss is that of `fisher_information`. Two kinds of linears are left out: those that not every token
+    reaches (experts), and those without a gradient (an indexer's: choosing tokens is not differentiable).
     """
     parts: dict[str, list[Tensor]] = {}
 
@@ -118,7 +118,7 @@ def output_gradients(run: Run, tokens: int) -> dict[str, Tensor]:
 
     samples = run.samples[: max(tokens // run.samples.tokens, 1)]
     with run.placed_model_for_fit() as model:
-        # One sequence at a time: they are few, and the logits of more would take more memory than all else.
+        # One sequence at a time: sequences are few, and the logits of several would take more memory than all else.
         _backward_passes(run, model, "output gradients", objective_kind("auto", model), samples, 1, parts.clear, watch)
     gradients = {}
     for site in run.plan.sites:
@@ -142,7 +142,7 @@ def _backward_passes(
     """Runs backward passes of a loss, and shows the inputs and output gradients of every pruned linear to ``watch``.
 
     Args:
-        model: the run's model, placed.
+        model: the run's model, as `Run.placed_model` yields it.
         stage: name of the stage for progress.
         samples: samples of all ranks, of which this rank runs its share.
         clear: discards what was collected; called before the first pass, and again if memory runs out and all passes
@@ -170,7 +170,7 @@ def _backward_passes(
 
 
 def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]
-    """Returns a forward hook that calls ``watch`` with a linear's input, and its result with the output's gradient."""
+    """Returns a forward hook that calls ``watch`` with the input, and the result with the gradient of the output."""
 
     def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not torch.is_grad_enabled():

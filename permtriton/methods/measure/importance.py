@@ -6,7 +6,7 @@ Every score has the form ``S = |W|^power * scale_C * (row_O + column_C)``, so a 
 * magnitude: ``|W|``;
 * Wanda: ``|W| * ||X_j||_2``;
 * RIA: ``(|W| / column sum + |W| / row sum) * ||X_j||_2^a`` with ``a = 0.5``;
-* OBS (SparseGPT): ``W^2 / diag(H^-1)_j`` with ``H = X^T X``, damped.
+* OBS (SparseGPT): ``W^2 / diag(H^-1)_j`` with the damped ``H = X^T X``.
 
 ``||X_j||^2`` is the sum over tokens of the squares of input channel j, divided by the number of sequences.
 """
@@ -77,7 +77,7 @@ def magnitudes(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactor
 
 
 def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:
-    """Returns the total importance that N:M keeps in the order of ``index``; scores are ``[channels, rows]``."""
+    """Returns the total importance that an N:M mask keeps in the order ``index``; scores are ``[channels, rows]``."""
     places = scores[index].unflatten(0, (-1, pattern.group)).unbind(1)
     return float(sum(place.sum(dtype=torch.float64) for place in islice(descending(places), pattern.kept)))
 

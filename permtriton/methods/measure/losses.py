@@ -73,7 +73,7 @@ class Head:
             if core not in self._outputs:  # a model may call a module inside its backbone instead, as OPT does
                 self._outputs[core] = core(**probe)
             self.vocabulary = expected.shape[-1]
-            fewer = max(expected.shape[1] - 1, 1)  # leaving out a token reveals a head that needs all of them at once
+            fewer = max(expected.shape[1] - 1, 1)  # leaving out a token reveals a head that needs all tokens at once
             expected = expected[:, :fewer]
             problem = f"objective kl: the head of a {type(model).__name__} cannot run alone, so {CHOOSE}"
             with reading(problem, ConfigError):
@@ -110,7 +110,7 @@ def _returning(outputs: Mapping[Any, Any]) -> Iterator[None]:
 
 
 class _ChunkedKL(torch.autograd.Function):
-    """The sum over tokens of ``KL(dense || pruned)``; its gradient is computed with it, a chunk of tokens at a time."""
+    """The sum over tokens of ``KL(dense || pruned)``, computed with its gradient, a chunk of tokens at a time."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, target: Tensor, head: Head) -> Tensor:
@@ -144,8 +144,8 @@ Draw = Callable[[Callable[..., Tensor], Tensor], Tensor]  # (torch.rand or randn
 class Loss:
     """A loss that training can minimise. **Add one to** `LOSSES`, and its name to the types above."""
 
-    # called with the pruned and the dense model's last hidden states ``[sequences, tokens, hidden]`` and the head;
-    # returns the mean over tokens, float32 ``[]``
+    # called with the pruned and the dense model's hidden states ``[sequences, tokens, hidden]``, as ``hidden`` returns
+    # them, and with the head; returns the mean over tokens, float32 ``[]``
     mean: Callable[[Tensor, Tensor, Any], Tensor]
     # called with the dense model, samples and `Draw`; returns a random sum over tokens. The expected square of its
     # gradient is the second derivative of the loss, see `permtriton.methods.measure.fisher`.
@@ -187,11 +187,11 @@ LOSSES: Mapping[LossKind, Loss] = {
 
 @dataclass(frozen=True)
 class Objective:
-    """The distance of a model from the dense one on the calibration sequences."""
+    """The distance of a model's outputs from the dense model's, on the samples that a step reads."""
 
     kind: LossKind
-    # dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, their channels in the order in
-    # which the model has them
+    # dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, with the channels in the present
+    # order of the model
     target: Tensor
     head: Head | None = None  # the model's head; None if the loss does not need it
     # the positions that count, as `permtriton.data.samples.Samples.counted`
@@ -238,7 +238,7 @@ class Objective:
         return replace(self, head=self.head and self.head.on(model))
 
     def reordered(self, order: Tensor | None, store: Store = MEMORY) -> "Objective":
-        """Returns the objective of a model whose last hidden state has its channels in another order."""
+        """Returns the objective of a model whose last hidden state has its channels in ``order``; None is no change."""
         if order is None:
             return self
         target, order = store.empty(self.target.shape, dtype=self.target.dtype), order.to(self.target.device)
@@ -269,7 +269,7 @@ def dense_objective(
 
 
 def stride_of(model: PreTrainedModel, head: int) -> int:
-    """Returns the stride of the positions that the loss uses, 1 to `SPARSEST`: larger for more ``head`` weights.
+    """Returns the stride of the positions that the loss uses: 2 * ``head`` / weights of layers, from 1 to `SPARSEST`.
 
     Logits of a vocabulary of 250,000, computed three times per step, take longer than all layers of a small model,
     forward and backward. One position in three costs a third of that, and its gradient reaches all tokens before it.

@@ -1,8 +1,8 @@
-"""Checks that a compilation keeps what the search for a channel order promised.
+"""Checks that a model has the importance and the loss that were measured when its order or its weights were chosen.
 
-Outputs alone do not show an order that was lost on the way: the inverse permutation, a fold applied twice or statistics
-of another order leave a consistent model that is pruned badly. Two quantities are therefore measured when an order is
-chosen, and again on the model that is in this order: the importance that the masks retain, and the loss.
+Equal outputs do not prove that the chosen order was applied: the inverse permutation, a fold applied twice or
+statistics of another order give a consistent model that is pruned badly. Two quantities are therefore measured when an
+order is chosen, and again on the model in this order: the importance that the masks retain, and the loss.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 
 RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order
-LOSS_TOLERANCE = 1e-4  # relative: sums over channels in another order; a hundred times that in 16 bits
+LOSS_TOLERANCE = 1e-4  # relative: sums over channels round differently in another order; 100 times that in 16 bits
 
 
 @dataclass(frozen=True)
 class Retained:
-    """Sums of scores in one pruned linear: all, and those that N:M masks retain in the present and the chosen order."""
+    """Sums of scores in a pruned linear: of all, and of those that N:M masks retain in the present and chosen order."""
 
     total: float
     present: float
@@ -57,7 +57,7 @@ def check_no_worse(start: float, end: float, stage: str) -> None:
 def check_loss(
     measured: float, loss: float, dtype: torch.dtype, moment: str = "calibration, when the order was chosen"
 ) -> None:
-    """Compares ``measured``, the last loss that a stage measured, with ``loss``, that of the model that it left."""
+    """Compares ``measured``, the loss that a stage measured of its result, with ``loss``, measured on the model now."""
     tolerance = LOSS_TOLERANCE * (1 if dtype.itemsize >= 4 else 100)
     if not abs(loss - measured) <= tolerance * measured + 4 * torch.finfo(torch.float32).eps:
         raise VerificationError(

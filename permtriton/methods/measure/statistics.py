@@ -136,8 +136,8 @@ def watch_inputs(
 def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
     """Returns experts module -> number of calibration tokens routed to each expert, over all ranks.
 
-    Call it after statistics are measured. A layer may have run several times, each time on all samples, which have this
-    number of ``positions``.
+    Statistics must have been measured. In all samples, a layer reads ``positions`` tokens, to which counts are scaled,
+    because a layer may have run on all samples several times.
     """
     counts = {name: experts.sent for name, experts in model.named_modules() if isinstance(experts, RoutedExperts)}
     token_counts = {name: count for name, count in counts.items() if count is not None}
@@ -146,7 +146,7 @@ def tokens_of_experts(model: nn.Module, positions: int) -> dict[str, list[int]]:
 
 
 def undersampled_warning(model: nn.Module, tokens: Mapping[str, Sequence[int]]) -> str:
-    """Returns a sentence that names experts with fewer tokens than channels; empty if there are none."""
+    """Returns a warning if experts received fewer tokens than they have channels; empty if there are none."""
     undersampled = {}
     for name, counts in tokens.items():
         channels = weight_in_out(model.get_submodule(f"{name}.0.{SECOND}")).shape[0]
@@ -217,12 +217,12 @@ class Moments:
     residual_shift: Tensor | None = None
 
 
-# Site name -> its input and its residual stream, or None, for each part of the sequences.
+# Site name -> the site's input, and its residual stream if known, else None, for each part of the sequences.
 SiteInputs = Mapping[str, deque[tuple[Tensor, Tensor | None]]]
 
 
 def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, store: Store = MEMORY) -> SiteInputs:
-    """Returns the dense model's inputs of the sites that read the same tokens in the pruned model."""
+    """Returns the dense model's inputs of the sites that read every token, hence the same tokens in both models."""
     site_inputs: SiteInputs = {site.name: deque() for site in layer.sites if reads_every_token(model, site)}
 
     def keep(site: Site, inputs: Tensor, residual: Tensor | None) -> None:
@@ -237,7 +237,7 @@ def dense_inputs(model: PreTrainedModel, layer: LayerInputs, advance: Advance, s
 def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advance: Advance) -> dict[str, Moments]:
     """Returns site name -> the moments of its input in the pruned model, over the tokens of all ranks.
 
-    What `dense_inputs` returned for the same parts is removed from ``dense`` as it is read.
+    ``dense`` is what `dense_inputs` returned for the same parts; entries that were read are removed from ``dense``.
     """
     sums = _zeros(model, layer.sites)
     compared = [site for site in layer.sites if site.name in dense]
@@ -268,9 +268,9 @@ def moments(model: PreTrainedModel, layer: LayerInputs, dense: SiteInputs, advan
 def output_change(model: nn.Module, site: Site, stream_change: Tensor, inputs: Tensor) -> Tensor:
     """Returns the change of a linear's output that changes what is added to the residual stream by ``stream_change``.
 
-    Where the output passes a norm, which to first order multiplies it by gain / rms with the root mean square of the
-    token's present output, the change is multiplied by rms / gain; by less at small gains, because a large change of
-    the output would change its root mean square.
+    A norm that the output passes multiplies the change by gain / rms, to first order, with rms the root mean square of
+    the token's present output. The change is therefore multiplied by rms / gain; by less at small gains, because a
+    large change of the output would also change rms.
     """
     residual = site.residual
     assert residual is not None
@@ -303,17 +303,17 @@ def _zeros(model: PreTrainedModel, sites: Iterable[Site]) -> dict[str, Tensor]:
 def _sum(model: PreTrainedModel, rows: int, columns: int) -> Tensor:
     """Returns zeros, float64 ``[rows, columns]``, to which the products of single sequences are added.
 
-    In float64, the order of the additions hardly ever changes the sum after rounding to float32; so neither do
-    micro-batches and ranks.
+    In float64, the order of the additions, which follows from micro-batches and ranks, hardly ever changes the sum
+    after rounding to float32.
     """
     return torch.zeros(rows, columns, dtype=torch.float64, device=model.device)
 
 
 def _sequences(inputs: Tensor) -> Tensor:
-    """Returns activations as float32 ``[sequences, tokens, channels]``, each sequence to be multiplied by itself.
+    """Returns activations as float32 ``[sequences, tokens, channels]``, whose products are computed per sequence.
 
-    An expert's activations count as one sequence, in float64: ranks and micro-batches decide which tokens it sees
-    together, and in float64 that does not change the sums.
+    An expert's activations count as one sequence, in float64: ranks and micro-batches decide which tokens the expert
+    sees together, and in float64 that hardly ever changes the sums.
     """
     return inputs.float().flatten(1, -2) if inputs.ndim > 2 else inputs.double().unsqueeze(0)
 
@@ -326,7 +326,7 @@ def _add_gram(total: Tensor, inputs: Tensor) -> None:
 
 
 def _finished(sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Adds sums of `_add_gram` up over ranks; returns full float32 matrices, the identity for a site without inputs."""
+    """Adds up sums of `_add_gram` over ranks; returns full float32 matrices, the identity where all inputs are 0."""
     ranks.add_up(sums.values())
     hessian_by_site = {}
     for name, total in sums.items():

@@ -1,4 +1,4 @@
-"""The model with hard N:M masks written into its weights, and the gradient of the loss by these masked weights."""
+"""The model with hard N:M masks written into its weights, and the gradient of the loss with respect to these."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,8 +31,8 @@ from permtriton.util.sparsity import NMPattern
 class _HardMasked:
     """A pruned linear, whose parameter holds the masked weight inside `hard_masked`.
 
-    Where weights are spread over the ranks, all tensors but the parameter hold this rank's rows only. ``gradient`` is
-    the sum of the masked weight's gradients, in the layout of the stored weight, at least float32; None if not taken.
+    Where weights are spread over the ranks, all tensors but the parameter hold only this rank's output rows.
+    ``gradient`` is the sum of the masked weight's gradients, stored as the weight is, float32 or wider; None at first.
     """
 
     site: Site
@@ -55,7 +55,7 @@ class _HardMasked:
 
     @property
     def total(self) -> Tensor:
-        """``gradient``, zeros if it was not taken."""
+        """``gradient``, which is set to zeros if it is None."""
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.dense, dtype=torch.promote_types(self.dense.dtype, torch.float32))
         return self.gradient
@@ -71,7 +71,7 @@ class HardMasks:
 
     @torch.no_grad()
     def set(self, indices: Mapping[str, Tensor]) -> None:
-        """Masks every weight in an order: space -> unit index, int64 ``[units]``; other spaces keep the base order."""
+        """Masks weights by ``indices``, space -> unit index, int64 ``[units]``; other spaces keep the base order."""
         for linear in self._linears:
             weight, site = linear.oriented(linear.dense), linear.site
             soft = linear.importance.scale.new_empty(0)
@@ -151,7 +151,7 @@ def hard_masked(
 ) -> Iterator[HardMasks]:
     """Inside the context, the pruned linears of a dense model in base order hold masked weights.
 
-    Only these weights have gradients; the model, the run's as it is placed, is unchanged afterwards.
+    Only these weights require gradients. ``model`` is the run's, as placed; it is unchanged afterwards.
     """
     plan, importances, linears = run.plan, run.importances(), list[_HardMasked]()
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)

@@ -1,6 +1,6 @@
 """Step ``heuristic``: RIA's two-stage channel order (Zhang et al., 2024), for any N:M.
 
-1. Channel allocation: by falling total importance, channels are dealt to the groups, in each round one to each group.
+1. Channel allocation: channels in descending order of total importance are dealt out, one to each group per round.
 2. Refinement: one channel is taken out of each group, and all of them are put back by the linear assignment that
    retains the most importance. A sweep does this for every slot of the group; sweeps end when one gains little.
    The time of an assignment grows with the cube of the number of groups. Where there are more than `MOST_GROUPS`,
@@ -37,7 +37,7 @@ from permtriton.util.permutation import identity
 from permtriton.util.progress import Advance
 from permtriton.util.sparsity import NMPattern
 
-# With several parts a sweep tries fewer exchanges: MAX_SWEEPS is multiplied by their number, MIN_GAIN divided by it.
+# With several parts a sweep tries fewer exchanges: MAX_SWEEPS is multiplied by the number of parts, MIN_GAIN divided.
 MAX_SWEEPS = 10
 MIN_GAIN = 1e-4  # fraction of the retained importance; a sweep that gains no more is the last
 MOST_GROUPS = 256  # most groups in one assignment; the assignment kernel takes no more
@@ -47,7 +47,7 @@ MAX_ROWS = 4096  # rows of scores that decide the order of one space; of more ro
 @documented
 @dataclass(frozen=True)
 class Heuristic(Step):
-    """Options of the heuristic order."""
+    """Options of the step ``heuristic``, which deals channels to groups by importance and then reassigns them."""
 
     name: ClassVar[str] = "heuristic"
     prefix: ClassVar[str] = "heuristic"
@@ -76,7 +76,7 @@ class Heuristic(Step):
     def run(self, run: Run) -> None:
         if all(space.frozen for space in run.plan.spaces):
             return
-        # Row weights follow from gradients, which differ from run to run on a GPU.
+        # Indices from row weights are saved: row weights follow from gradients, which differ from run to run on a GPU.
         state = run.state(self.name) if self.gradients else StateFile(None, {})
         if (saved_state := state.read()) is not None:
             indices = saved_state[0]
@@ -111,8 +111,8 @@ def space_scores(
     With row weights ``f``, scores that are linear in ``|W|`` are multiplied by ``sqrt(f)`` and quadratic ones by ``f``.
     Without row weights, each linear's scores are divided by their mean, so that no layer outweighs another. RIA's
     scores are divided by their mean in both cases: they have no unit, so losses in different linears are not
-    comparable. Each linear has at most its part of ``max_rows``: of more rows, an even sample is taken, and the linear
-    counts by these. Where several channels of a site share a unit, each of them adds its own rows.
+    comparable. Of a linear with more rows than its part of ``max_rows``, an even sample is taken; the linear counts by
+    the sample where scores are divided by their mean, else by all rows. Each channel of a shared unit adds its rows.
     """
     linears = [(site, name) for site in sites for name in site.linears]
     quota = max(max_rows // sum(site.copies for site, _ in linears), 1)
@@ -167,9 +167,9 @@ def _parts(groups: int) -> int:
 
 
 def reassigned(scores: Tensor, index: Tensor, slot: int, pattern: NMPattern, generator: torch.Generator) -> Tensor:
-    """Returns ``index`` with the channels at one slot of all groups reassigned, inside random parts if there are many.
+    """Returns ``index`` with the channels at one slot of all groups reassigned; many groups are divided into parts.
 
-    All parts have the same number of groups; the groups left over are unchanged in this call.
+    Parts are random and have the same number of groups; the groups left over are unchanged in this call.
     """
     groups = index.view(-1, pattern.group).clone()
     parts = _parts(len(groups))

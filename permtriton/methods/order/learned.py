@@ -38,7 +38,7 @@ OPTIMIZER_KEYS = ("step", "exp_avg", "exp_avg_sq")
 @documented
 @dataclass(frozen=True)
 class Learned(Step):
-    """Options of ``learned``, which starts from the order of earlier steps; the paper's are in recipe ``permllm``."""
+    """Options of the step ``learned``, starting from the order so far; recipe ``permllm`` has the paper's values."""
 
     name: ClassVar[str] = "learned"
     prefix: ClassVar[str] = "learn"
@@ -224,7 +224,7 @@ class OrderTrainer:
         return indices, outcome
 
     def _load(self, state: StateFile) -> tuple[dict[str, Tensor], Outcome]:
-        """Restores what `_save` wrote; returns the best order so far (at first, the base order) and the outcome."""
+        """Restores what `_save` wrote; returns the order to keep so far (at first, the base order) and the outcome."""
         if (saved_state := state.read()) is None:
             base_indices = {name: identity(units) for name, units in self._relaxation.units.items()}
             row = _row(0, self.hard_loss(base_indices), base_indices, self._options.tau_start, 0.0)
@@ -250,7 +250,7 @@ class OrderTrainer:
     def tau(self, step: int) -> float:
         """Returns the temperature at a step, from ``tau_start`` to ``tau_end``.
 
-        With ``tau_falls`` "step", it falls at every step and reaches ``tau_end`` at the last one. With "epoch", it
+        With ``tau_falls`` "step", tau falls at every step and reaches ``tau_end`` at the last one. With "epoch", tau
         falls at every epoch and would reach ``tau_end`` one epoch after the last.
         """
         epochs, steps = self._options.epochs, self.steps_per_epoch
@@ -275,7 +275,7 @@ class OrderTrainer:
         scale = loss_scale(rows.numel() * self._samples.tokens)
 
         def backward(size: int) -> list[Tensor]:
-            # Curvature is scaled like the gradient. Each pass on each rank adds an equal share of the whole batch's.
+            # The batch's curvature is scaled like its gradient, and each pass on each rank adds an equal share of it.
             passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
             # This also drops the gradients of an attempt that ran out of memory.
             self._masks.set(index, soft_permutations, scale / passes)

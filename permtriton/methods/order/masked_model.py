@@ -3,8 +3,8 @@
 The stored weights do not change: each pruned linear sees its weight through a mask that follows the permutations.
 
 Where memory allows, a masked weight is kept until its order changes, through all micro-batches of a step. It is a leaf,
-so autograd accumulates its gradients as it does for a dense model's weights. The gradient of the order is linear in
-them, so it is computed once, from their sum. A step then costs as much as a dense step plus one pass over all masks.
+so autograd accumulates its gradients as for a dense model's weights. The gradient of the order is linear in these, so
+it is computed once, from their sum. A step then costs as much as a step of a dense model plus one pass over all masks.
 Otherwise masks and their gradients are computed whenever a linear runs.
 
 The gradient of the order is either the change of the loss when each channel is placed at each position
@@ -36,7 +36,7 @@ from permtriton.util.sparsity import NMPattern
 
 
 class _MaskedWeight(nn.Module):
-    """The parametrization of a pruned linear's weight; it needs `set` before the first call.
+    """The parametrization of a pruned linear's weight; `set` must be called before the first forward pass.
 
     Args:
         sizes: sizes of the site's blocks, in channel order.
@@ -63,7 +63,7 @@ class _MaskedWeight(nn.Module):
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Tensor, keep: bool, curved: float = 0.0) -> None:
-        """Makes the mask follow a hard permutation, int64 ``[channels]``.
+        """Makes the mask follow ``index``, a hard permutation, int64 ``[channels]``.
 
         Args:
             soft: the flat soft blocks that ``index`` was assigned from, a leaf; empty where there is no backward pass.
@@ -90,7 +90,7 @@ class _MaskedWeight(nn.Module):
     def take_gradient(self) -> Tensor | None:
         """Returns the gradient of the flat soft blocks, computed from the kept weight's gradient, which is freed.
 
-        Returns None if no weight is kept, since autograd then computes the gradient, or if no token visited the expert.
+        Returns None if no weight is kept, since autograd then computes the gradient, or for an expert without tokens.
         """
         if self._kept is None or self._kept.grad is None:
             return None
@@ -109,7 +109,7 @@ class _MaskedWeight(nn.Module):
 
 
 class _Masked(torch.autograd.Function):
-    """A masked weight that is not kept; only the soft blocks have a gradient."""
+    """A masked weight that is not kept; only the soft blocks get a gradient."""
 
     @staticmethod
     def forward(ctx: Any, _soft: Tensor, weight: Tensor, mask: _MaskedWeight) -> Tensor:
@@ -181,7 +181,7 @@ class LearnedMasks:
 
     @torch.no_grad()
     def backward(self, scale: float) -> Tensor:
-        """Propagates the gradients of all ranks since `set` to the logits, divided by ``scale``.
+        """Propagates to the logits the gradients that all ranks collected since `set`, divided by ``scale``.
 
         Returns:
             The largest gradient of the soft permutations, ``[]``; 0, infinity or NaN mean that nothing can be learned.
@@ -205,11 +205,11 @@ def masked_model(
     *,
     group_scale: bool = True,
 ) -> Iterator[LearnedMasks]:
-    """Inside the context, masks every pruned linear, freezes the model and recomputes activations layer by layer.
+    """Inside the context, masks every pruned linear, freezes the model and applies `Run.recomputing`.
 
-    The model is the run's, which is unchanged afterwards, or a twin of it whose layers are spread over the ranks.
+    The model is the run's, which is unchanged afterwards, or a twin whose layers are spread over the ranks.
 
-    Inside the context, weights of ``nn.Linear`` are stored input-major, so that the masks gather contiguous rows.
+    Weights of ``nn.Linear`` that are not spread are stored input-major meanwhile, so that masks gather contiguous rows.
     Masked weights are kept until their order changes, except where memory is short (they and their gradients take twice
     the memory of the pruned weights) or where the weights are spread over the ranks.
 
@@ -262,6 +262,6 @@ def _parametrized(module: nn.Module, masked: _MaskedWeight, as_stored: bool) -> 
 
 
 def _turned(matrix: Tensor) -> Tensor:
-    """Returns the contiguous transpose of a matrix, in that matrix's memory: no second one stays allocated."""
+    """Returns the contiguous transpose of a matrix, in that matrix's memory: no second matrix stays allocated."""
     turned = matrix.t().contiguous()
     return matrix.contiguous().view(turned.shape).copy_(turned)

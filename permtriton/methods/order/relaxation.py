@@ -17,9 +17,9 @@ from permtriton.util.permutation import inverse, is_permutation
 class Relaxation(nn.Module):
     """Logits ``scale * w`` for every block of every learned space; blocks of one size are one batch.
 
-    ``scale`` is one number per space and starts at the square root of its largest block size: without it, logits hardly
-    move at the published learning rate. ``w`` starts at ``(eye + noise * u) / sqrt(B)``, near the base order, or
-    without ``noise`` at ``u / sqrt(B)``, with ``u`` uniform on (-1, 1).
+    ``scale`` is one number per space and starts at the square root of the space's largest block size: without a scale,
+    logits hardly move at the published learning rate. ``w`` starts at ``(eye + noise * u) / sqrt(B)``, near the base
+    order, or without ``noise`` at ``u / sqrt(B)``, with block size ``B`` and ``u`` uniform on (-1, 1).
 
     Attributes:
         sizes: block size of each batch, ascending.

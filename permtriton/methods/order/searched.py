@@ -1,12 +1,12 @@
-"""Step ``searched``: an order found by gains of swaps, measured on the model itself.
+"""Step ``searched``: an order found by swaps of channels, whose gains follow from gradients of the whole model.
 
 The weights do not change and stay in base order; each pruned linear sees its weight through an N:M mask that follows
-the present order. A round takes the gradient of the loss over all calibration sequences and with it the gain, exact
-to first order, of every swap of two channels (`permtriton.kernels.swap_gains`), less ``damping`` times the curvature
-of the loss: the second-order rise from every weight that the swap flips. It chooses disjoint swaps with positive
-gains, applies them to all spaces at once, and keeps them only if the loss falls; else it tries again with twice the
-damping, which leaves fewer and safer swaps. The result is therefore never worse than the start. As in a trust region,
-the damping of a round that succeeded at once is lowered for the next one.
+the present order. A round computes the gradient of the loss over all calibration sequences, and from it the gain of
+every swap of two channels (`permtriton.kernels.swap_gains`): exact to first order, less ``damping`` times the curvature
+of the loss, which is the second-order rise from every weight that the swap flips. The round chooses disjoint swaps with
+positive gains, applies them to all spaces at once, and keeps them only if the loss falls; else it tries again with
+twice the damping, which leaves fewer and safer swaps. So the result is never worse than the start. As in a trust
+region, the next round has a lower damping after one whose first trial succeeded.
 """
 
 import math
@@ -46,7 +46,7 @@ LEAST_GAIN = 1e-3  # share of the loss; the search ends after two rounds in a ro
 @documented
 @dataclass(frozen=True)
 class Searched(Step):
-    """Options of ``searched``, which starts from the order of earlier steps."""
+    """Options of the step ``searched``, which improves the order of earlier steps by swaps of channels."""
 
     name: ClassVar[str] = "searched"
     prefix: ClassVar[str] = "search"
@@ -102,7 +102,7 @@ class Searched(Step):
     def search(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
         """Returns space name -> unit index relative to the base order, int64 ``[units]``, and the outcome.
 
-        Its history has a row per round: the number of ``swaps`` that were kept, the fall of the loss that their gains
+        The history has a row per round: the number of ``swaps`` that were kept, the fall of the loss that their gains
         predict (``predicted``), the ``damping`` after the last trial, the number of ``trials`` (only the last one can
         succeed; none has if ``swaps`` is 0), and the number of units that are ``moved`` from the base order.
         """
@@ -173,8 +173,6 @@ class Swaps:
 
 
 class Searcher:
-    """The rounds of one search."""
-
     def __init__(self, masks: HardMasks, spaces: Sequence[ChannelSpace], options: Searched) -> None:
         self._masks, self._spaces, self._options = masks, spaces, options
 
@@ -187,7 +185,7 @@ class Searcher:
     def round(
         self, indices: dict[str, Tensor], last: Mapping[str, Any], advance: Callable[[int], None] = lambda _steps: None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns the unit indices after a round, and its row in the history; ``last`` is the row of the one before."""
+        """Returns the unit indices after a round, and its row in the history; ``last`` is the row before."""
         start_time, least = time.perf_counter(), min(LEAST_DAMPING, self._options.damping)
         damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), least)
         self._masks.set(indices)
@@ -284,7 +282,7 @@ def _panels(space: ChannelSpace) -> list[list[_Panel]]:
 def disjoint(left: Tensor, right: Tensor, gain: Tensor, group: int) -> Tensor:
     """Returns the indices of the swaps that are chosen greedily by descending gain, with every group at most once.
 
-    Swaps that are the best of both their groups are taken together, until none is left.
+    Each pass takes all swaps that are the best of both their groups at once, until no swap is left.
     """
     order = gain.argsort(descending=True, stable=True)
     ends = torch.stack((left, right))[:, order] // group

@@ -4,10 +4,10 @@ If the outputs of row o of a linear have the squared error ``e_o``, the loss ris
 with the Fisher information ``f_o`` of the output (`permtriton.methods.measure.fisher`). ``e_o`` is estimated by the
 sum of scores of the weights that the mask drops in the present order: OBS scores if OBS is the importance, otherwise
 squared Wanda scores, whatever importance decides the mask. Such a score is the squared error of the output if its
-weight alone is dropped. After the kept weights are updated, a fraction of this sum is left as error, and it differs
-several times between linears. If the recipe updates weights and OBS is the importance, SparseGPT on a few rows measures
-this fraction (`statistics_and_shares_left`). The costs only rank linears; they do not predict the loss. Both factors
-are sums over tokens, so the second linears of experts, which read few tokens, count for less than they should.
+weight alone is dropped. After the kept weights are updated, a fraction of this sum is left as error, which is several
+times as large in some linears as in others. If the recipe updates weights and OBS is the importance, SparseGPT on a few
+rows measures this fraction (`statistics_and_shares_left`). The costs only rank linears; they do not predict the loss.
+``e_o`` and ``f_o`` sum over tokens, so second linears of experts, which read few, count for less than they should.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ STATE = "dense_share"
 
 @dataclass(frozen=True)
 class DenseShare(Step):
-    """The choice of the dense linears: never named in a recipe, run before its steps if ``dense_share`` is not 0."""
+    """The choice of the dense linears: a step that no recipe names and that runs first if ``dense_share`` is not 0."""
 
     name: ClassVar[str] = "dense share"
     prefix: ClassVar[str] = STATE
@@ -64,7 +64,7 @@ class DenseShare(Step):
         model, config, state = run.model, run.config, run.workspace.state(STATE)
         saved_state = state.read()
         updates = any(step.stage is Stage.PRUNE and not step.keeps_values for step in config.steps)
-        # An importance whose scores are errors of the output, and whose statistic is that of the config's importance.
+        # Its scores are errors of the output, and its statistic also serves the importance that the config names.
         method: ImportanceMethod = "obs" if inverts_hessians(config.importance) else "wanda"
         shares_left, rows = dict[str, float](), None
 

@@ -30,7 +30,7 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
     The number of rounds is fixed: with a stopping rule on the residual, rounding could add or drop a whole round.
 
     Args:
-        start: ``[out_features, in_features]``, zero where pruned, and so is the result.
+        start: ``[out_features, in_features]``, zero where pruned; the result is zero at the same weights.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
     """
@@ -104,8 +104,8 @@ def metric_of(gradients: Tensor) -> Tensor:
 def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: NMPattern, rounds: int) -> Tensor:
     """Returns a weight with no larger error in any row, after rounds that exchange kept weights for pruned ones.
 
-    In each round, the weights are then fitted to the new mask. A row whose error does not fall keeps its old weights,
-    and tries half as many exchanges in the next round.
+    Each round then fits the weights to the new mask. A row whose error does not fall keeps its old weights, and tries
+    half as many exchanges in the next round.
     """
     hessian, share = curvature.damped, torch.ones(len(weight), device=weight.device)
     difference = weight - target
@@ -126,7 +126,7 @@ def better_mask(weight: Tensor, target: Tensor, curvature: Curvature, pattern: N
 
 
 def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-    """Returns ``fitted``, with rows of ``start`` where their error is no larger, as where a fit has overflowed."""
+    """Returns ``fitted``, but rows of ``start`` where their error is no larger or the fit has overflowed."""
     errors = [row_errors(weight, target, hessian) for weight in (fitted, start)]
     return torch.where((errors[0] < errors[1]).unsqueeze(1), fitted, start)
 
@@ -134,7 +134,7 @@ def better_rows(fitted: Tensor, start: Tensor, target: Tensor, hessian: Tensor) 
 def row_errors(weight: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
     """Returns ``(V - W*) H (V - W*)^T`` of each row, float32 ``[out_features]``.
 
-    The same weight has the same errors, bit for bit, however it lies in memory.
+    The same weight has the same errors, bit for bit, in any memory layout.
     """
     difference = weight.float().contiguous() - target
     with exact_products():

@@ -19,7 +19,7 @@ from permtriton.util import ranks
 
 @dataclass(frozen=True)
 class Mask(Step):
-    """Pruning by masks; it has no options."""
+    """The step ``mask``, which sets the weights of the lowest importance in each group to 0; it has no options."""
 
     name: ClassVar[str] = "mask"
     prefix: ClassVar[str] = "mask"

@@ -9,7 +9,7 @@ with ``dense_targets`` a and ``residual_targets`` b. Without a mask, the best we
     W* = W + (a W (X_d - X_p) + b (R_d - R_p)) X_p^T H^-1
 
 and the error of any other is larger by ``tr((V - W*) H (V - W*)^T)``. SparseGPT, started from ``W*``, chooses a mask;
-conjugate gradients minimise the error on it; and kept weights are exchanged for pruned ones while that lowers it
+conjugate gradients minimise the error on this mask; kept weights are exchanged for pruned ones while the error falls
 (`permtriton.methods.prune.least_squares`). Last, with ``K = E[g g^T]`` of the gradients of the linear's outputs, the
 same weights minimise ``tr(K (V - W*) H (V - W*)^T)``: errors of rows with correlated gradients offset each other.
 
@@ -121,8 +121,8 @@ class Refit(Step):
     def run(self, run: Run) -> Outcome:
         """Returns for each linear its ``name``, ``seconds``, and its errors at ``start`` and at ``end``.
 
-        An error is the squared distance from the outputs of the best unpruned weight, relative to their squared norm.
-        ``start`` is that of SparseGPT's weight.
+        An error is the squared distance from the outputs of ``W*``, relative to their squared norm, both in the metric
+        ``K`` if gradients are used. ``start`` is the error of SparseGPT's weight.
         """
         plan, samples, state = run.plan, run.samples_for(self), run.state(self.name)
         gradients = output_gradients(run, self.metric_tokens) if self.gradients else {}

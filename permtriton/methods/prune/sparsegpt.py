@@ -24,7 +24,7 @@ CANCELLED_SHARE = 1e-3  # share of the groups in which an update may cancel a ke
 @documented
 @dataclass(frozen=True)
 class SparseGPT(Step):
-    """Options of SparseGPT."""
+    """Options of the step ``sparsegpt``, which prunes linears and updates their kept weights in closed form."""
 
     name: ClassVar[str] = "sparsegpt"
     prefix: ClassVar[str] = "sparsegpt"

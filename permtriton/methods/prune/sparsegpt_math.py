@@ -18,7 +18,7 @@ COLUMNS_AT_ONCE = 128  # columns between two updates of all later columns, as pu
 def damped(hessian: Tensor) -> Tensor:
     """Returns ``H`` with 1% of its mean diagonal added to the diagonal.
 
-    A channel that was never active has only the damping there, so that its weights score lowest at any scale of inputs.
+    For a channel that was never active, the sum is this damping, so its weights score lowest at any scale of inputs.
     """
     hessian = hessian.clone()
     hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
@@ -69,7 +69,7 @@ def sparsegpt(weight: Tensor, curvature: Curvature, pattern: NMPattern, mask: Te
     """Prunes a weight ``[out_features, in_features]`` to N:M and updates what is kept, channel by channel.
 
     Args:
-        curvature: of the linear's inputs, measured in the model as pruned so far.
+        curvature: curvature of the linear's inputs, measured in the model as pruned so far.
         mask: bool, True where a weight is kept; None chooses a mask group by group, by the OBS score of the weights as
             updated so far.
 

@@ -1,6 +1,6 @@
 """Step ``distill``: trains all kept weights of a pruned model together to reproduce the dense model's outputs.
 
-A tenth of the samples, at most 24, is held out. The loss on them is measured after every epoch, or after every round of
+A tenth of the samples, at most 24, is held out. Their loss is measured after every epoch, or after every round of
 an epoch with more than `ROUND` steps. The weights with the lowest held-out loss are kept, perhaps the initial ones.
 How a step changes weights is in `permtriton.methods.train.kept_weights`.
 """
@@ -43,7 +43,7 @@ WITHOUT_STEPS = {"distill_steps": (0,)}
 @documented
 @dataclass(frozen=True)
 class Distill(Step):
-    """Options of distillation."""
+    """Options of the step ``distill``, which trains all kept weights jointly to reproduce the dense model's outputs."""
 
     name: ClassVar[str] = "distill"
     prefix: ClassVar[str] = "distill"
@@ -154,8 +154,8 @@ class Distill(Step):
 class Trainer:
     """Trains in rounds, and keeps the round with the lowest held-out loss.
 
-    A round is an epoch, or a part of one, over all samples that are not held out; with the option ``steps``, all of
-    them are one epoch.
+    A round is an epoch, or a part of one, over all samples that are not held out; with the option ``steps``, all
+    steps are one epoch.
     """
 
     def __init__(self, run: Run, options: Distill, weights: KeptWeights) -> None:
@@ -170,7 +170,7 @@ class Trainer:
         epochs = [trained[order].split(options.batch_size) for order in orders]
         if options.steps:
             epochs = [tuple(chain.from_iterable(epochs))[: options.steps]]
-        # With many held-out samples rounds are longer, so that measuring them remains a small part of the time.
+        # With many held-out samples, rounds are longer, so that measuring the samples remains a small part of the time.
         length = max(ROUND, 3 * self._held_out.numel() // options.batch_size)
         # Indices of the samples of each step, int64 ``[...]``, by round.
         self._rounds = [epoch[start : start + length] for epoch in epochs for start in range(0, len(epoch), length)]
@@ -200,7 +200,7 @@ class Trainer:
         note = f", last held-out {history[-1]['held_out']:.4f}"
         if len(history) <= len(rounds):
             self._find_size(rounds[0][0])
-        present_round = None  # the round whose weights the model holds; None for those it was loaded with
+        present_round = None  # the round whose weights the model holds; None if this run trained none
         for round_number in range(len(history), len(rounds) + 1):
             start_time, steps_done = time.perf_counter(), self._steps_until(round_number - 1)
             losses: list[float] = []

@@ -25,7 +25,7 @@ from permtriton.running.backward import frozen
 from permtriton.util import ranks
 from permtriton.util.store import MEMORY, Store
 
-SMALLEST = 1e-18  # keeps Adafactor from dividing by 0 where all gradients are; its square is a normal float32
+SMALLEST = 1e-18  # keeps Adafactor from dividing by 0 where all gradients are 0; its square is a normal float32
 
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
@@ -47,7 +47,7 @@ class KeptWeights:
     Attributes:
         updates_in_backward: whether a weight may change as soon as its gradient is known.
         rate: learning rate of the present step.
-        scale: loss scale of the present step; its gradients are multiplied by it, too.
+        scale: loss scale of the present step, by which its gradients are multiplied as well.
     """
 
     rate = scale = 1.0
@@ -98,7 +98,7 @@ class KeptWeights:
     def forget(self, in_one_pass: bool) -> None:
         """Forgets the gradients of a backward pass that failed, or of a step that is over.
 
-        If the next backward pass has all gradients of its step (``in_one_pass``), they need not be collected.
+        ``in_one_pass``: whether the next backward pass has all gradients of its step, which then are not collected.
         """
         for weight in self._weights.values():
             weight.grad = None
@@ -142,7 +142,7 @@ class KeptWeights:
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
-        """Returns a copy of the kept weights in the model's dtype, each ``[kept weights]``, never on a GPU."""
+        """Returns a copy of the kept weights in the model's dtype, each ``[kept weights]`` in host memory."""
         return {
             name: self._store.moved(weight.detach().masked_select(_mask(weight)).cpu())
             for name, weight in self._weights.items()
@@ -201,7 +201,7 @@ class _Optimizer:
         """Changes a weight ``[..., rows, columns]`` in place; zeros keep their places.
 
         Args:
-            gradient: 0 where the weight is 0, float32 (float64 for such a weight).
+            gradient: 0 where the weight is 0, float32, or float64 for a float64 weight.
             rate: learning rate, relative to the root mean square of the weight.
         """
         values, remainder = self._values, self.state.get("remainder")
@@ -245,5 +245,5 @@ def _size(weight: Tensor) -> float:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which weights of a dtype are changed: float32, or float64 for such weights."""
+    """Returns the dtype in which weights of a dtype are changed: float64 for float64 weights, else float32."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Step ``round``: rounds kept weights to FP8, layer by layer, each so that it compensates for the errors of the others.
+"""Step ``round``: rounds kept weights to FP8, layer by layer, so that they compensate for each other's errors.
 
 FP8 is float8 e4m3 with a scale per row; the formats fp8 and packed-fp8 store the result as it is. With the Hessian
 ``H`` of a linear's inputs, in the model as rounded so far, the FP8 weight ``Q`` should have a small error
@@ -37,7 +37,7 @@ NO_LINEAR = "it is an expert, or stores its weight transposed, and formats in 8 
 @documented
 @dataclass(frozen=True)
 class Round(Step):
-    """Options of rounding to FP8."""
+    """Options of the step ``round``, which rounds the kept weights to FP8."""
 
     name: ClassVar[str] = "round"
     prefix: ClassVar[str] = "round"
