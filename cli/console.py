@@ -84,8 +84,8 @@ def clear_errors(continues: Callable[[], bool] = lambda: False) -> Iterator[None
     except KeyboardInterrupt as error:
         after = getattr(error, "__notes__", [AGAIN] if continues() else [])
         line = "; ".join(["interrupted: no half-written output is left", *after])
-        number = next(iter(error.args), signal.SIGINT)  # Python's own interruption has no arguments
-        fail(line, 128 + number)
+        number = next(iter(error.args), None)  # Python's own interruption has no arguments
+        fail(line, 128 + (number if isinstance(number, int) else signal.SIGINT))
 
 
 def _what_failed(error: Exception) -> str:

@@ -17,15 +17,16 @@ dtype -> ``y`` ``[..., C]``.
 Bytes moved: x read once, y written once, as for the norm alone. On a GPU Triton runs the float32, bfloat16 and float16
 norms; the reference runs the others.
 
-A program holds a row of up to `LONGEST` channels in registers: one read, the norm in float32, a gather through shared
-memory of the values rounded to the output's dtype, and one write in runs of 16 bytes. Other ways to gather within a row
-cost more than the norm alone, which moves 2 + 2 bytes per channel: a scatter ``y[inverse[j]]`` writes 2 bytes of a
-32-byte sector at a time, sixteen times the write traffic of the floor; a second load ``x[index[j]]`` hits the cache,
-but a warp touches up to 32 lines, 32 cycles for 64 bytes, where shared memory takes about four. A program walks over
-rows and holds weight and index of up to `HELD` channels in registers, so that they are read once per program, while
-Triton's pipelining copies the next rows into shared memory. That needs ``num_stages=3``: with 2, the next row is loaded
-only after the gather and store of this one. Loading the next row into registers instead, as `permute` does, leaves
-fewer programs per multiprocessor for four of the six combinations of kind and dtype.
+A program holds a row of up to `permtriton.kernels.quantize.LONGEST` channels in registers: one read, the norm in
+float32, a gather through shared memory of the values rounded to the output's dtype, and one write in runs of 16 bytes.
+Other ways to gather within a row cost more than the norm alone, which moves 2 + 2 bytes per channel: a scatter
+``y[inverse[j]]`` writes 2 bytes of a 32-byte sector at a time, sixteen times the write traffic of the floor; a second
+load ``x[index[j]]`` hits the cache, but a warp touches up to 32 lines, 32 cycles for 64 bytes, where shared memory
+takes about four. A program walks over rows and holds weight and index of up to `HELD` channels in registers, so that
+they are read once per program, while Triton's pipelining copies the next rows into shared memory. That needs
+``num_stages=3``: with 2, the next row is loaded only after the gather and store of this one. Loading the next row into
+registers instead, as `permute` does, leaves fewer programs per multiprocessor for four of the six combinations of kind
+and dtype.
 Floor: forward reads x and writes y; backward reads x and the gradient and writes dx. The gradient is brought into the
 order of x by the same gather, with the inverse index. For weight gradients, each program sums over its rows in
 registers, in float32, and writes one line of ``[programs, C]``, which is then summed in a fixed order: no atomics, and

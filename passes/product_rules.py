@@ -71,18 +71,19 @@ def _add_bias(c: Channels, rows: Tensor, bias: Any) -> None:
 def _addmm(c: Channels, args: Arguments) -> Any:
     if isinstance(args["mat2"], ParameterValue):
         return _linear(c, args["mat1"], args["mat2"].transposed(), args["self"], position=1)
-    return combine(c, [args["self"], _matmul(c, args["mat1"], args["mat2"])])
+    return combine(c, [args["self"], _matmul(c, args["mat1"], args["mat2"], first=1)])
 
 
-def _matmul(c: Channels, a: Any, b: Any) -> Any:
+def _matmul(c: Channels, a: Any, b: Any, first: int = 0) -> Any:
+    """Multiplies ``a``, which is at position ``first`` of the node's arguments, with ``b``, which follows it."""
     if isinstance(b, ParameterValue) and b.is_matrix:
-        return _linear(c, a, b.transposed())
+        return _linear(c, a, b.transposed(), position=first)
     if isinstance(b, ParameterValue) and len(b.shape) == 3 and not b.computed and None not in b.dims:
         c.separate(c.axis(b, 0), "each has weights of its own")  # a stack of weights that share one order
         _contract(c, _one_order(c, c.ids_of(a)), b)
         return c.axis(b, 2).expand(c.node.meta["val"].shape)
     if isinstance(a, ParameterValue) and a.is_matrix and c.node.meta["val"].ndim > 1:
-        return c.compact_repeats(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a, position=1).mT)
+        return c.compact_repeats(_linear(c, c.ids_of(mapped(c, b, lambda part: part.mT)), a, position=first + 1).mT)
     if c.node.meta["val"].ndim < 2 or min(len(a.shape), len(b.shape)) < 2:
         return c.barrier("a product with a vector")
     a, b = mapped(c, a, lambda part: part.unsqueeze(-1)), mapped(c, b, lambda part: part.unsqueeze(-3))

@@ -14,7 +14,7 @@ from permtriton import config_from, find_plan
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ModelError
-from permtriton.methods.measure.fisher import Fisher, fisher_information, output_gradients
+from permtriton.methods.measure.fisher import Fisher, curvatures, fisher_information, output_gradients
 from permtriton.passes.apply_edits import apply_edits
 from permtriton.passes.edits import edits_of, moves_of
 from permtriton.passes.plan import ChannelSpace, Destination, Plan, Site, linear_module, weight_in_out
@@ -149,9 +149,8 @@ def test_an_expert_that_no_token_visits_has_no_information():
     idle = [fisher for name, fisher in mine.items() if ".experts." in name and not fisher.tokens]
     assert len(idle) == 2 * zoo.LAYERS * (5 - 2)
     for fisher in idle:
-        row, column = fisher.curvature(1)
-        assert not row.any()
-        assert not column.any()
+        assert not fisher.row.any()
+        assert not fisher.column.any()
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama", "kl"), ("llama", "cosine"), ("gpt2", "kl")])
@@ -212,7 +211,8 @@ def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
     model, ids = Toy(), torch.full((40, 1000), 2)
     space = ChannelSpace("space", (4,), ())
     plan = Plan([Site("linear", ("linear",), 4, torch.arange(4), space)], [space], {"linear": TWO_FOUR})
-    fisher = found(model, plan, kind, ids=ids, micro_batch_size=20)["linear"]
+    run = Known(model, plan, Samples.of(ids), config_from({"seed": SEED, "micro_batch_size": 20}))
+    curvature = curvatures(run, kind)["linear"]
     weight, x = model.linear.weight.detach(), model.embedding.weight[2].detach()
     dense = weight @ x + model.linear.bias.detach()
 
@@ -223,8 +223,9 @@ def test_the_curvature_is_half_the_second_derivative_of_the_loss(kind):
         return kl_div(out.log_softmax(0), dense.log_softmax(0), reduction="sum", log_target=True)
 
     second = torch.autograd.functional.hessian(loss, weight).flatten(2).flatten(0, 1).diagonal().view_as(weight)
-    row, column = fisher.curvature(ids.numel())
-    torch.testing.assert_close(row.outer(column), second / 2, rtol=0.05, atol=0.01 * second.max().item())
+    torch.testing.assert_close(
+        curvature.row.outer(curvature.column), second / 2, rtol=0.05, atol=0.01 * second.max().item()
+    )
 
 
 @pytest.mark.parametrize(("name", "kind"), [("llama_eager", "kl"), ("bert", "cosine")])

@@ -55,6 +55,14 @@ def test_a_merge_that_fails_on_its_way_keeps_the_zeros():
     check_kept(model, before, [UP])
 
 
+def test_a_copy_that_peft_trained_whole_is_not_merged():
+    peft = pytest.importorskip("peft")
+    kept = permtriton.keep_pattern(model := pruned_llama())
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
+    with pytest.raises(ModelError, match=r"up_proj\.original_module: .*modules_to_save"):
+        kept.merge_and_unload(wrapped)
+
+
 def test_what_cannot_be_merged_is_refused():
     """Adapters of another model, none, soft prompts, and those of linears that gather their input."""
     peft = pytest.importorskip("peft")

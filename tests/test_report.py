@@ -181,8 +181,8 @@ def test_folders_are_told_apart(folders, tmp_path):
     for place in places:
         changed(folders["portable"], place, lambda record: None)
     compared = read_folders(places)
-    assert [folder.label for folder in compared] == list(map(str, places))
-    assert all(str(place) in str(page_of(compared, None)) for place in places)
+    assert [folder.label for folder in compared] == ["first/out", "second/out"]
+    assert all(cell in str(page_of(compared, None)) for cell in ("first/out", "second/out"))
     other = changed(folders["portable"], tmp_path / "other", lambda record: record.update(model="org/other"))
     warnings = page_of(read_folders([folders["portable"], other]), None).warnings
     assert [line.partition(":")[0] for line in warnings] == ["The folders come from different models"]

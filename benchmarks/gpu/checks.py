@@ -87,9 +87,10 @@ def _sparse_tensor_cores(bench: Bench) -> None:
         warnings.simplefilter("always")
         for tokens in (*FEW, 128):
             for rows, channels in LAYER_8B:
-                mma.chosen(tokens, rows, channels, torch.bfloat16, bench.device)
-                if mma.takes_fp8(tokens, rows, channels, torch.bfloat16, PATTERN, bench.device):
-                    mma.chosen(tokens, rows, channels, torch.bfloat16, bench.device, fp8=True)
+                mma.chosen(mma.Product(tokens, rows, channels, torch.bfloat16), bench.device)
+                in_fp8 = mma.Product(tokens, rows, channels, torch.bfloat16, fp8=True)
+                if mma.takes(in_fp8, PATTERN, bench.device):
+                    mma.chosen(in_fp8, bench.device)
     said += [str(one.message) for one in warned]
     rejected = ran_as(ran)["rejected"]
     found = f"{len(ran) - len(rejected)} are right, {len(rejected)} rejected" + "; ".join(["", *dict.fromkeys(said)])

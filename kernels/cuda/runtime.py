@@ -122,7 +122,10 @@ def compiled(kernel: CudaKernel, device: int) -> Loaded:
         or _refusal(driver.cuFuncSetAttribute(function, MOST_DYNAMIC_SHARED, kernel.shared_bytes))
     )
     if problem:
-        raise PermTritonError(f"{kernel.source}: {kernel.name} could not be loaded: {problem}")
+        raise PermTritonError(
+            f"{kernel.source}: {kernel.name} could not be loaded: {problem}. If its file in {cache_folder()}/cuda is "
+            "damaged, delete it"
+        )
     attributes = (_Attribute(EARLY, 0, 1),) if kernel.early and major >= 9 else ()
     return Loaded(context, function, (_Attribute * len(attributes))(*attributes))
 

@@ -151,8 +151,9 @@ def _seeds(words: Any) -> list[int]:
 
 def _parts(words: Any, name: str) -> list[Any]:
     """Returns the items of a list, or the words of a text that separates them by commas; refuses an empty word."""
-    parts = [word.strip() for word in words.split(",")] if isinstance(words, str) else words
+    parts = words.split(",") if isinstance(words, str) else words
     parts = [] if parts is None else list(parts) if isinstance(parts, Iterable) else [parts]
+    parts = [part.strip() if isinstance(part, str) else part for part in parts]
     if "" in parts:
         raise ConfigError(f"`{name}=` {words!r} has an empty name: separate names by commas, or leave `{name}=` out")
     return parts

@@ -51,9 +51,11 @@ class Compiled(Folder):
 
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
-    compiled, names = [Compiled(folder) for folder in folders], [real_path(folder).name for folder in folders]
-    for folder, name in zip(compiled, names, strict=True):
-        folder.label = name if names.count(name) == 1 else str(folder.path)
+    """Opens the folders; one whose name another one has, too, is called by that of its parent folder beside it."""
+    compiled, paths = [Compiled(folder) for folder in folders], [real_path(folder) for folder in folders]
+    names = [path.name for path in paths]
+    for folder, path in zip(compiled, paths, strict=True):
+        folder.label = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
     return compiled
 
 

@@ -171,7 +171,7 @@ class KeptPattern:
 
         Raises:
             ModelError: ``model`` is no ``PeftModel`` of the kept model, or has an adapter that cannot be merged, such
-                as one of the dense model, or on a linear that gathers its input.
+                as one of the dense model, of ``modules_to_save``, or on a linear that gathers its input.
         """
         inner: Any = self._model()
         if not hasattr(model, "merge_and_unload") or _unwrapped(model) is not inner:
@@ -180,7 +180,13 @@ class KeptPattern:
                 "PeftModel. Soft prompts change no weights; load adapters of add_adapter by PeftModel.from_pretrained"
             )
         _refuse_dense_adapters(model, inner, self.record)
+        owners = {id(weight.owner) for weight in self._weights.values()}
         for name, module in model.named_modules():
+            if ".original_module" in name and id(module) in owners:
+                raise ModelError(
+                    f"{name}: merging puts the copy that modules_to_save trained in its place, whose zeros are not "
+                    "kept: train it by target_modules in place of modules_to_save"
+                )
             if name.endswith(BASE_LAYER) and is_permuted(module):
                 raise ModelError(
                     f"{name.removesuffix(BASE_LAYER)} brings its input into another order, which its adapter does not "
