@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,7 +19,7 @@ from permtriton.driver.job import DryRun, Job
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError
 from permtriton.evaluation import compare as comparing
-from permtriton.evaluation.evaluate import Against, Evaluated, evaluate_with
+from permtriton.evaluation.evaluate import Against, Evaluated, Model, evaluate_with
 from permtriton.evaluation.report import report as write_report
 from permtriton.methods import planning
 from permtriton.methods.step import Step
@@ -33,7 +33,6 @@ from permtriton.util.machine import as_torch_starts
 from permtriton.util.output_files import path_of, real_path
 from permtriton.util.sparsity import NMPattern
 
-Model: TypeAlias = PreTrainedModel | str | Path
 Args = TypeVar("Args", CompileArgs, CompareArgs, EvaluateArgs)
 
 
@@ -456,12 +455,9 @@ def _collected(kind: type[Args], values: Mapping[str, Any]) -> Args:
 
 
 def _job(model: Model, args: CompileArgs, options: Mapping[str, Any]) -> Job:
-    if args.output is None and (args.overwrite or args.restart):
-        raise ConfigError(
-            "`overwrite=` and `restart=` have no effect without `output=`: name a folder, or leave them out"
-        )
-    if args.save_format is not None and args.output is None:
-        raise ConfigError("`save_format=` has no effect without `output=`: leave it out")
+    for name in ("overwrite", "restart", "save_format"):
+        if args.output is None and getattr(args, name):
+            raise ConfigError(f"`{name}=` has no effect without `output=`: name a folder, or leave it out")
     data, options = args.data, _not_none(options)
     if data is None or is_named(data):
         options |= _not_none({"text_column": args.text_column, "split": args.split})

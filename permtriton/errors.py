@@ -89,11 +89,8 @@ def first_line(error: BaseException) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a short form of a value from a file for a message. Python refuses to write out very long integers."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:
-        return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    """Returns a short form of a value from a file for a message."""
+    return _SHORT.repr(value)
 
 
 def near(name: str, known: Iterable[str]) -> str:

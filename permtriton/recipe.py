@@ -4,7 +4,6 @@ Values come from three places, the later ones first: the step's own defaults, th
 demo model has small settings of its own.
 """
 
-import os
 import shlex
 import tomllib
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
@@ -56,10 +55,6 @@ class Recipe:
     generated: int = 0
     step_tokens: int = 0
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    @property
-    def names(self) -> str:
-        return ",".join(step.name for step in self.steps)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -124,7 +119,10 @@ def recipes() -> dict[str, dict[str, Any]]:
         >>> permtriton.recipes()["recipes"]["default"]["steps"]
         ['heuristic', 'refit', 'distill']
     """
-    named = {name: {"steps": recipe.names.split(","), "summary": recipe.summary} for name, recipe in RECIPES.items()}
+    named = {
+        name: {"steps": [step.name for step in recipe.steps], "summary": recipe.summary}
+        for name, recipe in RECIPES.items()
+    }
     return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
 
 
@@ -151,8 +149,8 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
             if problem := steps.problem_of(type(step)):
                 raise ConfigError(f"recipe holds a {type(step).__name__}, which {problem}")
         return tuple(recipe)  # type: ignore[arg-type]
-    if ALIASES.get(recipe, recipe) in RECIPES:
-        return RECIPES[ALIASES.get(recipe, recipe)].steps
+    if (name := ALIASES.get(recipe, recipe)) in RECIPES:
+        return RECIPES[name].steps
     known = {kind.name: kind for kind in steps.STEPS}
     names = [name.strip() for name in recipe.split(",")]
     if unknown := [name for name in names if name not in known and ":" not in name]:
@@ -353,8 +351,6 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
     Returns values by option name, and ``recipe`` if the file names one.
     """
-    if not os.path.isfile(path):  # a pipe might never end
-        raise ConfigError(f"config file {path} does not exist, or is no plain file: give a TOML file")
     with reading(f"config file {path} cannot be read as TOML", ConfigError):
         read = tomllib.loads(path.read_text(encoding="utf-8"))
     prefixes = {kind.name: f"{kind.prefix}_" for kind in steps.STEPS}

@@ -30,7 +30,7 @@ BAD_OPTIONS = {
         ["--importance has no effect with --recipe sparsegpt", "its own mask"],
     ),
     "block no multiple": ((*LEARN, "--learn-block-size", "30"), ["learn_block_size 30", "2:4", "multiple of 4"]),
-    "no config file": (("--config", "no.toml"), ["no.toml", "does not exist"]),
+    "no config file": (("--config", "no.toml"), ["no.toml", "No such file"]),
     "no calibration file": (("--calibration", "no.txt"), ["no.txt", "demo, c4, wikitext2, pile"]),
     "no evaluation file": (("--eval-data", "no.txt"), ["no.txt", "demo, wikitext2"]),
 }

@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from permtriton.errors import OutputError
 from permtriton.methods.sizes import MemoryEstimate
 from permtriton.model.experts import unstacked_experts
 from permtriton.running.placement import DevicePlacement
+from permtriton.running.resume import Workspace
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
@@ -52,7 +54,7 @@ def test_disk_is_what_a_run_writes(tmp_path):
     """A state is there twice for a moment: the new one is written beside the old."""
     config = config_from({"recipe": "mask,distill", "distill_epochs": 6})
     model, path = zoo.tiny_llama(hidden_size=64, intermediate_size=128), tmp_path / "state.safetensors"
-    needs = disk_needs(config, zoo.start(model, config, SAMPLES).sizes)
+    needs = disk_needs(zoo.start(model, config, SAMPLES))
     interrupting = Interrupting("distill", 5)
     with pytest.raises(KeyboardInterrupt):
         compile_model(copy.deepcopy(model), None, config, ids=SAMPLES.inputs, resume_path=path, progress=interrupting)
@@ -72,7 +74,7 @@ def test_disk_is_what_a_run_writes(tmp_path):
 def test_a_format_with_fewer_bytes_is_written_beside_a_dense_folder(options, save_format, tmp_path):
     config = config_from({"recipe": "mask", **options})
     model = zoo.tiny_llama(hidden_size=256, intermediate_size=512).bfloat16()
-    needs = disk_needs(config, zoo.start(model, config, SAMPLES).sizes, save_format=save_format)
+    needs = disk_needs(zoo.start(model, config, SAMPLES), save_format)
     compiled, weights = compile_model(model, None, config, ids=SAMPLES.inputs), {}
     for each in ("dense", save_format):
         folder = compiled.save_pretrained(tmp_path / each, format=each)
@@ -96,10 +98,10 @@ def test_a_dry_run_knows_in_which_format_is_saved(desk):
 def test_a_state_that_is_on_the_disk_already_needs_no_more_space(model, plan, tmp_path):
     config = config_from({"recipe": "mask,distill"})
     path, name = tmp_path / "state.safetensors", "states of interrupted runs"
-    facts = zoo.start(model, config, SAMPLES, plan).sizes
-    fresh = disk_needs(config, facts, path)[name]
+    start = replace(zoo.start(model, config, SAMPLES, plan), workspace=Workspace(resume_path=path))
+    fresh = disk_needs(start)[name]
     (tmp_path / "state.distill.safetensors").write_bytes(bytes(1000))
-    assert disk_needs(config, facts, path)[name] == fresh - 1000
+    assert disk_needs(start)[name] == fresh - 1000
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from transformers import AutoModelForImageClassification, AutoProcessor, PvtConf
 
 import permtriton
 from permtriton import NMPattern, config_from, find_plan
+from permtriton.data.calibration import calibration_samples
 from permtriton.data.held_out import read_held_out
 from permtriton.data.media import stored_samples
 from permtriton.data.samples import Samples
@@ -132,7 +133,7 @@ def test_a_model_whose_config_counts_no_layers_is_compared(tmp_path, monkeypatch
 def test_stored_tensors(tmp_path):
     file = tmp_path / "inputs.safetensors"
     save_file(media.inputs("vit"), file)
-    found = stored_samples(str(file), media.build("vit"), None)
+    found = stored_samples(str(file), media.build("vit"))
     assert torch.equal(found.inputs["pixel_values"], media.inputs("vit")["pixel_values"])
     ids = zoo.token_ids(6, 8)
     save_file({"input_ids": ids}, file)
@@ -144,12 +145,13 @@ def test_stored_tensors(tmp_path):
 def test_the_draw_follows_the_seed(images):
     model = media.build("vit")
 
-    def draw(seed):
-        return stored_samples(str(images), model, 4, torch.Generator().manual_seed(seed))
+    def draw(seed, samples=4):
+        config = config_from({"calibration": str(images), "samples": samples, "seed": seed})
+        return calibration_samples(config, None, model)[0]
 
     assert draw(0).sha256 == draw(0).sha256 != draw(1).sha256
     with pytest.raises(CalibrationError, match=r"holds 6 samples, but 7 are needed: lower `samples=`"):
-        stored_samples(str(images), model, 7)
+        draw(0, 7)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_the_draw_follows_the_seed(images):
 )
 def test_sources_that_cannot_be_used(source, words):
     with pytest.raises(CalibrationError, match=words):
-        stored_samples(source, media.build("vit"), None)
+        stored_samples(source, media.build("vit"))
 
 
 WRONG_INPUTS = {

@@ -14,7 +14,6 @@ from permtriton.errors import ConfigError
 from permtriton.methods.sizes import RELOADING, MemoryEstimate
 from permtriton.model.experts import unstacked_experts
 from permtriton.running.placement import DevicePlacement, allowed_placements
-from permtriton.util import ranks
 from permtriton.util.machine import format_bytes
 from permtriton.util.sparsity import NMPattern
 
@@ -114,7 +113,7 @@ def test_only_ranks_on_this_machine_share_its_memory(monkeypatch, environment, s
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    devices = memory_forecast.Devices.of(CPU, ranks.count())
+    devices = memory_forecast.Devices.of(CPU)
     assert (devices.count, devices.free, devices.host) == (8, share, share)
 
 

@@ -16,7 +16,7 @@ from permtriton.methods.prune.mask import Mask
 from permtriton.methods.recipe_config import CompileConfig, no_effect_refusal
 from permtriton.methods.steps import STEPS
 from permtriton.model.name import is_hub_name, shown_name
-from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file, steps_of
+from permtriton.recipe import RECIPES, all_options, check_recipe, read_config_file
 from permtriton.recipe import compile_command as command_of
 
 from . import zoo
@@ -38,12 +38,6 @@ CHANGES = [
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_names_of_a_recipe_are_its_steps(recipe):
-    assert [step.name for step in steps_of(recipe)] == RECIPES[recipe].names.split(",")
-    check_recipe(config_from({}, recipe))
 
 
 def test_steps_run_in_the_order_of_the_table():
@@ -89,8 +83,8 @@ def test_a_config_without_steps_prunes_nothing():
 
 def test_recipes_and_steps_are_listed(monkeypatch):
     report = json.loads(RUNNER.invoke(app, ["recipes", "--json"]).stdout)
-    assert {name: ",".join(each["steps"]) for name, each in report["recipes"].items()} == {
-        name: recipe.names for name, recipe in RECIPES.items()
+    assert {name: each["steps"] for name, each in report["recipes"].items()} == {
+        name: [step.name for step in recipe.steps] for name, recipe in RECIPES.items()
     }
     assert report["steps"] == {kind.name: kind.summary for kind in STEPS}
     monkeypatch.setattr(console.out, "_width", 250)

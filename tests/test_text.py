@@ -223,7 +223,7 @@ def test_tools_of_another_type_name_their_row(tmp_path, tools, words):
 BAD_FILES = {
     "empty text": ("a.txt", "", ["is empty"]),
     "white text": ("a.txt", " \n\t\n", ["is empty"]),
-    "not utf-8": ("a.txt", b"caf\xe9 au lait", ["not UTF-8", "byte 3"]),
+    "not utf-8": ("a.txt", b"caf\xe9 au lait", ["cannot be read: 'utf-8' codec", "position 3"]),
     "no rows": ("a.jsonl", "\n\n", ["is empty"]),
     "empty rows": ("a.jsonl", '{"input_ids": []}\n{"input_ids": []}\n', ["is empty"]),
     "broken row": ("a.jsonl", '{"text": "a"}\n{"text": \n', ["line 2", "not JSON"]),

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from permtriton.data import tokenize
-from permtriton.data.tokenize import pieces, token_ids
+from permtriton.data.special_tokens import NONE
+from permtriton.data.tokenize import Encoder, pieces
 from permtriton.errors import CalibrationError
 
 from .sentences import SENTENCE, trained_tokenizer
@@ -16,6 +17,10 @@ from .sentences import SENTENCE, trained_tokenizer
 @pytest.fixture(scope="module")
 def tokenizer():
     return trained_tokenizer()
+
+
+def token_ids(text, tokenizer, source="a.txt"):
+    return Encoder([text], source, tokenizer, 10**6, NONE).one(0)
 
 
 @settings(derandomize=True, database=None, deadline=None)
@@ -33,10 +38,10 @@ def test_long_lines_are_cut_before_white_space_where_there_is_some():
 
 def test_the_tokens_of_a_text_in_pieces_are_those_of_the_text(tokenizer, monkeypatch):
     """For a tokenizer that puts a space at the beginning of the next word."""
-    whole = token_ids(SENTENCE * 20, tokenizer, "a.txt")
+    whole = token_ids(SENTENCE * 20, tokenizer)
     monkeypatch.setattr(tokenize.pieces, "__defaults__", (100, 2**24))
     assert len(list(pieces(SENTENCE * 20))) > 10
-    assert torch.equal(token_ids(SENTENCE * 20, tokenizer, "a.txt"), whole)
+    assert torch.equal(token_ids(SENTENCE * 20, tokenizer), whole)
 
 
 def test_special_tokens_stand_around_the_whole_text(monkeypatch):
@@ -44,10 +49,10 @@ def test_special_tokens_stand_around_the_whole_text(monkeypatch):
     tokenizer.add_special_tokens({"bos_token": "<s>", "sep_token": "<sep>"})
     ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "<sep>")]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A <sep>", special_tokens=ids)
-    whole = token_ids(SENTENCE * 20, tokenizer, "a.txt")
+    whole = token_ids(SENTENCE * 20, tokenizer)
     assert [int(whole[0]), int(whole[-2])] == [number for _, number in ids]
     monkeypatch.setattr(tokenize.pieces, "__defaults__", (100, 2**24))
-    assert torch.equal(token_ids(SENTENCE * 20, tokenizer, "a.txt"), whole)
+    assert torch.equal(token_ids(SENTENCE * 20, tokenizer), whole)
 
 
 def test_no_second_end_token_follows_the_code_of_a_language():
@@ -59,7 +64,7 @@ def test_no_second_end_token_follows_the_code_of_a_language():
         ids = [(token, tokenizer(token)["input_ids"][0]) for token in (end, last)]
         template = processors.TemplateProcessing(f"$A {end} {last}", special_tokens=ids)
         plain, tokenizer.backend_tokenizer.post_processor = tokenizer.backend_tokenizer.post_processor, template
-        assert token_ids("one fox", tokenizer, "a.txt").tolist() == tokenizer("one fox")["input_ids"] + added
+        assert token_ids("one fox", tokenizer).tolist() == tokenizer("one fox")["input_ids"] + added
         tokenizer.backend_tokenizer.post_processor = plain
 
 
@@ -74,5 +79,5 @@ def test_a_tokenizer_that_cuts_and_pads_reads_the_whole_text_and_stays_as_it_is(
     cutting.backend_tokenizer.enable_truncation(max_length=8)
     cutting.backend_tokenizer.enable_padding(length=8)
     before = cutting.backend_tokenizer.to_str()
-    assert torch.equal(token_ids(SENTENCE, cutting, "a.txt"), token_ids(SENTENCE, tokenizer, "a.txt"))
+    assert torch.equal(token_ids(SENTENCE, cutting), token_ids(SENTENCE, tokenizer))
     assert cutting.backend_tokenizer.to_str() == before

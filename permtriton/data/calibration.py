@@ -15,7 +15,7 @@ from permtriton.data.documents import Documents, named_documents
 from permtriton.data.in_memory import documents_of, name_of, tensors_of
 from permtriton.data.media import MEDIA_INPUTS, Processor, is_media, stored_samples
 from permtriton.data.samples import Samples
-from permtriton.data.special_tokens import NONE, special_tokens_around
+from permtriton.data.special_tokens import special_tokens_around
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.model.core import divides_text
@@ -68,8 +68,14 @@ def _drawn(
                     f"`{name}={value}` has no effect on {source}, which is no text: leave it out, or the protocol that "
                     "sets it"
                 )
-        generator = torch.Generator().manual_seed(config.seed)
-        return check_samples(model, stored_samples(source, model, count, generator))
+        stored = stored_samples(source, model)
+        if len(stored) < count:
+            raise CalibrationError(
+                f"{source} holds {len(stored)} samples, but {count} are needed: lower `samples=`, or add more"
+            )
+        order = torch.randperm(len(stored), generator=torch.Generator().manual_seed(config.seed))
+        surplus = stored[order[count:]] if len(stored) > count and stored.is_text else None
+        return check_samples(model, replace(stored[order[:count]], surplus=surplus))
     check_length(model, config.calibration.sequence_length)
     windows = all_windows(
         config.calibration, tokenizer, vocabulary_of(model), config.seed, documents, config.surplus,
@@ -123,22 +129,20 @@ def all_windows(
     if documents is None:
         documents = named_documents(source, column=config.text_column, split=config.split)
     special = special_tokens_around(documents, tokenizer, config.special_tokens, halves=halves)
-    encoder = Encoder(source, tokenizer, vocabulary, special or NONE)
+    encoder = Encoder(documents, source, tokenizer, vocabulary, special)
     length = encoder.special.room(config.sequence_length, "sequence_length")
     if config.one_document:
-        rows = _one_document_each(config, documents, encoder, length, seed)
+        rows = _one_document_each(config, encoder, length, seed)
     else:
-        rows = _mixed_windows(config, documents, encoder, length, seed, surplus)
-    return Samples({"input_ids": encoder.checked(encoder.special.around(rows))}, special=special)
+        rows = _mixed_windows(config, encoder, length, seed, surplus)
+    return encoder.samples(rows)
 
 
-def _mixed_windows(
-    config: CalibrationConfig, documents: Documents, encoder: Encoder, length: int, seed: int, surplus: int
-) -> Tensor:
+def _mixed_windows(config: CalibrationConfig, encoder: Encoder, length: int, seed: int, surplus: int) -> Tensor:
     """Returns windows of documents that are joined in random order, int64 ``[at least samples, length]``."""
     generator, tokens = torch.Generator().manual_seed(seed), config.samples * length
     cut_off = length if surplus > SURPLUS else 0  # tokens that both parts lose as remainders
-    stream, ends = encoder.stream(documents, surplus * tokens + cut_off, generator)
+    stream, ends = encoder.stream(surplus * tokens + cut_off, generator)
     end = next((end for end in ends if end >= SURPLUS * tokens), ends[-1])  # end of the part that is shuffled
     windows = end // length
     if windows < config.samples:
@@ -154,9 +158,7 @@ def _mixed_windows(
     return torch.cat([mixed, stream[end : end + count * length].view(count, length)])
 
 
-def _one_document_each(
-    config: CalibrationConfig, documents: Documents, encoder: Encoder, length: int, seed: int
-) -> Tensor:
+def _one_document_each(config: CalibrationConfig, encoder: Encoder, length: int, seed: int) -> Tensor:
     """Returns sequences, each a random window of one longer document, int64 ``[samples, length]``.
 
     Documents are drawn with replacement, by Python's generator, until one is long enough: for c4 and a seed, these are
@@ -165,15 +167,15 @@ def _one_document_each(
     generator, short = random.Random(seed), set[int]()
     sequences = list[Tensor]()
     while len(sequences) < config.samples:
-        if len(short) == len(documents):
+        if len(short) == len(encoder.documents):
             raise CalibrationError(
                 f"{config.calibration} has no document with more than {length:,} tokens, to draw a sequence from: "
                 "lower `sequence_length=`, give longer documents, or leave `one_document=` and `protocol=` out"
             )
-        number = generator.randint(0, len(documents) - 1)
+        number = generator.randint(0, len(encoder.documents) - 1)
         if number in short:
             continue
-        ids = encoder.one(documents[number], number, ended=False)
+        ids = encoder.one(number, ended=False)
         if ids.numel() <= length:
             short.add(number)
             continue

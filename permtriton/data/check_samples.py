@@ -17,9 +17,6 @@ from permtriton.model.seq2seq import arguments_of
 from permtriton.model.tokenizer import tokenizer_of
 
 OF_IDS = ("input_ids", DECODER_IDS, "labels")  # the arguments that hold token ids
-INTEGERS = (
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-)  # fmt: skip
 
 
 def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
@@ -32,9 +29,11 @@ def check_samples(model: PreTrainedModel, inputs: Inputs) -> Samples:
 def check_inputs(model: PreTrainedModel, inputs: Inputs) -> Samples:
     """Returns samples that a caller made, labels included, after checking that the model can take them."""
     samples = Samples.of(inputs)
-    kinds = {name: values.dtype for name, values in samples.inputs.items() if name in OF_IDS}
-    integers = [name for name, kind in kinds.items() if kind in INTEGERS]
-    samples = replace(samples, inputs={**samples.inputs, **{name: samples.inputs[name].long() for name in integers}})
+    wide = {
+        name: values.long() if name in OF_IDS and not values.is_floating_point() else values
+        for name, values in samples.inputs.items()
+    }
+    samples = replace(samples, inputs=wide)
     reader = model if core_of(model) is model else model.base_model
     parameters = inspect.signature(reader.forward).parameters.values()
     taken = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -46,7 +46,7 @@ class Conversation(list[Mapping[str, Any]]):
         super().__init__(messages)
         listed = tools or []
         if isinstance(listed, str):
-            with suppress(ValueError, RecursionError):  # text that is not JSON is refused below, as all that is no list
+            with suppress(ValueError):  # text that is not JSON is refused below, as all that is no list
                 listed = json.loads(listed) or []
         if not isinstance(listed, list) or not all(isinstance(schema, Mapping) for schema in listed):
             raise CalibrationError(

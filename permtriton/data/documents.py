@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from permtriton import demo
 from permtriton.data.columns import documents_in
-from permtriton.errors import CalibrationError, ConfigError, first_line, reading, shown
+from permtriton.errors import CalibrationError, ConfigError, reading, shown
 from permtriton.model.name import is_hub_name
 from permtriton.util.extras import require
 
@@ -35,6 +35,7 @@ HUB_EVALUATION: dict[str, dict[str, Any]] = {
 # Sources whose documents papers encode as one text -> the separator; the documents of wikitext2 are lines.
 JOINED = {"wikitext2": "\n\n"}
 EVALUATION_JOINED = {**JOINED, "c4": " "}
+UTF_8 = "utf-8-sig"  # without a byte order mark
 SUFFIXES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
 Documents = Sequence[Any]  # each a text or token ids
 
@@ -70,7 +71,7 @@ def named_documents(source: str, *, held_out: bool = False, column: str = "", sp
                 "a dataset on the hub (OWNER/NAME), a local .txt, .jsonl or .parquet or, in Python, a list of texts"
             )
         if path.suffix == ".txt":
-            return [text] if (text := _read(path)).strip() else []
+            return [text] if (text := path.read_text(encoding=UTF_8)).strip() else []
         if path.suffix in (".jsonl", ".json"):
             rows = _json_lines(path)
             names = list(dict.fromkeys(chain(*rows)))
@@ -93,13 +94,9 @@ def _from_hub(name: str, arguments: dict) -> "Dataset":
     require(f"the text {name}, which the hub has,", "datasets")
     from datasets import load_dataset
 
-    try:
+    advice = "check the network, or give a local file by `calibration=` or `eval_data=`"
+    with reading(f"dataset {name} ({arguments['path']}) cannot be fetched ({advice})", CalibrationError):
         return load_dataset(**arguments)
-    except Exception as error:  # the hub client raises many kinds of errors, none of them a bug in permtriton
-        raise CalibrationError(
-            f"dataset {name} ({arguments['path']}) cannot be fetched: {type(error).__name__}: "
-            f"{first_line(error)}. Check the network, or give a local file by `calibration=` or `eval_data=`"
-        ) from error
 
 
 def _is_dataset(source: str) -> bool:
@@ -107,30 +104,20 @@ def _is_dataset(source: str) -> bool:
     return is_hub_name(source) and "/" in source and Path(source).suffix not in SUFFIXES
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8-sig")  # without a byte order mark
-    except OSError as error:
-        raise CalibrationError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise CalibrationError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Returns the objects of a file: one per line, a single one, or an array; a text becomes ``{"text": text}``."""
-    text, rows = _read(path), list[dict[str, Any]]()
-    with suppress(ValueError, RecursionError):  # not a single JSON value: read by lines
+    text, rows = path.read_text(encoding=UTF_8), list[dict[str, Any]]()
+    with suppress(ValueError):  # not a single JSON value: read by lines
         whole = json.loads(text)
         array = whole if isinstance(whole, list) else [whole]
         if all(isinstance(row, str | dict) for row in array):
             return [{"text": row} if isinstance(row, str) else row for row in array]
     for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:  # also for integers of too many digits
-            raise CalibrationError(f"{path} line {number} is not JSON: {first_line(error)}") from error
-        if not isinstance(rows[-1], dict):
-            raise CalibrationError(f"{path} line {number} is {shown(rows[-1])}: expected a text or input_ids by name")
+        if line.strip():
+            with reading(f"{path} line {number} is not JSON", CalibrationError):
+                rows.append(json.loads(line))
+            if not isinstance(rows[-1], dict):
+                raise CalibrationError(
+                    f"{path} line {number} is {shown(rows[-1])}: expected a text or input_ids by name"
+                )
     return rows

@@ -41,23 +41,21 @@ def written(count: int) -> int:
     return ceil(count / KEPT)
 
 
-def kept_of_text(model: PreTrainedModel, tokens: int) -> dict[str, int]:
-    """Returns kind of tensors -> their bytes in memory while the model writes one text of ``tokens`` tokens."""
+def kept_of_text(model: PreTrainedModel, tokens: int) -> int:
+    """Returns the bytes that are in memory for one text of ``tokens`` tokens while the model writes it."""
     text = model.config.get_text_config()
     heads = int(getattr(text, "num_attention_heads", None) or 1)
     size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     cached = 2 * size * int(getattr(text, "num_key_value_heads", None) or heads)  # keys and values
     if latent := getattr(text, "kv_lora_rank", None):  # DeepSeek computes keys and values from it
         cached = latent + text.qk_rope_head_dim
-    return {
-        "keys and values": tokens * text.num_hidden_layers * cached * model.dtype.itemsize,
-        "logits": vocabulary_of(model) * (2 * 4 + 3 * 8),  # two float32 tensors, and `_Drawing`: up to three of float64
-    }
+    logits = vocabulary_of(model) * (2 * 4 + 3 * 8)  # two float32 tensors, and `_Drawing`: up to three of float64
+    return tokens * text.num_hidden_layers * cached * model.dtype.itemsize + logits
 
 
 def texts_at_once(model: PreTrainedModel, tokens: int, count: int) -> int:
     """Returns how many of ``count`` texts of ``tokens`` tokens are written together."""
-    return min(max(AT_ONCE // sum(kept_of_text(model, tokens).values()), 1), count)
+    return min(max(AT_ONCE // kept_of_text(model, tokens), 1), count)
 
 
 def beginnings(samples: Samples, count: int, tokens: int) -> Tensor:

@@ -9,7 +9,7 @@ from permtriton.data.documents import Documents, named_documents
 from permtriton.data.in_memory import Data, documents_of, is_named, name_of, tensors_of
 from permtriton.data.media import is_media, stored_samples
 from permtriton.data.samples import Inputs, Samples
-from permtriton.data.special_tokens import NONE, special_tokens_around
+from permtriton.data.special_tokens import special_tokens_around
 from permtriton.data.tokenize import Encoder
 from permtriton.errors import CalibrationError, ConfigError, MissingExtraError, shown
 from permtriton.model.core import check_towers, divides_text
@@ -48,11 +48,7 @@ def read_held_out(
 
 
 def prepared(model: PreTrainedModel, inputs: Inputs) -> Samples:
-    """Returns held-out samples after checking them, with the number of tokens that the model makes of each.
-
-    Args:
-        inputs: token ids, int64 ``[windows, tokens]``, or what else the model reads.
-    """
+    """Returns held-out samples after checking them, with the number of tokens that the model makes of each."""
     return with_tokens(model, check_inputs(model, inputs))
 
 
@@ -65,17 +61,17 @@ def _all_windows(
     check_towers(model)
     if model.main_input_name != "input_ids" and data is None:
         return None, f"{type(model).__name__} has no default text; name held-out data to compare the hidden states on"
-    documents, name = None, DEMO if model_name == DEMO else "wikitext2"
-    if data is not None:
-        name = name_of(data)
-    if data is not None and not is_named(data):
+    documents, name = None, name_of(data)
+    if data is None:
+        name = DEMO if model_name == DEMO else "wikitext2"
+    elif not is_named(data):
         documents = documents_of(data)
         if documents is None:
             _refuse_window(window, "on samples in memory")
-            return tensors_of(data, model, None, None), name
-    elif data is not None and is_media(model, name):
+            return tensors_of(data, model), name
+    elif is_media(model, name):
         _refuse_window(window, f"on {name}, which is no text")
-        return stored_samples(name, model, None), name
+        return stored_samples(name, model), name
     length = _window_of(model, window)
     try:
         windows = held_out_windows(
@@ -108,15 +104,14 @@ def held_out_windows(
     if documents is None:
         documents = named_documents(source, held_out=True)
     special = special_tokens_around(documents, tokenizer, special_tokens, halves=halves)
-    around = special or NONE
-    length = around.room(sequence_length, "window")
-    encoder = Encoder(source, tokenizer, vocabulary, around)
-    stream, _ = encoder.stream(documents)
+    encoder = Encoder(documents, source, tokenizer, vocabulary, special)
+    length = encoder.special.room(sequence_length, "window")
+    stream, _ = encoder.stream()
     length = min(length, stream.numel())
-    if length + len(around) < 2:
+    if length + len(encoder.special) < 2:
         raise CalibrationError(f"{source} holds {stream.numel()} tokens: at least 2 are needed to evaluate")
     rows = stream[: stream.numel() // length * length].view(-1, length)[: EVALUATION_WINDOWS.get(source)]
-    return Samples({"input_ids": encoder.checked(around.around(rows))}, special=special)
+    return encoder.samples(rows)
 
 
 def _window_of(model: Any, window: int | None) -> int:

@@ -1,6 +1,6 @@
 """Samples from texts, token ids and tensors that a caller holds in memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, Union
 
@@ -83,7 +83,7 @@ def documents_of(data: Any) -> Documents | None:
     raise CalibrationError(f"data is {shown(data)}, a {type(data).__name__}: expected {KINDS}")
 
 
-def tensors_of(data: Any, model: PreTrainedModel, most: int | None, default: int | None) -> Samples:
+def tensors_of(data: Any, model: PreTrainedModel, most: int | None = None, default: int | None = None) -> Samples:
     """Returns samples that are made of tensors: one row of each tensor per sample.
 
     Args:
@@ -95,23 +95,12 @@ def tensors_of(data: Any, model: PreTrainedModel, most: int | None, default: int
     if isinstance(data, Samples):
         samples = data
     elif isinstance(data, DataLoader):
-        samples = _joined([_tensors(batch, model) for batch in _first(data, most or default)])[: most or default]
+        samples = _of_loader(data, model, most or default)
     else:
         samples = Samples(_tensors(data, model))
     if most is not None and len(samples) < most:
         raise CalibrationError(f"data holds {len(samples)} samples, but {most} are needed: lower samples, or give more")
     return samples[:most]
-
-
-def _first(loader: DataLoader, rows: int | None) -> Iterator[Any]:
-    """Yields batches until they hold ``rows`` rows; of a tuple or list, only the first item, as labels follow."""
-    for batch in loader:
-        batch = batch[0] if isinstance(batch, list | tuple) else batch
-        yield batch
-        if rows is not None:
-            rows -= len(next(iter(batch.values()))) if isinstance(batch, Mapping) else len(batch)
-            if rows <= 0:
-                return
 
 
 def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
@@ -121,14 +110,16 @@ def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
     return inputs_for(model, tensors)
 
 
-def _joined(batches: list[dict[str, Tensor]]) -> Samples:
+def _of_loader(loader: DataLoader, model: PreTrainedModel, rows: int | None) -> Samples:
+    """Returns the first ``rows`` samples of a loader; of batches that are tuples or lists, labels follow the inputs."""
+    batches, count = list[dict[str, Tensor]](), 0
+    for batch in loader:
+        batches.append(_tensors(batch[0] if isinstance(batch, list | tuple) else batch, model))
+        count += len(next(iter(batches[-1].values())))
+        if rows is not None and count >= rows:
+            break
     if not batches:
         raise CalibrationError("the DataLoader gave no batch: give one that has data")
-    shapes = [{name: tuple(values.shape[1:]) for name, values in batch.items()} for batch in batches]
-    for number, shape in enumerate(shapes):
-        if shape != shapes[0]:
-            raise CalibrationError(
-                f"batch {number + 1} of the DataLoader has samples of the shapes {shape}, the first one {shapes[0]}: "
-                "give samples of one length, without padding"
-            )
-    return Samples({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})
+    advice = "give samples of one length, without padding"
+    with reading(f"the batches of the DataLoader cannot be joined ({advice})", CalibrationError):
+        return Samples({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})[:rows]

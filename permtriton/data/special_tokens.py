@@ -10,8 +10,6 @@ from torch import Tensor
 from permtriton.errors import CalibrationError, ConfigError, reading
 from permtriton.model.tokenizer import tokenizer_of, unchanged
 
-PROBE = "a text"
-
 
 @dataclass(frozen=True)
 class SpecialTokens:
@@ -102,7 +100,7 @@ def special_tokens_around(
 
 
 def _found(tokenizer: Any, argument: str) -> SpecialTokens:
-    whole, bare = (tokenizer(**{argument: PROBE}, add_special_tokens=flag)["input_ids"] for flag in (True, False))
+    whole, bare = (tokenizer(**{argument: "a text"}, add_special_tokens=flag)["input_ids"] for flag in (True, False))
     starts = range(len(whole) - len(bare) + 1)
     start = next((number for number in starts if whole[number : number + len(bare)] == bare), None)
     if start is None or len(whole) == len(bare):

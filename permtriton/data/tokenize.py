@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from permtriton.data.samples import Samples
 from permtriton.data.special_tokens import NONE, SpecialTokens, special_tokens_of
 from permtriton.errors import CalibrationError, reading, shown
 from permtriton.model.tokenizer import tokenizer_of, unchanged
@@ -20,47 +21,49 @@ SPEAKERS = {"human": "user", "gpt": "assistant"}  # ShareGPT's names of roles
 class Encoder:
     """Encodes the documents of a source as token ids."""
 
+    documents: Sequence[Any]
     source: str  # where the documents come from, for errors
     tokenizer: PreTrainedTokenizerBase | None  # the model's tokenizer; may be None where the documents are token ids
     vocabulary: int  # number of token ids that the model knows
-    # special tokens that sequences get later, so that documents get none; empty if instead each document gets what its
-    # tokenizer puts around a text, and an end token
-    special: SpecialTokens = NONE
+    # special tokens that sequences get later, so that documents get none; if empty, each document gets instead what its
+    # tokenizer puts around a text, and an end token; None if documents are token ids, which are used unchanged
+    choice: SpecialTokens | None
 
-    def stream(
-        self, documents: Sequence[Any], limit: int | None = None, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, list[int]]:
-        """Returns the ids of documents as one stream, int64 ``[tokens]``, and where each of them ends.
+    @property
+    def special(self) -> SpecialTokens:
+        return self.choice or NONE
+
+    def samples(self, rows: Tensor) -> Samples:
+        """Returns samples of text, int64 ``[rows, tokens of text]``, with the special tokens around each."""
+        return Samples({"input_ids": self._checked(self.special.around(rows))}, special=self.choice)
+
+    def stream(self, limit: int | None = None, generator: torch.Generator | None = None) -> tuple[Tensor, list[int]]:
+        """Returns the ids of the documents as one stream, int64 ``[tokens]``, and where each of them ends.
 
         Args:
             limit: number of tokens after which no further document is encoded; None for all.
             generator: draws the order of the documents; None keeps it.
         """
-        if not len(documents):
-            raise CalibrationError(f"{self.source} is empty: no text to use")
-        order = torch.randperm(len(documents), generator=generator).tolist() if generator else range(len(documents))
-        parts, ends = list[Tensor](), list[int]()
-        for position in order:
-            with reading(f"{self.source}: document {position + 1} cannot be read", CalibrationError):
-                document = documents[position]
-            ids = self.one(document, position)
+        count, parts, ends = len(self.documents), list[Tensor](), [0]
+        for number in torch.randperm(count, generator=generator).tolist() if generator else range(count):
+            ids = self.one(number)
             parts.append(torch.cat([torch.tensor(self.special.end, dtype=ids.dtype), ids]) if parts else ids)
-            ends.append(parts[-1].numel() + (ends[-1] if ends else 0))
+            ends.append(ends[-1] + parts[-1].numel())
             if limit is not None and ends[-1] >= limit:
                 break
         if not ends[-1]:
             raise CalibrationError(f"{self.source} is empty: no text to use")
-        return self.checked(torch.cat(parts)), ends
+        return self._checked(torch.cat(parts)), ends[1:]
 
-    def one(self, document: Any, number: int, *, ended: bool = True) -> Tensor:
-        """Returns the ids of a document, not yet checked; ``ended`` is as for `token_ids`."""
+    def one(self, number: int, *, ended: bool = True) -> Tensor:
+        """Returns the ids of a document, not yet checked; ``ended``: a text with its own special tokens ends, too."""
         place = f"{self.source}: document {number + 1}"
+        with reading(f"{place} cannot be read", CalibrationError):
+            document = self.documents[number]
         if isinstance(document, str):
             if "\0" in document:  # nobody writes NULs, but other encodings and binary files are full of them
                 raise CalibrationError(f"{place} is no text, or not UTF-8: character {document.index(chr(0))} is a NUL")
-            whole = not self.special
-            ids = token_ids(document, self.tokenizer, self.source, ended=ended and whole, special=whole)
-            return self.special.bare(ids)
+            return self.special.bare(self._text(document, ended=ended))
         document = document.tolist() if hasattr(document, "tolist") else document
         if isinstance(document, list | tuple) and document and all(isinstance(turn, Mapping) for turn in document):
             return self.special.bare(self._conversation(document, place))
@@ -69,6 +72,37 @@ class Encoder:
         raise CalibrationError(
             f"{place} is {shown(document)}: text must be a string, input_ids a list of integers from the vocabulary"
         )
+
+    def _text(self, text: str, *, ended: bool) -> Tensor:
+        """Returns the ids of a text, int64 ``[tokens]``; with `special` empty, also the special tokens around it.
+
+        A text is tokenized as a whole unless `pieces` cuts it. The pieces are then joined, and the special tokens stand
+        around all of it.
+
+        Args:
+            ended: whether the end token is added behind such special tokens where the tokenizer adds none.
+        """
+        if (tokenizer := tokenizer_of(self.tokenizer)) is None:
+            raise CalibrationError(
+                f"{self.source} holds text, but the model has no tokenizer: give a .jsonl with input_ids"
+            )
+        whole = not self.special
+        problem = f"{self.source} cannot be tokenized by the model's tokenizer"
+        with reading(problem, CalibrationError), unchanged(tokenizer):
+            parts = list(pieces(text))
+            if len(parts) > 1:
+                around = special_tokens_of(tokenizer) if whole else NONE
+                inner = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in parts]
+                listed = [around.before, *inner, around.after]
+                ids = torch.cat([torch.tensor(part, dtype=torch.int64) for part in listed])
+            else:
+                encoded = tokenizer(text, add_special_tokens=whole, verbose=False)
+                ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
+            end, last = tokenizer.eos_token_id, ids[-2:].tolist()
+            behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # e.g. a language after the end token
+            if not (ended and whole) or end is None or not last or last[-1] == end or behind:
+                return ids
+            return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]], place: str) -> Tensor:
         """Returns the ids of messages as the tokenizer's chat template writes them."""
@@ -86,8 +120,7 @@ class Encoder:
             ids = tokenizer.apply_chat_template(named, tools=tools, tokenize=True, return_dict=True)["input_ids"]
         return torch.tensor(ids, dtype=torch.int64)
 
-    def checked(self, ids: Tensor) -> Tensor:
-        """Returns ids after checking that all of them are in the vocabulary."""
+    def _checked(self, ids: Tensor) -> Tensor:
         low, high = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
         if low < 0 or high >= self.vocabulary:
             raise CalibrationError(
@@ -95,44 +128,6 @@ class Encoder:
                 f"{self.vocabulary - 1}: the tokenizer or the ids belong to another model"
             )
         return ids
-
-
-def token_ids(
-    text: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    source: str,
-    *,
-    ended: bool = True,
-    special: bool = True,
-) -> Tensor:
-    """Returns the ids of a text and the end token, int64 ``[tokens]``.
-
-    A text is tokenized as a whole unless `pieces` cuts it. The pieces are then joined, and the special tokens that the
-    tokenizer puts around a text stand around all of it.
-
-    Args:
-        ended: whether the end token is added where the tokenizer adds none.
-        special: whether the special tokens that the tokenizer puts around a text are added.
-    """
-    if (tokenizer := tokenizer_of(tokenizer)) is None:
-        raise CalibrationError(f"{source} holds text, but the model has no tokenizer: give a .jsonl with input_ids")
-    problem = f"{source} cannot be tokenized by the model's tokenizer"
-    with reading(problem, CalibrationError), unchanged(tokenizer):
-        parts = list(pieces(text))
-        if len(parts) > 1:
-            around = special_tokens_of(tokenizer) if special else NONE
-            inner = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in parts]
-            listed = [around.before, *inner, around.after]
-            ids = torch.cat([torch.tensor(part, dtype=torch.int64) for part in listed])
-        else:
-            encoded = tokenizer(text, add_special_tokens=special, verbose=False)
-            ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-        end = tokenizer.eos_token_id
-        last = ids[-2:].tolist()
-        behind = last[:1] == [end] and last[-1] in tokenizer.all_special_ids  # e.g. a language after the end token
-        if not ended or end is None or not last or last[-1] == end or behind:
-            return ids
-        return torch.cat([ids, torch.tensor([end], dtype=torch.int64)])
 
 
 def pieces(text: str, longest_line: int = LONGEST_LINE, longest_piece: int = LONGEST_PIECE) -> Iterator[str]:

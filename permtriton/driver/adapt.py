@@ -45,9 +45,7 @@ def adapt(adapter: Path, to: Path, output: Path, *, trust_remote_code: bool = Fa
     if output.exists():
         raise OutputError(f"output {output} exists: choose another folder")
     settings, record = _settings(adapter, to), Folder(to).record
-    if not (adapter / WEIGHTS).is_file():
-        raise ModelError(f"{adapter} holds no {WEIGHTS}: load it with PEFT and save it again")
-    with reading(f"{adapter / WEIGHTS} cannot be read", ModelError):
+    with reading(f"{adapter / WEIGHTS} cannot be read: load the adapter with PEFT and save it again", ModelError):
         tensors = load_file(adapter / WEIGHTS)
     order = _Order.of(to, record, trust_remote_code=trust_remote_code)
     adapted = {name: order.reordered(name, tensor) for name, tensor in tensors.items()}
@@ -88,8 +86,7 @@ def _settings(adapter: Path, to: Path) -> dict[str, Any]:
 class _Order:
     """The order of a compiled model's channels."""
 
-    names: dict[str, str]  # every name of a parameter (several if it is tied) -> the first of them
-    folds: dict[str, list[Fold]]  # first name -> reorderings of the parameter
+    folds: dict[str, list[Fold]]  # every name of a parameter (several if it is tied) -> its reorderings
     transposed: set[str]  # linears and embeddings whose weight is ``[in, out]``
     prefix: str  # name of the base model in the model
     hidden: Tensor | None  # order of the last hidden state's channels; None where they did not move
@@ -110,16 +107,14 @@ class _Order:
         if dense := sorted(set(plan.patterns) - pruned):  # linears that the dense share left dense
             options["ignore"] = [*(options.get("ignore") or ()), *dense]
             plan, _ = plan_model(model, config_from(options))
-        first, names = dict[int, str](), dict[str, str]()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names[name] = first.setdefault(id(parameter), name)
-        indices = _indices(plan, record, folder)
-        folds: dict[str, list[Fold]] = {}
+        indices, shared = _indices(plan, record, folder), dict[int, list[Fold]]()
+        parameters = model.named_parameters(remove_duplicate=False)
+        folds = {name: shared.setdefault(id(parameter), []) for name, parameter in parameters}
         for edit in edits_of(moves_of(plan, indices)):
-            if isinstance(edit, Fold):
-                folds.setdefault(names.get(edit.parameter, edit.parameter), []).append(edit)  # experts: unstacked name
+            if isinstance(edit, Fold) and edit.parameter in folds:  # not of an expert in a stack, which is refused
+                folds[edit.parameter].append(edit)
         transposed = {name for name, module in model.named_modules() if isinstance(module, Conv1D | nn.Embedding)}
-        return cls(names, folds, transposed, model.base_model_prefix, plan.hidden_order(indices))
+        return cls(folds, transposed, model.base_model_prefix, plan.hidden_order(indices))
 
     def reordered(self, name: str, tensor: Tensor) -> Tensor:
         """Returns a tensor of an adapter in the new order."""
@@ -130,21 +125,22 @@ class _Order:
         if kind in ("lora_A", "lora_B", "lora_embedding_B", "lora_magnitude_vector"):
             reads = kind == "lora_A"
             index = self._index(name, f"{module}.weight", reads=reads)
-            return self._moved(name, tensor, index, 1 if reads else _longest(tensor) if "magn" in kind else 0)
+            longest = tensor.shape.index(max(tensor.shape))
+            return self._moved(name, tensor, index, 1 if reads else longest if "magn" in kind else 0)
         if kind == "lora_embedding_A":  # its dimensions are the rank and the tokens: no channels
             return tensor
         return self._whole(name, path, tensor)
 
     def _whole(self, name: str, path: str, tensor: Tensor) -> Tensor:
         """Returns a parameter that was trained as a whole (``modules_to_save``) in the new order."""
-        parameter = resolve_name(path, self.names, self.prefix)
+        parameter = resolve_name(path, self.folds, self.prefix)
         if parameter is None and path.split(".")[-2:][0] in READ_STATES and tensor.ndim == 2:
             return self._moved(name, tensor, self.hidden, 1)
         if tensor.ndim > 2:
             raise ModelError(
                 f"the adapter's {name} is a whole stack of weights, which cannot be reordered: train it anew"
             )
-        for fold in self.folds.get(self.names[self._known(name, path)], ()):
+        for fold in self.folds[self._known(name, path)]:
             tensor = self._moved(name, tensor, fold.index, fold.dim)
         return tensor
 
@@ -152,10 +148,10 @@ class _Order:
         """Returns the order of the channels that a linear reads or writes, or that an embedding writes."""
         stored = self._known(name, weight)
         dim = int(reads != (stored.removesuffix(".weight") in self.transposed))
-        return next((fold.index for fold in self.folds.get(self.names[stored], ()) if fold.dim == dim), None)
+        return next((fold.index for fold in self.folds[stored] if fold.dim == dim), None)
 
     def _known(self, name: str, parameter: str) -> str:
-        stored = resolve_name(parameter, self.names, self.prefix)
+        stored = resolve_name(parameter, self.folds, self.prefix)
         if stored is None:
             raise ModelError(f"the adapter's {name} has no place in this model: it belongs to another one")
         return stored
@@ -169,10 +165,6 @@ class _Order:
                 "it belongs to another model"
             )
         return tensor.index_select(dim, index).contiguous()
-
-
-def _longest(tensor: Tensor) -> int:
-    return max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])
 
 
 def _indices(plan: Plan, record: Record, folder: Path) -> dict[str, Tensor]:

@@ -18,37 +18,29 @@ from permtriton.util import ranks
 from permtriton.util.machine import available_memory, format_bytes
 from permtriton.util.progress import Progress
 
+META = torch.device("meta")  # where a model is whose weights were not fetched
 
-def place(
-    start: Planned, device: torch.device, placements: tuple[DevicePlacement, ...]
-) -> tuple[Planned, MemoryEstimate, Devices]:
-    """Decides how the model is placed and whether activations are recomputed; moves it if ``device`` holds it whole."""
-    devices = Devices.of(device, ranks.count(), placements)
-    start, memory = estimated(start, devices)
+
+def place(start: Planned, device: torch.device, devices: Devices) -> tuple[Planned, MemoryEstimate, Devices]:
+    """Decides how the model is placed on ``devices``, and whether activations are recomputed.
+
+    A model whose weights are here moves to ``device`` if that holds it whole. No text is generated if no GPU does.
+    """
+    memory = estimate_together(start, devices)
+    onloads = memory.placement is DevicePlacement.ONLOADED
+    if start.config.generated and any(ranks.gather(onloads and not memory.fits(devices.free, GENERATION))):
+        reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.sizes.model)}"
+        start = replace(start, config=without_text(start.config, reason, start.workspace.progress))
+        memory = estimate_together(start, devices)
     placement = max(ranks.gather(memory.placement))  # if one rank cannot hold the whole model, none holds it
     check_placement(placement, start, devices)
-    devices = replace(devices, placements=(placement,))
-    if placement is DevicePlacement.WHOLE and device != start.model.device and memory.fits(devices.free):
+    devices, here = replace(devices, placements=(placement,)), start.model.device
+    if placement is DevicePlacement.WHOLE and here not in (device, META) and memory.fits(devices.free):
         nn.Module.to(start.model, device)
         devices = replace(devices, free=available_memory(device))
         plan, graph = plan_model(start.model, start.config, start.samples)  # a graph runs only where it was traced
         start = replace(start, plan=plan, graph=graph)
     return start, estimate(start, devices, recomputes=memory.recomputes), devices
-
-
-def estimated(start: Planned, devices: Devices) -> tuple[Planned, MemoryEstimate]:
-    """Returns ``start``, made `without_text` if no GPU holds the whole model to write it, and its memory estimate."""
-    memory = estimate_together(start, devices)
-    writes = (
-        memory.placement is not DevicePlacement.ONLOADED
-        or not start.config.generated
-        or memory.fits(devices.free, GENERATION)
-    )
-    if all(ranks.gather(writes)):
-        return start, memory
-    reason = f"the dense model writes text only where a GPU holds all of it, {format_bytes(start.sizes.model)}"
-    start = replace(start, config=without_text(start.config, reason, start.workspace.progress))
-    return start, estimate_together(start, devices)
 
 
 def without_text(config: CompileConfig, reason: str, progress: Progress) -> CompileConfig:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,20 +67,9 @@ class Forecast:
         if memory.host:
             yield "host memory", format_bytes(memory.host)
 
-    def report(self) -> dict[str, Any]:
-        """Returns the forecast as JSON values; ``seconds`` is None where no time was estimated."""
-        return {
-            "memory": self.memory.report(),
-            "seconds": dict(self.seconds) or None,
-            "assumed": self.assumed,
-            "disk": dict(self.disk),
-            "refused": self.refused,
-            "on_host": self.memory.host,
-        }
-
 
 def make_forecast(
-    start: Planned, memory: MemoryEstimate, devices: Devices, disk: Mapping[str, int], *, timed: bool
+    start: Planned, memory: MemoryEstimate, devices: Devices, save_format: str | None, *, timed: bool
 ) -> Forecast:
     """Returns what a compilation needs; the model is unchanged afterwards.
 
@@ -89,8 +77,8 @@ def make_forecast(
         timed: whether to estimate the time, if the memory is enough: from a run on a short sequence if the model is
             whole on such a device, else, for a GPU, from assumed speeds.
     """
-    sizes, seconds, assumed = start.sizes, {}, ""
-    refused = refusal(memory, devices, start.config, sizes)
+    seconds, assumed = {}, ""
+    refused = refusal(memory, devices, start.config, start.sizes)
     if timed and not refused:
         forward = None
         if memory.placement is DevicePlacement.WHOLE and start.model.device.type == devices.kind:
@@ -98,9 +86,8 @@ def make_forecast(
         elif devices.kind == "cuda":
             forward, assumed = assumed_pass(start, memory, devices), ASSUMED
         if forward is not None:
-            held_out = 0 if start.held_out is None else start.held_out.positions
-            seconds = {stage: passes * forward for stage, passes in stage_passes(start.config, sizes, held_out).items()}
-    return Forecast(memory, disk, seconds, refused, devices, assumed)
+            seconds = {stage: passes * forward for stage, passes in stage_passes(start).items()}
+    return Forecast(memory, disk_needs(start, save_format), seconds, refused, devices, assumed)
 
 
 def check_disk(disk: Mapping[str, int], folder: Path) -> None:
@@ -114,13 +101,12 @@ def check_disk(disk: Mapping[str, int], folder: Path) -> None:
         )
 
 
-def disk_needs(
-    config: CompileConfig, sizes: ModelSizes, resume_path: Path | None = None, save_format: str | None = None
-) -> dict[str, int]:
+def disk_needs(start: Planned, save_format: str | None = None) -> dict[str, int]:
     """Returns what a compilation writes -> bytes, in addition to the states that are on the disk already.
 
     A folder with fewer bytes per weight is made from a dense one, and for a moment both exist.
     """
+    config, sizes, resume_path = start.config, start.sizes, start.workspace.resume_path
     states = sum(step.state_bytes(sizes) for step in config.steps)
     dense = sizes.model + SMALL_FILES
     files = {"the output": dense}
@@ -140,13 +126,13 @@ def _bytes_per_weight(config: CompileConfig, sizes: ModelSizes, save_format: str
     return 1 if save_format == Format.FP8 else sizes.element
 
 
-def stage_passes(config: CompileConfig, sizes: ModelSizes, held_out: int) -> dict[str, float]:
+def stage_passes(start: Planned) -> dict[str, float]:
     """Returns step or stage -> its time as a number of forward passes over the calibration samples."""
-    passes: dict[str, float] = {}
+    config, sizes, passes = start.config, start.sizes, dict[str, float]()
     if config.uses_importance and reads_activations(config.importance):
         passes["calibrate"] = 1
-    if held_out:
-        passes["evaluate"] = 2 * held_out / sizes.positions
+    if start.held_out is not None:
+        passes["evaluate"] = 2 * start.held_out.positions / sizes.positions
     if config.generated:
         passes["generate"] = WRITING * written(config.generated) / sizes.sequences
     for step in all_steps(config):

@@ -60,9 +60,9 @@ def identify(start: Planned, device: torch.device) -> None:
     options = {name: value for name, value in config.to_dict().items() if name not in ROUNDING_ONLY}
     workspace.inputs |= {"config": options, "text": text_hash(config, start.samples)}
     workspace.inputs |= run_identity(start.model, device)
-    beside = partial(states_beside, workspace.resume_path, config.steps)
-    machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in beside()})
-    for path in one_per_step(ranks.on_first(beside)):
+    paths = ranks.on_first(partial(states_beside, workspace.resume_path, config.steps))
+    machines = ranks.on_first(lambda: {StateFile(path, workspace.inputs).check() for path in paths})
+    for path in one_per_step(paths):
         workspace.progress.say(f"found {path.name}: its step will continue where the interrupted run stopped")
     here = workspace.inputs["machine"]
     for machine in sorted(machines - {None, here}, key=str):

@@ -25,16 +25,18 @@ from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory_forecast import Devices
-from permtriton.driver.pipeline import compile_loaded, forecast_loaded
-from permtriton.driver.prepare import CompileInputs
+from permtriton.driver.pipeline import compile_loaded
+from permtriton.driver.prepare import CompileInputs, begin
 from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError, OutputError
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load, outline
-from permtriton.model.name import asked_name, lasting_name, shown_name
+from permtriton.model.experts import unstacked_experts
+from permtriton.model.name import lasting_name, shown_name
 from permtriton.model.prunable import check_loaded, check_not_compiled
 from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
 from permtriton.model.seq2seq import end_token
+from permtriton.model.shared import shared_linears
 from permtriton.model.source import Source, resolve_device
 from permtriton.passes.plan import Plan
 from permtriton.recipe import compile_command, with_suggested
@@ -67,7 +69,16 @@ class DryRun:
     @property
     def report(self) -> dict[str, Any]:
         """The plan and forecast as JSON values, as ``permtriton compile --dry-run --json`` prints them."""
-        return {**plan_report(self.plan), **self.forecast.report()}
+        forecast = self.forecast
+        return {
+            **plan_report(self.plan),
+            "memory": forecast.memory.report(),
+            "seconds": dict(forecast.seconds) or None,  # None where no time was estimated
+            "assumed": forecast.assumed,
+            "disk": dict(forecast.disk),
+            "refused": forecast.refused,
+            "on_host": forecast.memory.host,
+        }
 
 
 @dataclass(frozen=True)
@@ -136,14 +147,10 @@ class Job:
 
     def run(self, progress: Progress) -> CompiledModel:
         """Loads and compiles the model. Call it inside `claimed`; `save` writes the output."""
-        source = self._source
-        device = resolve_device(self.args.device) if source else None
-        unused = list[str]()
-        model, inputs, text = self._loaded(progress, device, unused=unused)
-        source = source and source.at_commit(model.config)
+        model, inputs = self._loaded(progress)
+        source = self._source and self._source.at_commit(model.config)
         if self._repository is not None:
             progress.say(f"the result will be published in {self._repository}")
-        inputs = replace(inputs, progress=progress, say_needs=True, origin=self._origin(inputs.config, text, unused))
         compiled = compile_loaded(model, inputs)
         # A device that holds the compiled model can hold the dense one, too.
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
@@ -152,7 +159,7 @@ class Job:
     def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
         args, source = self.args, self.model
         if not isinstance(source, Source):
-            return Origin(compile_command(asked_name(source.name_or_path or ""), config), text)
+            return Origin(text=text)
         command = compile_command(
             source.name,
             config,
@@ -211,15 +218,12 @@ class Job:
                 check_output(self.output, overwrite=self.args.overwrite)
             except OutputError:
                 progress.say(f"{self.output} exists: to compile, name another folder, or overwrite it")
-        source = self._source
-        device = resolve_device(self.args.device) if source and devices is None else None
-        fetched = source is None or outline.is_here(source)
-        model, inputs, _ = self._loaded(progress, device, fetched, planned_for=devices)
-        if not fetched and devices is None:
-            devices = Devices.of(device or torch.device("cpu"), placements=inputs.placements)
+        fetched = self._source is None or outline.is_here(self._source)
+        model, inputs = self._loaded(progress, fetched, planned_for=devices)
         if self.args.restart or not fetched:
             inputs = replace(inputs, resume_path=None)
-        start, forecast = forecast_loaded(model, inputs, devices)
+        with unstacked_experts(model.eval()), shared_linears(model):
+            start, forecast = begin(model, inputs, devices)
         total = sum(parameter.numel() for parameter in model.parameters())
         return DryRun(start.plan, forecast, inputs.config, start.sizes.pruned, total, fetched)
 
@@ -234,23 +238,18 @@ class Job:
                 raise OutputError(f"output {self.output} contains {read}, which is an input: choose another folder")
 
     def _loaded(
-        self,
-        progress: Progress,
-        device: torch.device | None,
-        fetched: bool = True,
-        unused: list[str] | None = None,
-        planned_for: Devices | None = None,
-    ) -> tuple[PreTrainedModel, CompileInputs, str]:
-        """Reads the model and its data; returns the model, the other inputs, and the name of the held-out text.
+        self, progress: Progress, fetched: bool = True, planned_for: Devices | None = None
+    ) -> tuple[PreTrainedModel, CompileInputs]:
+        """Reads the model and its data; returns the model and the other inputs.
 
         Args:
             fetched: whether the weights are on this machine.
-            unused: as `permtriton.model.load.load_model` takes it.
             planned_for: devices to plan for in place of this machine's; if given, no default text is read.
         """
         source = self._source
         model: Any = self.model
-        tokenizer = self.args.tokenizer
+        tokenizer, unused = self.args.tokenizer, list[str]()
+        device = resolve_device(self.args.device) if source is not None and planned_for is None else None
         if source is not None:
             progress.say(f"loading {source.described}")
             with progress.stage("load", 0):
@@ -284,16 +283,18 @@ class Job:
             data = torch.full((calibration.samples, calibration.sequence_length), end_token(model) or 0)
         most = calibration.samples if "samples" in self.overrides else None
         samples, config = calibration_samples(config, tokenizer, model, data, most)
-        if data is not None:
-            config = with_suggested(config, self.overrides)  # the data decide the number of samples
+        config = with_suggested(config, self.overrides)  # data in memory decide the number of samples
         inputs = CompileInputs(
             config,
             samples,
             tokenizer=tokenizer,
             held_out=held_out,
+            progress=progress,
             resume_path=self.output and resume_path(self.output),
+            say_needs=True,
             device=device,
             placements=self.placements,
             save_format=self.args.save_format,
+            origin=self._origin(config, text, unused),
         )
-        return model, inputs, text
+        return model, inputs

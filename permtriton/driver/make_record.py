@@ -25,19 +25,18 @@ from permtriton.util.permutation import moved
 class Origin:
     """Facts in the record of a compilation that the pipeline does not know."""
 
-    command: str  # a command with the same result
-    text: str  # name of the held-out data, or why there are none
+    command: str = ""  # a command with the same result; empty for the one that names the model's own path
+    text: str = ""  # name of the held-out data, or why there are none; empty where there are neither
     gguf: dict[str, Any] | None = None  # the GGUF file whose weights were dequantized; None without one
     left_out: Sequence[str] = ()  # tensors of the checkpoint that the model's class does not use
 
 
-def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin | None) -> Record:
+def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin) -> Record:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
         comparison: how the pruned model was compared with the lowered graph.
         evaluation: measure, with its values for the dense and the compiled model; empty if nothing was measured.
-        origin: facts that the pipeline does not know; None for a model that was given in memory, on samples in memory.
     """
     model, config, plan, indices = run.model, run.config, run.plan, run.indices
     name = asked_name(model.name_or_path or "")
@@ -45,7 +44,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
     record: Record = {
         "model": name,
         "on_hub": is_hub_name(name),
-        "command": origin.command if origin else compile_command(name, config),
+        "command": origin.command or compile_command(name, config),
         "versions": versions(),
         "device": device_name(run.placement.device),
         "determinism": {"seed": config.seed, **determinism()},
@@ -69,7 +68,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
             for step in config.steps
         ],
         "retained_importance": run.importance_shares,
-        "evaluation": {**evaluation, "text": origin.text} if origin else evaluation,
+        "evaluation": {**evaluation, "text": origin.text} if origin.text else evaluation,
         "proof": {"fold_difference": run.max_output_difference, "lowered_graph": comparison},
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
         "memory": {"peak": peak_memory(run.placement.device), "estimate": run.memory.report()},
@@ -77,9 +76,9 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),
     }
-    if origin and origin.gguf:
+    if origin.gguf:
         record["gguf"] = origin.gguf
-    if origin and origin.left_out:
+    if origin.left_out:
         record["left_out"] = list(origin.left_out)
     return record
 

@@ -40,12 +40,10 @@ class Devices:
     host: int | None = None
 
     @classmethod
-    def of(
-        cls, device: torch.device, count: int = 1, placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
-    ) -> "Devices":
+    def of(cls, device: torch.device, placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)) -> "Devices":
         """Returns the devices of this process and of the others like it."""
         free, host = available_memory(device), available_memory(torch.device("cpu")) // ranks.count_here()
-        return cls(device.type, count, host if device.type == "cpu" else free, placements, host)
+        return cls(device.type, ranks.count(), host if device.type == "cpu" else free, placements, host)
 
 
 def estimate_together(start: Planned, devices: Devices) -> MemoryEstimate:
@@ -143,9 +141,9 @@ def _phases(start: Planned, sizes: ModelSizes, *, rounds: bool = True) -> dict[s
         phases["evaluation"] = [Memory(logits + sizes.forward)]
     if config.generated:
         texts = texts_at_once(model, sizes.longest, written(config.generated))
-        kept = texts * sum(kept_of_text(model, sizes.longest).values())
         rounded = rounds and config.mixed_precision and sizes.element == FLOAT32
-        phases[GENERATION] = [Memory(sizes.forward + kept + rounded * sizes.model // 2)]
+        kept = texts * kept_of_text(model, sizes.longest) + rounded * sizes.model // 2
+        phases[GENERATION] = [Memory(sizes.forward + kept)]
     steps = all_steps(config)
     for number, step in enumerate(steps):
         held = 0  # dense weights and targets of later steps, from pruning on

@@ -8,15 +8,13 @@ from permtriton.checkpoint.quantizer import attach
 from permtriton.data.calibration import calibration_samples
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs
-from permtriton.driver.forecast import Forecast
 from permtriton.driver.make_record import compilation_record
-from permtriton.driver.memory_forecast import Devices
-from permtriton.driver.prepare import CompileInputs, begin, prepare
+from permtriton.driver.prepare import CompileInputs, prepare
 from permtriton.driver.result import CompiledModel
-from permtriton.driver.traced import check_graph, comparison_refusal, traced_sample
+from permtriton.driver.traced import check_graph
 from permtriton.evaluation.measures import HeldOutMeasure
 from permtriton.methods.measure.importance import magnitudes
-from permtriton.methods.planning import Planned
+from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.run import Run
 from permtriton.methods.step import Outcome, Stage
@@ -24,7 +22,7 @@ from permtriton.methods.steps import all_steps
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
-from permtriton.passes.plan import check_pruned
+from permtriton.passes.plan import check_pruned, named_layers
 from permtriton.recipe import config_from
 from permtriton.util.machine import as_torch_starts
 
@@ -32,7 +30,8 @@ from permtriton.util.machine import as_torch_starts
 def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledModel:
     """Permutes the channels of a dense model and prunes it to N:M, in place, on the device that ``inputs`` names."""
     with unstacked_experts(model.eval()), shared_linears(model):
-        run, held_out = prepare(model, inputs)
+        run = prepare(model, inputs)
+        held_out = measure_dense(run)
         steps = all_steps(run.config)
         for number, step in enumerate(steps):
             with run.workspace.timed(step.name):
@@ -68,10 +67,17 @@ def compile_model(
     return compile_loaded(model, CompileInputs(config, ids, tokenizer, **inputs))
 
 
-def forecast_loaded(model: PreTrainedModel, inputs: CompileInputs, devices: Devices | None) -> tuple[Planned, Forecast]:
-    """Returns the planned model that `compile_loaded` would start from, and the forecast; no weight changes."""
-    with unstacked_experts(model.eval()), shared_linears(model):
-        return begin(model, inputs, timed=True, devices=devices)
+def measure_dense(run: Run) -> HeldOutMeasure | None:
+    """Measures the dense model on held-out samples, if any, and the statistics that the importance needs."""
+    config, held_out = run.config, None
+    if run.held_out is not None:
+        with run.workspace.timed("evaluate"), run.placed_model() as model:
+            layers = named_layers(run.model, run.plan)
+            held_out = HeldOutMeasure(model, run.held_out, run.progress, layers, run.store)
+    if config.uses_importance and not config.dense_share:  # choosing dense linears measures statistics itself
+        with run.workspace.timed("calibrate"):
+            run.calibrate(lambda walk: site_statistics(walk, config.importance, run.progress))
+    return held_out
 
 
 def prove(run: Run) -> str:
@@ -85,11 +91,7 @@ def prove(run: Run) -> str:
         check_pruned(model, run.plan)
         # The pruned model is N:M, so masks by magnitude drop only zeros.
         run.run_passes(pruning_passes(run.plan, magnitudes(model, run.plan)))
-        if reason := comparison_refusal(run.graph, model):
-            return reason
-        sample = traced_sample(run.graph, model, run.reference.samples)
-        check_graph(run.graph, model, sample, "after pruning")
-    return "same outputs"
+        return check_graph(run.graph, model, run.reference.samples, "after pruning") or "same outputs"
 
 
 def measured(run: Run, held_out: HeldOutMeasure | None) -> dict[str, Any]:

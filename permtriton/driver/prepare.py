@@ -1,4 +1,4 @@
-"""The first stage of a compilation: its inputs, the measurements of the dense model, and the `Run` made of them."""
+"""The first stage of a compilation: its inputs, what it needs, and the `Run` made of them."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,26 +15,22 @@ from permtriton.data.held_out import prepared
 from permtriton.data.media import Processor
 from permtriton.data.samples import Inputs, Samples
 from permtriton.data.special_tokens import NONE
-from permtriton.driver.choose_placement import check_placement, estimated, place, without_text
-from permtriton.driver.forecast import Forecast, check_disk, disk_needs, make_forecast
+from permtriton.driver.choose_placement import place, without_text
+from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import WRITING, identify
 from permtriton.driver.make_record import Origin
 from permtriton.driver.memory_forecast import Devices
-from permtriton.driver.traced import comparison_refusal, graph_outputs, traced_sample
+from permtriton.driver.traced import check_graph
 from permtriton.errors import ConfigError, reasons_of
-from permtriton.evaluation.measures import HeldOutMeasure
-from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.planning import Planned, plan_model
 from permtriton.methods.recipe_config import CompileConfig
 from permtriton.methods.run import Run
 from permtriton.methods.step import Stage
-from permtriton.model.checks import check_same_outputs, model_outputs
 from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
 from permtriton.model.prunable import check_original
-from permtriton.model.reference import TOKENS, Reference
+from permtriton.model.reference import Reference
 from permtriton.model.seq2seq import check_ends
-from permtriton.passes.plan import named_layers
 from permtriton.running.mixed_precision import mixed_precision
 from permtriton.running.placement import DevicePlacement, ModelPlacement
 from permtriton.running.resume import Workspace
@@ -53,26 +49,21 @@ class CompileInputs:
     tokenizer: Processor | None = None  # the tokenizer or processor that is saved with the model
     held_out: Inputs | None = None  # held-out samples to evaluate both models on, in the form of ``samples``
     progress: Progress = field(default_factory=NoProgress)
-    # path of the files that keep the state of long stages, each with its stage's name before the suffix
-    # (``state.learned.safetensors``); a later call with equal inputs continues from them, and a call with other inputs
-    # is refused until they are deleted
+    # as in `permtriton.running.resume.Workspace`; a later call with equal inputs continues from the states, and a call
+    # with other inputs is refused until they are deleted
     resume_path: Path | None = None
-    # whether to measure the model first and report how much memory, time and disk the work will take
+    # whether to measure a pass of the model first, and report how much memory, time and disk the work will take
     say_needs: bool = False
     device: torch.device | None = None  # device to move the model to; None leaves it where it is
     # allowed placements on ``device``; its memory decides which is used
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
     save_format: str | None = None  # format that the model will be saved in, for the estimate of disk; None for dense
-    origin: Origin | None = None  # entries of the record that only the caller knows; None for none
+    origin: Origin = field(default_factory=Origin)  # entries of the record that only the caller knows
 
 
-def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOutMeasure | None]:
-    """Plans the compilation, checks that it can run, and measures the dense model.
-
-    Returns:
-        The run, and the measure of the dense model on held-out samples, if there are any.
-    """
-    start, forecast = begin(model, inputs, timed=inputs.say_needs)
+def prepare(model: PreTrainedModel, inputs: CompileInputs) -> Run:
+    """Plans the compilation, and checks that it can run, before any weight changes."""
+    start, forecast = begin(model, inputs)
     workspace, progress = start.workspace, inputs.progress
     memory, placement = forecast.memory, ModelPlacement(forecast.memory.placement, inputs.device or model.device)
     if refused := next(filter(None, ranks.gather(forecast.refused)), ""):
@@ -85,53 +76,34 @@ def prepare(model: PreTrainedModel, inputs: CompileInputs) -> tuple[Run, HeldOut
         if memory.savings:
             progress.say(f"to save memory: {memory.savings}")
     with workspace.timed("trace"):
-        _check_traced(start)
+        reference = Reference(model, start.samples)
+        what = f"the graph that torch.export traces of this {type(model).__name__}"
+        check_graph(start.graph, model, reference.samples, what)  # before hours are spent on a wrong trace
     run = Run(
         **{part.name: getattr(start, part.name) for part in fields(Planned)},
         generated_ids=_generated(start, placement) if start.config.generated else None,
         batch_size=max(TOKENS_WITHOUT_LOGITS // start.samples.longest, 1),
-        reference=Reference(model, start.samples),
+        reference=reference,
         placement=placement,
         memory=memory,
     )
     measure_all_experts(model, start.config.calibration.calibrate_all_experts)
-    return run, measure_dense(run, start.held_out)
+    return run
 
 
-def begin(
-    model: PreTrainedModel, inputs: CompileInputs, *, timed: bool, devices: Devices | None = None
-) -> tuple[Planned, Forecast]:
+def begin(model: PreTrainedModel, inputs: CompileInputs, devices: Devices | None = None) -> tuple[Planned, Forecast]:
     """Returns the planned model and the forecast of its compilation; a dry run stops here.
 
-    Args:
-        timed: whether to forecast the time of the compilation, as `make_forecast` does.
-        devices: devices to estimate for; None for ``inputs.device``, to which the model moves if it fits there.
+    Without ``devices``, it is for ``inputs.device``, to which the model moves if it fits there.
     """
     start, device = planned(model, inputs), inputs.device or model.device
-    workspace = start.workspace
-    if devices is None:
-        start, memory, devices = place(start, device, inputs.placements)
-    else:
-        ranks.check_shares(len(start.samples), devices.count)
-        start, memory = estimated(start, devices)
-        check_placement(memory.placement, start, devices)
-    with workspace.timed("identify"):
+    devices = devices or Devices.of(device, inputs.placements)
+    ranks.check_shares(len(start.samples), devices.count)
+    start, memory, devices = place(start, device, devices)
+    with start.workspace.timed("identify"):
         identify(start, device)
-    with workspace.timed("estimate"):
-        disk = disk_needs(start.config, start.sizes, inputs.resume_path, inputs.save_format)
-        return start, make_forecast(start, memory, devices, disk, timed=timed)
-
-
-def measure_dense(run: Run, samples: Samples | None) -> HeldOutMeasure | None:
-    """Measures the dense model on held-out samples, if any, and the statistics that the importance needs."""
-    workspace, config, plan, held_out = run.workspace, run.config, run.plan, None
-    if samples is not None:
-        with workspace.timed("evaluate"), run.placed_model() as model:
-            held_out = HeldOutMeasure(model, samples, run.progress, named_layers(run.model, plan), run.store)
-    if config.uses_importance and not config.dense_share:  # choosing dense linears measures statistics itself
-        with workspace.timed("calibrate"):
-            run.calibrate(lambda walk: site_statistics(walk, config.importance, run.progress))
-    return held_out
+    with start.workspace.timed("estimate"):
+        return start, make_forecast(start, memory, devices, inputs.save_format, timed=inputs.say_needs)
 
 
 def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
@@ -143,7 +115,6 @@ def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
     samples = check_samples(model, inputs.samples)
     if line := line_of_ids_without(samples, inputs.tokenizer):
         progress.say(line)
-    ranks.check_shares(len(samples), ranks.count())
     check_ends(model, samples)
     samples = with_tokens(model, samples.to("cpu"))
     if config.generated and (reason := generation_refusal(model, samples)):
@@ -156,18 +127,6 @@ def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
         progress.say(f"left dense: {reason}")
     stored_names(model, pruned_parameters(model, plan), original=config.layout == "portable")  # raises its errors early
     return Planned(model, config, samples, plan, graph, held_out, workspace)
-
-
-def _check_traced(start: Planned) -> None:
-    """Checks that the graph computes what the model does, before hours are spent on a wrong trace."""
-    model, graph = start.model, start.graph
-    if comparison_refusal(graph, model):
-        return
-    sample = traced_sample(graph, model, start.samples.start(1, TOKENS))
-    traced = graph_outputs(graph, sample)
-    if bool(traced.isfinite().all()):  # else `Reference` says what to do
-        stage = f"the graph that torch.export traces of this {type(model).__name__}"
-        check_same_outputs(traced, lambda: model_outputs(model, sample), model, stage)
 
 
 def _generated(start: Planned, placement: ModelPlacement) -> Tensor:

@@ -43,7 +43,6 @@ class CompiledModel(Pruned):
     states: Sequence[StateFile] = ()
 
     def __repr__(self) -> str:
-        """The class, the pattern and the recipe, without the model's modules and orders."""
         config, pattern = self.config, self.plan.sparsity(self.config.sparsity)
         summary = f"{type(self.model).__name__}, {len(self.plan.patterns)} linears at {pattern}"
         return f"<CompiledModel: {summary}, recipe {config.recipe}, layout {config.layout}>"
