@@ -354,7 +354,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     with reading(f"config file {path} cannot be read as TOML", ConfigError):
         read = tomllib.loads(path.read_text(encoding="utf-8"))
     prefixes = {kind.name: f"{kind.prefix}_" for kind in steps.STEPS}
-    known, options = all_options(), dict[str, Any]()
+    options: dict[str, Any] = {}
     for name, value in read.items():
         is_table = isinstance(value, dict)
         if is_table and name not in prefixes:
@@ -367,10 +367,4 @@ def read_config_file(path: Path) -> dict[str, Any]:
             if option in options:
                 raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
             options[option] = setting
-            try:
-                if option in known:
-                    options[option] = known[option].convert(setting)
-                    known[option].check(options[option])
-            except ConfigError as error:
-                raise ConfigError(f"config file {path}: {error}") from None
     return options

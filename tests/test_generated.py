@@ -204,7 +204,7 @@ def test_models_that_cannot_write_are_refused(make, words):
 
 def test_samples_of_more_than_tokens_are_refused():
     inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    with pytest.raises(ConfigError, match=r"`generated=5`: .* reads input_ids\+attention_mask"):
+    with pytest.raises(ConfigError, match=r"`generated=5`: .* reads input_ids, attention_mask"):
         compiled("mask,distill", ids=inputs)
 
 

@@ -32,7 +32,7 @@ def generation_refusal(model: PreTrainedModel, samples: Samples) -> str:
     if not model.can_generate():
         return f"{name} does not write text, token by token"
     if model.main_input_name != "input_ids" or samples.ids is None:
-        return f"{name} writes token ids alone, but reads {samples.name}"
+        return f"{name} writes token ids alone, but reads {', '.join(samples.inputs)}"
     return ""
 
 

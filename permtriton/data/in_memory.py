@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from permtriton.data.columns import documents_in
 from permtriton.data.documents import Documents
-from permtriton.data.media import inputs_for
+from permtriton.data.media import tensor_samples
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError, ConfigError, reading, shown
 
@@ -97,29 +97,28 @@ def tensors_of(data: Any, model: PreTrainedModel, most: int | None = None, defau
     elif isinstance(data, DataLoader):
         samples = _of_loader(data, model, most or default)
     else:
-        samples = Samples(_tensors(data, model))
+        samples = _samples(data, model)
     if most is not None and len(samples) < most:
         raise CalibrationError(f"data holds {len(samples)} samples, but {most} are needed: lower samples, or give more")
     return samples[:most]
 
 
-def _tensors(data: Any, model: PreTrainedModel) -> dict[str, Tensor]:
+def _samples(data: Any, model: PreTrainedModel) -> Samples:
     values_by_name = data if isinstance(data, Mapping) else {model.main_input_name: data}
     with reading("data cannot be made into tensors", CalibrationError):
         tensors = {name: torch.as_tensor(values) for name, values in values_by_name.items()}
-    return inputs_for(model, tensors)
+    return tensor_samples(model, tensors)
 
 
 def _of_loader(loader: DataLoader, model: PreTrainedModel, rows: int | None) -> Samples:
     """Returns the first ``rows`` samples of a loader; of batches that are tuples or lists, labels follow the inputs."""
-    batches, count = list[dict[str, Tensor]](), 0
+    batches = list[Samples]()
     for batch in loader:
-        batches.append(_tensors(batch[0] if isinstance(batch, list | tuple) else batch, model))
-        count += len(next(iter(batches[-1].values())))
-        if rows is not None and count >= rows:
+        batches.append(_samples(batch[0] if isinstance(batch, list | tuple) else batch, model))
+        if rows is not None and sum(map(len, batches)) >= rows:
             break
     if not batches:
         raise CalibrationError("the DataLoader gave no batch: give one that has data")
     advice = "give samples of one length, without padding"
     with reading(f"the batches of the DataLoader cannot be joined ({advice})", CalibrationError):
-        return Samples({name: torch.cat([batch[name] for batch in batches]) for name in batches[0]})[:rows]
+        return batches[0].joined(*batches[1:])[:rows]

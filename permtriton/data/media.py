@@ -33,14 +33,16 @@ def stored_samples(source: str, model: PreTrainedModel) -> Samples:
             f"{TENSORS} file with {model.main_input_name}, a row per sample, or in Python a tensor or DataLoader"
         )
     with reading(f"{source} cannot be read", CalibrationError):
-        return Samples(inputs_for(model, load_file(source)))
+        return tensor_samples(model, load_file(source))
 
 
-def inputs_for(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors without labels, which only encoder-decoders read, and without a mask of ones."""
+def tensor_samples(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Samples:
+    """Returns samples of tensors without labels, which only encoder-decoders read, and without a mask of ones."""
     labels = takes_decoder_ids(model)
-    return {
-        name: values
-        for name, values in tensors.items()
-        if (labels or name != "labels") and not (name == "attention_mask" and bool((values == 1).all()))
-    }
+    return Samples(
+        {
+            name: values
+            for name, values in tensors.items()
+            if (labels or name != "labels") and not (name == "attention_mask" and bool((values == 1).all()))
+        }
+    )

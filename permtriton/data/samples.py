@@ -65,14 +65,10 @@ class Samples:
 
     @property
     def counted(self) -> slice:
-        """The positions of the last hidden state that are measured: all but the special tokens around a text."""
-        inner = (self.special or NONE).of_labels
+        """The positions of the last hidden state that are measured: no special tokens around the text or labels."""
+        special = self.special or NONE
+        inner = special if special.labels is None else special.labels
         return slice(len(inner.before), -len(inner.after) or None)
-
-    @property
-    def name(self) -> str:
-        """The arguments' names, such as ``input_ids``."""
-        return "+".join(self.inputs)
 
     @property
     def positions(self) -> int:
@@ -93,10 +89,6 @@ class Samples:
     def split(self, size: int) -> Iterator["Samples"]:
         for start in range(0, len(self), size):
             yield self[start : start + size]
-
-    def of_text(self, ids: Tensor) -> "Samples":
-        """Returns samples of other token ids, in which the same positions hold special tokens."""
-        return replace(self, inputs={"input_ids": ids}, surplus=None)
 
     def joined(self, *others: "Samples") -> "Samples":
         """Returns these samples and then others with the same arguments."""

@@ -30,11 +30,6 @@ class SpecialTokens:
         """Number of special tokens around the text, and around the labels."""
         return len(self.before) + len(self.after), len(self.labels or ())
 
-    @property
-    def of_labels(self) -> "SpecialTokens":
-        """The special tokens of the sequence that the last hidden state belongs to: a decoder's labels, or the text."""
-        return self if self.labels is None else self.labels
-
     def room(self, tokens: int, option: str) -> int:
         """Returns how many tokens of text fit in a row of ``tokens``; ``option`` names ``tokens`` in an error."""
         least = len(self) + 1 if self.labels is None else 2 * max(self._sizes) + 2

@@ -1,7 +1,7 @@
 """One compilation, started by a command or a Python call: reading, running, saving and publishing."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,6 @@ from permtriton.data.held_out import read_held_out
 from permtriton.data.in_memory import name_of
 from permtriton.driver.forecast import Forecast
 from permtriton.driver.identity import one_per_step, states_beside
-from permtriton.driver.make_record import Origin
 from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.pipeline import compile_loaded
 from permtriton.driver.prepare import CompileInputs, begin
@@ -156,11 +155,12 @@ class Job:
         source = source and replace(source, device=compiled.model.device.type, name=lasting_name(source.name))
         return replace(compiled, source=source)
 
-    def _origin(self, config: CompileConfig, text: str, unused: Sequence[str]) -> Origin:
+    def _command(self, config: CompileConfig) -> str:
+        """Returns a command with the same result; empty for a model in memory."""
         args, source = self.args, self.model
         if not isinstance(source, Source):
-            return Origin(text=text)
-        command = compile_command(
+            return ""
+        return compile_command(
             source.name,
             config,
             eval_data=shown_name(name_of(args.eval_data)) if args.eval_data is not None else None,
@@ -171,10 +171,6 @@ class Job:
             save_format=args.save_format,
             trust_remote_code=source.trust_remote_code,
         )
-        gguf: dict[str, Any] | None = None
-        if source.gguf is not None:
-            gguf = {"file": source.gguf.path.name, "tensors": source.gguf.types}
-        return Origin(command, text, gguf, unused)
 
     def save(self, compiled: CompiledModel, progress: Progress) -> None:
         """Writes the output, if there is one; only the first rank writes."""
@@ -247,6 +243,7 @@ class Job:
             planned_for: devices to plan for in place of this machine's; if given, no default text is read.
         """
         source = self._source
+        gguf = source.gguf if source else None
         model: Any = self.model
         tokenizer, unused = self.args.tokenizer, list[str]()
         device = resolve_device(self.args.device) if source is not None and planned_for is None else None
@@ -295,6 +292,9 @@ class Job:
             device=device,
             placements=self.placements,
             save_format=self.args.save_format,
-            origin=self._origin(config, text, unused),
+            command=self._command(config),
+            text=text,
+            gguf={"file": gguf.path.name, "tensors": gguf.types} if gguf else None,
+            left_out=unused,
         )
         return model, inputs

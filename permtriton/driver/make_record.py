@@ -1,7 +1,6 @@
 """Makes the record of a compilation, ``permtriton.json``: all entries but those of saving; see docs/formats.md."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from permtriton.checkpoint.plan_entries import (
@@ -12,6 +11,7 @@ from permtriton.checkpoint.plan_entries import (
 )
 from permtriton.checkpoint.read_record import Record
 from permtriton.data.samples import Samples
+from permtriton.driver.prepare import CompileInputs
 from permtriton.methods.run import Run
 from permtriton.model.core import divides_text
 from permtriton.model.name import asked_name, is_hub_name
@@ -21,17 +21,7 @@ from permtriton.util.machine import determinism, device_name, peak_memory, versi
 from permtriton.util.permutation import moved
 
 
-@dataclass(frozen=True)
-class Origin:
-    """Facts in the record of a compilation that the pipeline does not know."""
-
-    command: str = ""  # a command with the same result; empty for the one that names the model's own path
-    text: str = ""  # name of the held-out data, or why there are none; empty where there are neither
-    gguf: dict[str, Any] | None = None  # the GGUF file whose weights were dequantized; None without one
-    left_out: Sequence[str] = ()  # tensors of the checkpoint that the model's class does not use
-
-
-def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], origin: Origin) -> Record:
+def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], inputs: CompileInputs) -> Record:
     """Returns the content of ``permtriton.json``, except for the entries that saving adds.
 
     Args:
@@ -44,7 +34,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
     record: Record = {
         "model": name,
         "on_hub": is_hub_name(name),
-        "command": origin.command or compile_command(name, config),
+        "command": inputs.command or compile_command(name, config),
         "versions": versions(),
         "device": device_name(run.placement.device),
         "determinism": {"seed": config.seed, **determinism()},
@@ -68,7 +58,7 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
             for step in config.steps
         ],
         "retained_importance": run.importance_shares,
-        "evaluation": {**evaluation, "text": origin.text} if origin.text else evaluation,
+        "evaluation": {**evaluation, "text": inputs.text} if inputs.text else evaluation,
         "proof": {"fold_difference": run.max_output_difference, "lowered_graph": comparison},
         "seconds": {stage: round(value, 3) for stage, value in run.workspace.seconds.items()},
         "memory": {"peak": peak_memory(run.placement.device), "estimate": run.memory.report()},
@@ -76,10 +66,10 @@ def compilation_record(run: Run, comparison: str, evaluation: dict[str, Any], or
         "sites": [ordered_site_report(site, site.expand(indices[site.space.name])) for site in plan.sites],
         "rows": rows_report(model, plan, indices),
     }
-    if origin.gguf:
-        record["gguf"] = origin.gguf
-    if origin.left_out:
-        record["left_out"] = list(origin.left_out)
+    if inputs.gguf:
+        record["gguf"] = inputs.gguf
+    if inputs.left_out:
+        record["left_out"] = list(inputs.left_out)
     return record
 
 

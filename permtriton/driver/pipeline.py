@@ -43,7 +43,7 @@ def compile_loaded(model: PreTrainedModel, inputs: CompileInputs) -> CompiledMod
         comparison, evaluation = prove(run), measured(run, held_out)
         if run.config.layout == "fused":  # so that save_pretrained also writes the gathers and the permuted norms
             attach(model, str(run.config.sparsity))
-        report = compilation_record(run, comparison, evaluation, inputs.origin)
+        report = compilation_record(run, comparison, evaluation, inputs)
     samples, states = run.reference.samples, run.workspace.states
     device = run.placement.device
     return CompiledModel(

@@ -1,7 +1,9 @@
 """The first stage of a compilation: its inputs, what it needs, and the `Run` made of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,6 @@ from permtriton.data.special_tokens import NONE
 from permtriton.driver.choose_placement import place, without_text
 from permtriton.driver.forecast import Forecast, check_disk, make_forecast
 from permtriton.driver.identity import WRITING, identify
-from permtriton.driver.make_record import Origin
 from permtriton.driver.memory_forecast import Devices
 from permtriton.driver.traced import check_graph
 from permtriton.errors import ConfigError, reasons_of
@@ -58,7 +59,11 @@ class CompileInputs:
     # allowed placements on ``device``; its memory decides which is used
     placements: tuple[DevicePlacement, ...] = tuple(DevicePlacement)
     save_format: str | None = None  # format that the model will be saved in, for the estimate of disk; None for dense
-    origin: Origin = field(default_factory=Origin)  # entries of the record that only the caller knows
+    # entries of the record that only the caller knows
+    command: str = ""  # a command with the same result; empty for the one that names the model's own path
+    text: str = ""  # name of the held-out data, or why there are none; empty where nothing is to be said of them
+    gguf: dict[str, Any] | None = None  # the GGUF file whose weights were dequantized; None without one
+    left_out: Sequence[str] = ()  # tensors of the checkpoint that the model's class does not use
 
 
 def prepare(model: PreTrainedModel, inputs: CompileInputs) -> Run:

@@ -90,7 +90,7 @@ class Run(Planned):
         in random order: surplus samples, what the dense model wrote and, if these are too few, calibration samples.
         """
         ids = self.generated_ids if step.reads_generated else None
-        generated = [] if ids is None else [self.samples.of_text(ids)]
+        generated = [] if ids is None else [Samples({"input_ids": ids}, special=self.samples.special)]
         surplus = [] if self.samples.surplus is None else [self.samples.surplus]
         if not step.fresh_samples:
             num_extra = step.extra_per_sample * len(self.samples)
