@@ -12,7 +12,7 @@ from permtriton.errors import ConfigError, ModelError, OutputError
 from permtriton.evaluation.compare_methods import check_effect, row_configs
 from permtriton.evaluation.compare_results import ResultFile, columns, read_comparison
 from permtriton.methods.prune.refit import Refit
-from permtriton.recipe import RECIPES
+from permtriton.recipe import RECIPES, config_from
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo
@@ -40,7 +40,7 @@ def test_there_is_a_row_per_method_and_pattern():
 
 def test_recipes_are_compared_where_they_are_named():
     rows = row_configs(SMALL, tuple(RECIPES), model="demo")
-    assert [row.config.recipe for row in rows] == [recipe.names for recipe in RECIPES.values()]
+    assert [row.config.recipe for row in rows] == [config_from({}, name).recipe for name in RECIPES]
     fused = row_configs(SMALL, tuple(f"{name} (fused)" for name in RECIPES), model="demo")
     assert [row.config for row in fused] == [replace(row.config, layout="fused") for row in rows]
     fast = rows[list(RECIPES).index("fast")].config
