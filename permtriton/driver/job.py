@@ -32,7 +32,7 @@ from permtriton.methods.recipe_config import CompileConfig
 from permtriton.model import load, outline
 from permtriton.model.experts import unstacked_experts
 from permtriton.model.name import lasting_name, shown_name
-from permtriton.model.prunable import check_loaded, check_not_compiled
+from permtriton.model.prunable import check_loaded, check_not_compiled, check_original
 from permtriton.model.rehearsal import check_made_by_config, rehearse_saving
 from permtriton.model.seq2seq import end_token
 from permtriton.model.shared import shared_linears
@@ -261,6 +261,7 @@ class Job:
             if self.output is not None:
                 rehearse_saving(f"this {type(model).__name__}", model, tokenizer)
                 check_made_by_config(model)
+        check_original(model)
         no_text = planned_for is not None and "calibration" not in self.overrides
         eval_data = "none" if no_text and self.args.eval_data is None else self.args.eval_data
         name, count = source.name if source else "", self.args.eval_windows
@@ -279,7 +280,8 @@ class Job:
         if no_text:
             data = torch.full((calibration.samples, calibration.sequence_length), end_token(model) or 0)
         most = calibration.samples if "samples" in self.overrides else None
-        samples, config = calibration_samples(config, tokenizer, model, data, most)
+        with progress.stage("calibration text", 0):
+            samples, config = calibration_samples(config, tokenizer, model, data, most)
         config = with_suggested(config, self.overrides)  # data in memory decide the number of samples
         inputs = CompileInputs(
             config,

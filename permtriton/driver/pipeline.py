@@ -20,6 +20,7 @@ from permtriton.methods.run import Run
 from permtriton.methods.step import Outcome, Stage
 from permtriton.methods.steps import all_steps
 from permtriton.model.experts import unstacked_experts
+from permtriton.model.prunable import check_original
 from permtriton.model.shared import shared_linears
 from permtriton.passes.pipeline import pruning_passes
 from permtriton.passes.plan import check_pruned, named_layers
@@ -62,6 +63,7 @@ def compile_model(
 ) -> CompiledModel:
     """Calls `compile_loaded` with further `CompileInputs`, on ``ids`` or on samples that the config names."""
     config = config or config_from()
+    check_original(model)
     if ids is None:
         ids, config = calibration_samples(config, tokenizer, model)
     return compile_loaded(model, CompileInputs(config, ids, tokenizer, **inputs))

@@ -29,7 +29,6 @@ from permtriton.methods.run import Run
 from permtriton.methods.step import Stage
 from permtriton.model.experts import measure_all_experts
 from permtriton.model.forward import TOKENS_WITHOUT_LOGITS, with_tokens
-from permtriton.model.prunable import check_original
 from permtriton.model.reference import Reference
 from permtriton.model.seq2seq import check_ends
 from permtriton.running.mixed_precision import mixed_precision
@@ -116,7 +115,6 @@ def planned(model: PreTrainedModel, inputs: CompileInputs) -> Planned:
     workspace = Workspace(inputs.progress, inputs.resume_path)
     held_out = None if inputs.held_out is None else prepared(model, inputs.held_out)
     config, progress = inputs.config, inputs.progress
-    check_original(model)
     samples = check_samples(model, inputs.samples)
     if line := line_of_ids_without(samples, inputs.tokenizer):
         progress.say(line)
