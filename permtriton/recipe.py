@@ -367,4 +367,10 @@ def read_config_file(path: Path) -> dict[str, Any]:
             if option in options:
                 raise ConfigError(f"config file {path} sets {option} twice: keep one of them")
             options[option] = setting
+    known = all_options()
+    for name in filter(known.__contains__, options):
+        try:
+            known[name].check(known[name].convert(options[name]))
+        except ConfigError as error:
+            raise ConfigError(f"config file {path}: {error}") from None
     return options
