@@ -56,6 +56,7 @@ def sizes(**changes: object) -> Damage:
 
 
 MODELS: dict[str, tuple[Damage, tuple[str, ...]]] = {
+    "base class": (sizes(architectures=["PreTrainedModel"]), ("PreTrainedModel", "only a base")),
     "hidden_size 2^31": (sizes(hidden_size=2**31), ("parameters", "its checkpoint can fill")),
     "10^12 layers": (sizes(num_hidden_layers=10**12), ("num_hidden_layers", "at most 100000")),
     "adapter": (write("adapter_config.json", b"{}"), ("adapter_config.json", "merge")),

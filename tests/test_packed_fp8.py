@@ -192,8 +192,13 @@ def scale(value):
 
 
 DAMAGE = {
-    "no scale": (tensors(lambda t: t.pop(f"{LAST_UP}_scale")), [LAST_UP, "_scale is missing, expected [112]"]),
-    "a scale of another shape": (scale(torch.ones(111)), [LAST_UP, "[111], expected [112]"]),
+    "no scale": (tensors(lambda t: t.pop(f"{LAST_UP}_scale")), [LAST_UP, "_scale is missing, expected F32 [112]"]),
+    "a scale of another shape": (scale(torch.ones(111)), [LAST_UP, "F32 [111], expected F32 [112]"]),
+    "values in 16 bits": (
+        tensors(lambda t: t.update({f"{LAST_UP}_values": t[f"{LAST_UP}_values"].half()})),
+        [LAST_UP, "F16", "expected F8_E4M3"],
+    ),
+    "not listed as FP8": (entry(lambda packed: packed[LAST_UP].pop("values")), [LAST_UP, "F8_E4M3"]),
     "no values": (tensors(lambda t: t.pop(f"{LAST_UP}_values")), [LAST_UP, "incomplete"]),
     "another type listed": (entry(lambda packed: packed[LAST_UP].update(values="int8")), ["values", "damaged"]),
     "another dimension": (entry(lambda packed: packed[LAST_UP].update(dim=0)), [LAST_UP, "the input dimension 0"]),

@@ -193,6 +193,8 @@ DAMAGE = {
         quantization(lambda q: q["packed"][LAST_UP].update(dim=0)),
         [LAST_UP, "the input dimension 0"],
     ),
+    "a norm not listed": (quantization(lambda q: q["norms"].pop(FIRST_NORM)), [FIRST_NORM, "[1, 64]"]),
+    "a gather not listed": (quantization(lambda q: q["gathers"].clear()), [O_PROJ, "does not list"]),
     "a norm too many": (
         quantization(lambda q: q["norms"].update({"model.norm": q["norms"][FIRST_NORM]})),
         ["model.norm"],
@@ -221,3 +223,17 @@ def test_damage_is_named_and_gives_no_model(place, tmp_path, case):
     with pytest.raises(ModelError) as caught:
         load(folder)
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
+
+
+def test_a_shard_outside_the_folder_is_refused(tmp_path):
+    model = folders.model_of("llama", fused=True)
+    folder = folders.save(model, tmp_path / "in", shard="40KB")
+    index = folder / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    name = where["model.norm.weight"]
+    shutil.move(folder / name, tmp_path / name)
+    folders.edit_json(
+        index, lambda found: found.update(weight_map={k: f"../{v}" if v == name else v for k, v in where.items()})
+    )
+    with pytest.raises(ModelError, match="outside"):
+        load(folder)

@@ -123,9 +123,18 @@ class PermTritonQuantizer(HfQuantizer):
     ) -> None:
         self._refuse_offloading(device_map)
         files = [Path(file) for file in checkpoint_files or []]
+        for file in files:
+            if file.parent != files[0].parent or file.parent.name == "..":
+                raise ModelError(
+                    f"the index of the weights names {file}, which is outside the checkpoint's folder: it is damaged"
+                )
         if files:
             check_hashes(files[0].parent, self.quantization_config.sha256)
         headers = read_headers(files)
+        # No shape shows that a packed linear gathers, so that an unlisted gather would be left out in silence.
+        listed = {f"{name}.gather.index" for name in self.quantization_config.gathers}
+        if unlisted := {name for name in headers if name.endswith(".gather.index")} - listed:
+            raise ModelError(f"config.json does not list the permutation {min(unlisted)}: it is damaged")
         names = loaded_names(model, [*headers, *self.quantization_config.packed])
         stored = {names[name]: tensor for name, tensor in headers.items()}
         self._replace(model, stored, names, device_map)
@@ -234,7 +243,9 @@ class PermTritonQuantizer(HfQuantizer):
         loaded = {name for name in self._shapes if getattr(state[name], "_is_hf_initialized", False)}
         self.refuse_missing(model, set(self._shapes) - loaded)
         for name, shape in self._shapes.items():
-            if tuple(state[name].shape) not in (tuple(shape), (1, *shape)):
+            owner, _, kind = name.rpartition(".")
+            permuted = kind == "weight" and is_permuted(model.get_submodule(owner))
+            if tuple(state[name].shape) not in {tuple(shape), (1, *shape) if permuted else tuple(shape)}:
                 raise ModelError(f"{name} was loaded with shape {list(state[name].shape)}, expected {list(shape)}")
             if not state[name].is_floating_point() and state[name].dtype != self._dtypes[name]:
                 raise ModelError(f"{name} is stored as {state[name].dtype}, expected {self._dtypes[name]}")

@@ -16,7 +16,7 @@ from permtriton.model.modules import GatheredLinear, from_norm, replace_module
 from permtriton.util.permutation import index_dtype
 from permtriton.util.sparsity import NMPattern
 
-PARTS = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}  # dtypes of the parts of a packed weight
+FP8, POSITIONS, SCALES = {"F8_E4M3": torch.float8_e4m3fn}, {"U8": torch.uint8}, {"F32": torch.float32}
 
 
 def device_of(name: str, device_map: Mapping[str, Any] | str | None) -> torch.device:
@@ -102,11 +102,12 @@ def replace_by_packed(
         sizes["_scale"] = (shape[0],)
     for part, size in sizes.items():
         found = stored.get(stored_name + part)
-        if found is None or found.shape != size:
+        dtypes = {"_values": FP8 if "values" in entry else DTYPES, "_positions": POSITIONS, "_scale": SCALES}[part]
+        if found is None or found.shape != size or found.dtype not in dtypes:
             raise ModelError(
-                f"{stored_name}{part} is {list(found.shape) if found else 'missing'}, expected {list(size)} for "
-                f"{shape} at {pattern}: the checkpoint is damaged or incomplete"
+                f"{stored_name}{part} is {f'{found.dtype} {list(found.shape)}' if found else 'missing'}, expected "
+                f"{' or '.join(dtypes)} {list(size)} for {shape} at {pattern}: the checkpoint is damaged or incomplete"
             )
-        owner.register_buffer(attribute + part, torch.empty(size, dtype=PARTS[found.dtype], device="meta"))
+        owner.register_buffer(attribute + part, torch.empty(size, dtype=dtypes[found.dtype], device="meta"))
     # transformers cannot initialize None
     setattr(owner, attribute, nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta")))

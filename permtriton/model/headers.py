@@ -90,5 +90,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
         ):
             for name in opened.keys():  # noqa: SIM118
                 part = opened.get_slice(name)
+                if name in stored:
+                    raise ModelError(f"tensor {name} is both in {stored[name].file} and in {file}")
                 stored[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
     return stored

@@ -9,6 +9,7 @@ from typing import Any
 
 import transformers
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto as auto
 from transformers.quantizers import AutoHfQuantizer
@@ -303,6 +304,10 @@ def _model_class(source: Source, config: Any) -> Any:
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
             "transformers, or, if the model comes with its own code and you trust it, use `trust_remote_code=True`"
+        )
+    if model_class.forward is nn.Module.forward:
+        raise ModelError(
+            f"{source.name}: {names[0]} in config.json is only a base for model classes: name the one that was trained"
         )
     return model_class
 
