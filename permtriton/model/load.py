@@ -300,7 +300,8 @@ def _model_class(source: Source, config: Any) -> Any:
         model_class: Any = getattr(transformers, names[0], None)
         if model_class is None and source.trust_remote_code:
             model_class = _remote_class(config, names[0], source)
-    if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
+    is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+    if not is_model:
         raise ModelError(
             f"{source.name}: {names[0]} is not a model class of transformers {transformers.__version__}: upgrade "
             "transformers, or, if the model comes with its own code and you trust it, use `trust_remote_code=True`"
