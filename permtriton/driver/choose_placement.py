@@ -1,4 +1,7 @@
-"""Chooses the model's placement by memory, and refuses what that rules out; `resolve_device` reads ``device``."""
+"""Chooses the model's placement by memory, and refuses what that rules out.
+
+`permtriton.model.source.resolve_device` reads the option ``device``.
+"""
 
 from dataclasses import replace
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from permtriton.checkpoint.format import IN_8_BITS, PACKED, Format
+from permtriton.checkpoint.format import IN_8_BITS, PACKED
 from permtriton.data.generated import written
 from permtriton.driver.identity import states_beside
 from permtriton.driver.memory_forecast import Devices, refusal
@@ -119,11 +119,11 @@ def disk_needs(start: Planned, save_format: str | None = None) -> dict[str, int]
 
 def _bytes_per_weight(config: CompileConfig, sizes: ModelSizes, save_format: str | None) -> float:
     """Returns the bytes that a format stores per weight of a prunable linear, without the row scales of 8 bits."""
+    element = 1 if save_format in IN_8_BITS else sizes.element
     if save_format in PACKED:
-        element = 1 if save_format in IN_8_BITS else sizes.element
         packed = sizes.kept * (element + position_bits(config.sparsity.group) / 8)
         return packed + config.dense_share * (sizes.element - packed)
-    return 1 if save_format == Format.FP8 else sizes.element
+    return element
 
 
 def stage_passes(start: Planned) -> dict[str, float]:
