@@ -80,8 +80,7 @@ def first_line(error: BaseException) -> str:
     An empty message, or one of a ``LookupError``, follows the name of the error's class. Backticks in the message of
     another library become quotes, because ours mark options (`as_flags`).
     """
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)  # without the path again
-    message = reason if isinstance(error, PermTritonError) else reason.replace("`", "'")
+    message = str(error) if isinstance(error, PermTritonError) else str(error).replace("`", "'")
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     line = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     if not line or isinstance(error, LookupError):

@@ -103,4 +103,4 @@ def test_a_text_that_may_not_be_read(desk, monkeypatch):
         return read(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    desk.refuses(desk.compile(), str(desk.text), "cannot be read: Permission denied")
+    desk.refuses(desk.compile(), str(desk.text), "cannot be read", "Permission denied")
