@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from permtriton.errors import VerificationError
 from permtriton.kernels.norm_permute import NormVariant
-from permtriton.model.checks import check_weight
 from permtriton.model.modules import LINEAR_MODULES
 from permtriton.model.name import layer_number
+from permtriton.model.nm_checks import check_weight
 from permtriton.util.permutation import is_permutation
 from permtriton.util.sparsity import NMPattern, in_words
 

@@ -9,11 +9,11 @@ from permtriton.model import checks
 from permtriton.model.checks import (
     check_finite_tensor,
     check_same_outputs,
-    check_weight,
     model_outputs,
     relative_difference,
     rounding_noise,
 )
+from permtriton.model.nm_checks import check_weight
 from permtriton.util.sparsity import NMPattern
 
 from . import zoo

@@ -11,9 +11,9 @@ from permtriton.checkpoint.export import export
 from permtriton.data.samples import Samples
 from permtriton.driver.pipeline import compile_model
 from permtriton.methods.measure.statistics import channel_norms
-from permtriton.model.checks import check_weight
 from permtriton.model.expert_linears import input_dim
 from permtriton.model.experts import restack_experts, unstack_experts, unstacked_experts
+from permtriton.model.nm_checks import check_weight
 from permtriton.passes.plan import Destination
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress

@@ -16,8 +16,8 @@ from permtriton.checkpoint import packed, quantizer
 from permtriton.checkpoint.export import export
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ModelError
-from permtriton.model.checks import check_weight
 from permtriton.model.modules import is_packed
+from permtriton.model.nm_checks import check_weight
 
 from . import off_path, zoo
 from .folders import WEIGHTS

@@ -25,10 +25,11 @@ from permtriton.checkpoint.format_writers import FormatWriter
 from permtriton.checkpoint.names import loaded_names
 from permtriton.errors import ModelError
 from permtriton.kernels.quantize import dequantized, round_to_fp8
-from permtriton.model.checks import check_finite_tensor, check_weight
+from permtriton.model.checks import check_finite_tensor
 from permtriton.model.expert_linears import stacks
 from permtriton.model.load import load_empty_model
 from permtriton.model.name import location_of
+from permtriton.model.nm_checks import check_weight
 from permtriton.model.source import Source
 
 LAYOUT, SCHEME = "float-quantized", "FP8_DYNAMIC"  # as compressed-tensors calls them

@@ -14,9 +14,10 @@ from permtriton.checkpoint.names import loaded_names
 from permtriton.checkpoint.quantization_config import packed_entry
 from permtriton.kernels.quantize import dequantized, round_to_fp8
 from permtriton.kernels.sparse_linear_fp8 import pack_fp8
-from permtriton.model.checks import check_finite_tensor, check_weight
+from permtriton.model.checks import check_finite_tensor
 from permtriton.model.load import load_empty_model
 from permtriton.model.name import location_of
+from permtriton.model.nm_checks import check_weight
 from permtriton.model.source import Source
 
 

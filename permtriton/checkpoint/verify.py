@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from permtriton.checkpoint.names import StoredNames
 from permtriton.checkpoint.pruned import Pruned
 from permtriton.errors import VerificationError, first_line
-from permtriton.model.checks import check_finite_tensor, check_same_outputs, check_weight, model_outputs
+from permtriton.model.checks import check_finite_tensor, check_same_outputs, model_outputs
 from permtriton.model.forward import in_eval_mode
+from permtriton.model.nm_checks import check_weight
 from permtriton.util.machine import available_memory, release_memory
 from permtriton.util.micro_batch import is_out_of_memory
 from permtriton.util.sparsity import PrunedWeight

@@ -12,7 +12,7 @@ from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.postconditions import check_retained, total_importance
 from permtriton.methods.run import Run
 from permtriton.methods.step import Stage, Step
-from permtriton.model.checks import check_kept, zeros_in_groups
+from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.util import ranks
 

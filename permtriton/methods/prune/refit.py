@@ -45,7 +45,8 @@ from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import GENERATED, Outcome, Stage, Step
-from permtriton.model.checks import all_finite, check_kept, zeros_in_groups
+from permtriton.model.checks import all_finite
+from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import linear_module, sequential_groups, weight_in_out
 from permtriton.running.mixed_precision import exact_products
 from permtriton.util import ranks

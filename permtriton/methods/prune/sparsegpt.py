@@ -14,7 +14,7 @@ from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.methods.step import Stage, Step
-from permtriton.model.checks import check_kept, zeros_in_groups
+from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import linear_module, weight_in_out
 from permtriton.util.option import documented, option
 
