@@ -282,7 +282,8 @@ class Job:
         most = calibration.samples if "samples" in self.overrides else None
         with progress.stage("calibration text", 0):
             samples, config = calibration_samples(config, tokenizer, model, data, most)
-        config = with_suggested(config, self.overrides)  # data in memory decide the number of samples
+        if data is not None:
+            config = with_suggested(config, self.overrides)  # data in memory decide the number of samples
         inputs = CompileInputs(
             config,
             samples,

@@ -59,6 +59,7 @@ def compare(
     """
     source, seeds = Source(model, **args.loading), _seeds(args.seeds)
     ablation = args.ablate and args.ablate.replace("-", "_")
+    # Reads the options of the protocol, which `with_protocol` then replaces by its values.
     options, rows_with = _rows(model, replace(args, ablate=ablation), given)
     args = replace(args, eval_data=selected(args.eval_data)).with_protocol(model)
     output = None if args.output is None else Path(args.output)
