@@ -60,13 +60,6 @@ TRIALS = (
         "refit_dense_targets 0.0",
     ),
     Trial("the metric of the outputs in `refit`", "metric-smollm2.json", "default without the metric", "default"),
-    Trial("`tune` after the fit", "real-smollm2-cpu.json", "heuristic + refit", "heuristic + refit + tune"),
-    Trial(
-        "two sequences that the model writes per calibration sample, for `refit` and `tune`",
-        "real-smollm2-cpu.json",
-        "heuristic + refit + tune",
-        "heuristic + refit + tune with written text",
-    ),
     Trial(
         "training of kept weights after `tune`, with text that the model writes: by Adafactor, once over 12 further "
         "samples per sample, in place of Adam, twice over 3",

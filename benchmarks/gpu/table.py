@@ -306,11 +306,10 @@ def summary(rows: Mapping[str, Any]) -> str:
     packed = first["floor_us"] / 1e3  # of reading its bytes alone
     dense = packed / first["figures"]["of the dense model's bytes"]
     lines += ["", f"All linears of a layer of LLaMA-3-8B's shapes, bfloat16, on one {about['hardware']['device']}. A "
-              f"step of decoding of the whole model, with 512 tokens of context, takes {', '.join(steps)}. Both models "
-              "run as transformers launches them, in CUDA graphs, with q, k, v, gate and up as products of their own. "
-              f"Reading their bytes alone would take {dense:.1f} ms (dense) and {packed:.1f} ms (packed); the rest is "
-              "attention, norms and launches, which stay as they are. From 512 tokens on, ours is cuSPARSELt's "
-              "product, whose algorithm its own search chose. Random weights; torch "
+              f"step of decoding of the whole model, with 512 tokens of context, takes {', '.join(steps)}, as "
+              "transformers launches it, in CUDA graphs. Reading the bytes alone would take "
+              f"{dense:.1f} ms (dense) and {packed:.1f} ms (packed). From 512 tokens on, ours is cuSPARSELt's "
+              "product. Random weights; torch "
               f"{about['versions']['torch']}, cuSPARSELt {about['versions']['cusparselt']}."]  # fmt: skip
     if any("~" in line for line in lines):
         lines[-1] += (" What begins with ~ is an estimate, not measured: the bytes of the weights in FP8 at the rate, "

@@ -31,7 +31,6 @@ OURS = {
     "--learn-learning-rate 0.02 --distill-steps 32 --distill-batch-size 2 --distill-learning-rate 2e-3 "
     "--distill-optimizer adafactor",
     "default with written text": "--recipe default --generated 64",  # two sequences per sample
-    "best on less text": "--recipe best --distill-optimizer adam --distill-further 3 --distill-epochs 2",
     "best": "--recipe best",
     "wanda + heuristic (fused)": "--recipe heuristic,mask --importance wanda --layout fused",
     "ria + heuristic (fused)": "--recipe heuristic,mask --importance ria --layout fused",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.real.rows import DENSE, OTHER_WINDOWS
+from benchmarks.real.rows import DENSE, OTHER_WINDOWS, ROWS
 from permtriton.recipe import RECIPES, config_from
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
@@ -16,11 +16,17 @@ LOSS = "Loss: the rise in log perplexity, log(perplexity / dense), as a share of
 HEADING = "method | seeds | perplexity | loss | KL to dense | on other text | CPU seconds | peak memory"
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns a row per method, with the mean over seeds, and below the table how it was measured."""
+def markdown(report: Mapping[str, Any], alike: str = "") -> str:
+    """Returns a row per method, with the mean over seeds, and below the table how it was measured.
+
+    Methods that no command measures any more are left out. ``alike`` names the table that says how this one was
+    measured, too.
+    """
+    report = {**report, "rows": [row for row in report["rows"] if row["name"] in ROWS]}
     windows = next(row for row in report["rows"] if row["name"] == DENSE)["evaluation"]["windows"]
     command = f"```\n{report['command']}\n```"
-    words = f"{_measures(report, windows)}{_library(report['rows'])} {_versions(report)}"
+    measured = f"Measured as {alike}." if alike else _measures(report, windows)
+    words = f"{measured}{_library(report['rows'])} {_versions(report)}"
     return f"{_table(report)}\n\n{words}\n\n{command}"
 
 
