@@ -22,7 +22,7 @@ from benchmarks.architectures import table as architectures  # noqa: E402
 from benchmarks.gpu import table as gpu  # noqa: E402
 from benchmarks.real import plot  # noqa: E402
 from benchmarks.real import table as real  # noqa: E402
-from permtriton.evaluation.report_plots import Series, chart  # noqa: E402
+from permtriton.evaluation.report_plots import Series, chart, colour  # noqa: E402
 from permtriton.recipe import all_options, defaults  # noqa: E402
 
 NAMED_PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "NOTES.md")
@@ -385,7 +385,7 @@ def dense_share_plot(theme: str) -> str:
     for name, file in DENSE_SHARES.items():
         rows = [row for row in _load(file)["rows"] if row["method"] != "dense"]
         points = [(100 * float(row["setting"].split()[-1]), row["kl"] / rows[0]["kl"]) for row in rows]
-        series.append(Series(name, points, len(series), labels=[*[""] * (len(points) - 2), name, ""]))
+        series.append(Series(name, points, colour(len(series)), labels=[*[""] * (len(points) - 2), name, ""]))
     drawn = chart(series, "share left dense, %", "KL to the dense model; 1 with nothing left dense")
     colours = plot.THEMES[theme]
     names = {**colours, "c0": colours["ours"], "c1": colours["theirs"]}

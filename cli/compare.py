@@ -7,7 +7,7 @@ from permtriton.cli.console import change, print_json, say, show
 from permtriton.cli.options import Flags, HelpAll, Json, Model, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.evaluation import compare as comparing
-from permtriton.evaluation.compare_results import cell, columns
+from permtriton.evaluation.compare_results import cell, columns, row_name
 from permtriton.model.source import Source
 from permtriton.recipe import all_options
 from permtriton.util.bars import BarProgress
@@ -40,7 +40,7 @@ def verdict(report: dict[str, Any]) -> str:
     dense, *rows = report["rows"]
     is_perplexity = report["measure"] == "perplexity"
     best = (min if is_perplexity else max)(rows, key=lambda row: row["mean"])
-    name = ", ".join(filter(None, (best["method"], best["pattern"] * (len(report["patterns"]) > 1), best["setting"])))
+    name = row_name(best, report["patterns"])
     if is_perplexity:
         return f"best: {name}, perplexity {change(dense['mean'], best['mean'])}"
     return f"best: {name}, cosine with the dense model {best['mean']:.4f}"

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from permtriton import api
 from permtriton.cli.options import Overwrite, output_flag
+from permtriton.evaluation import report as reporting
 from permtriton.util.bars import err
 from permtriton.util.machine import format_bytes
 
@@ -32,6 +32,6 @@ def report(
     output: Output = None,
     overwrite: Overwrite = False,
 ) -> None:
-    written = api.report(folders, output, comparison=comparison, masks=masks, overwrite=overwrite)
+    written = reporting.report(folders, output, comparison=comparison, masks=masks, overwrite=overwrite)
     shown = output or written.name
     err.print(f"{shown} ({format_bytes(written.stat().st_size)})", highlight=False, markup=False, soft_wrap=True)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from permtriton.api import export as export
     from permtriton.api import find_plan as find_plan
     from permtriton.api import inspect as inspect
-    from permtriton.api import report as report
     from permtriton.checkpoint.masks import Masks as Masks
     from permtriton.checkpoint.masks import read_masks as read_masks
     from permtriton.driver.job import DryRun as DryRun
     from permtriton.driver.result import CompiledModel as CompiledModel
     from permtriton.errors import PermTritonError as PermTritonError
     from permtriton.evaluation.evaluate import Evaluated as Evaluated
+    from permtriton.evaluation.report import report as report
     from permtriton.finetune.keep_pattern import KeepPattern as KeepPattern
     from permtriton.finetune.keep_pattern import KeptPattern as KeptPattern
     from permtriton.finetune.keep_pattern import MergedAdapter as MergedAdapter
@@ -42,32 +42,21 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_MODULES = {
-    "CompileConfig": "methods.recipe_config",
-    "CompiledModel": "driver.result",
-    "DryRun": "driver.job",
-    "Evaluated": "evaluation.evaluate",
-    "Event": "util.progress",
-    "KeepPattern": "finetune.keep_pattern",
-    "KeptPattern": "finetune.keep_pattern",
-    "Masks": "checkpoint.masks",
-    "MergedAdapter": "finetune.keep_pattern",
-    "NMPattern": "util.sparsity",
-    "PermTritonError": "errors",
-    "adapt": "api",
-    "compare": "api",
-    "compile": "api",
-    "config_from": "recipe",
-    "dry_run": "api",
-    "evaluate": "api",
-    "export": "api",
-    "find_plan": "api",
-    "inspect": "api",
-    "keep_pattern": "finetune.keep_pattern",
-    "read_masks": "checkpoint.masks",
-    "recipes": "recipe",
-    "report": "api",
+_NAMES = {
+    "api": ("adapt", "compare", "compile", "dry_run", "evaluate", "export", "find_plan", "inspect"),
+    "checkpoint.masks": ("Masks", "read_masks"),
+    "driver.job": ("DryRun",),
+    "driver.result": ("CompiledModel",),
+    "errors": ("PermTritonError",),
+    "evaluation.evaluate": ("Evaluated",),
+    "evaluation.report": ("report",),
+    "finetune.keep_pattern": ("KeepPattern", "KeptPattern", "MergedAdapter", "keep_pattern"),
+    "methods.recipe_config": ("CompileConfig",),
+    "recipe": ("config_from", "recipes"),
+    "util.progress": ("Event",),
+    "util.sparsity": ("NMPattern",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 register_with_transformers()
 

@@ -20,7 +20,6 @@ from permtriton.driver.result import CompiledModel
 from permtriton.errors import ConfigError
 from permtriton.evaluation import compare as comparing
 from permtriton.evaluation.evaluate import Against, Evaluated, Model, evaluate_with
-from permtriton.evaluation.report import report as write_report
 from permtriton.methods import planning
 from permtriton.methods.step import Step
 from permtriton.model import load
@@ -413,40 +412,6 @@ def adapt(
     default = f"{real_path(source).name}-for-{real_path(folder).name}"
     target = path_of("output", default if output is None else output)
     return adapting.adapt(source, folder, target, trust_remote_code=trust_remote_code)
-
-
-def report(
-    folders: str | Path | Sequence[str | Path],
-    output: str | Path | None = None,
-    *,
-    comparison: str | Path | None = None,
-    masks: str | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Writes one HTML page about compiled folders, as ``permtriton report`` does.
-
-    Args:
-        folders: one folder that permtriton wrote, or several, which are shown side by side.
-        output: file to write; None for ``FOLDER-report.html`` in the current folder, by the first folder's name.
-        comparison: JSON report of ``permtriton compare``, whose table is shown, too.
-        masks: name of the linear whose masks are drawn side by side; None for the last linear of the first layer.
-        overwrite: whether an earlier file may be replaced.
-
-    Returns:
-        The absolute path of the file.
-
-    Raises:
-        PermTritonError: a folder cannot be read, or the file cannot be written.
-
-    Example:
-        >>> import permtriton
-        >>> permtriton.report(["my-model-2of4", "my-model-2of4-fused"], "report.html").name
-        'report.html'
-    """
-    several: Sequence[Any] = folders if isinstance(folders, list | tuple) else [folders]
-    named = [path_of("folders", folder) for folder in several]
-    page, compared = _path("output", output), _path("comparison", comparison)
-    return write_report(named, page, comparison=compared, masks=masks, overwrite=overwrite)
 
 
 def _collected(kind: type[Args], values: Mapping[str, Any]) -> Args:

@@ -142,6 +142,11 @@ def read_comparison(path: Path) -> dict[str, Any]:
     return dict(checked(ComparisonReport, read_json(path), refuse))
 
 
+def row_name(row: Mapping[str, Any], patterns: Sequence[str]) -> str:
+    """Returns the name of a row within a report; its pattern is named only where the report has several."""
+    return ", ".join(filter(None, (row["method"], row["pattern"] * (len(patterns) > 1), row["setting"])))
+
+
 def columns(report: Mapping[str, Any]) -> dict[str, list[Cell]]:
     rows, measure = report["rows"], report["measure"]
     dense = next((row["mean"] for row in rows if row["method"] == DENSE), None)

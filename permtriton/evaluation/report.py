@@ -1,79 +1,114 @@
-"""``permtriton report``: reads compiled folders and writes one HTML page about them. **Add a section in `page_of`.**"""
+"""``permtriton report``: one HTML page about compiled folders, made of their records.
 
+**Add a section:** its figures and tables in `Page` and `page_of`, its words in ``report.html.jinja``.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from permtriton.checkpoint.read_record import described_sparsity
 from permtriton.errors import ConfigError
-from permtriton.evaluation import report_sections as sections
-from permtriton.evaluation.compare_results import read_comparison
+from permtriton.evaluation.compare_results import Cell, columns, read_comparison, row_name
 from permtriton.evaluation.report_folders import Compiled, MaskCorner, mask_corners, read_folders
+from permtriton.evaluation.report_plots import Series, bitmap, chart
+from permtriton.model.name import layer_number
 from permtriton.util.extras import require
-from permtriton.util.output_files import check_file, real_path, write_file
+from permtriton.util.machine import format_bytes
+from permtriton.util.output_files import check_file, path_of, real_path, write_file
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure with its words: ``alt`` is for those who cannot see it; the legend has the series that have a name."""
+
+    svg: str
+    alt: str
+    caption: str
+    series: Sequence[Series] = ()
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """Name and colour of each series."""
+        return {curve.name: curve.colour for curve in self.series if curve.name}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, whose rows may have a colour each, and which may be ``folded`` until the reader opens it."""
+
+    caption: str
+    columns: Mapping[str, Sequence[str]]  # the cells below each heading
+    colours: Sequence[str] = ()
+    folded: bool = False
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        return list(zip(*self.columns.values(), strict=True))
 
 
 @dataclass(frozen=True)
 class Page:
-    """Everything that a report shows; ``lead`` sums it up, and ``warnings`` say which numbers do not compare."""
+    """Everything that a report shows; ``lead`` sums it up, and ``warning`` says why numbers do not compare."""
 
     title: str
     lead: str
-    sections: Sequence[sections.Section]
-    warnings: Sequence[str]
+    warning: str
+    folders: Sequence[Compiled]
+    quality: Sequence[Picture]
+    tables: Sequence[Table]
+    progress: Sequence[Picture]  # of the steps
+    importance: Sequence[Picture]
+    masks: Sequence[Picture]
+    corners: Sequence[MaskCorner]
 
 
 def report(
-    folders: Sequence[Path],
-    output: Path | None,
+    folders: str | Path | Sequence[str | Path],
+    output: str | Path | None = None,
     *,
-    comparison: Path | None = None,
+    comparison: str | Path | None = None,
     masks: str | None = None,
     overwrite: bool = False,
 ) -> Path:
+    """Writes one HTML page about compiled folders, as ``permtriton report`` does.
+
+    Args:
+        folders: one folder that permtriton wrote, or several, which are shown side by side.
+        output: file to write; None for ``FOLDER-report.html`` in the current folder, by the first folder's name.
+        comparison: JSON report of ``permtriton compare``, whose table is shown, too.
+        masks: name of the linear whose masks are drawn side by side; None for the last linear of the first layer.
+        overwrite: whether an earlier file may be replaced.
+
+    Returns:
+        The absolute path of the file.
+
+    Raises:
+        PermTritonError: a folder cannot be read, or the file cannot be written.
+
+    Example:
+        >>> import permtriton
+        >>> permtriton.report(["my-model-2of4", "my-model-2of4-fused"], "report.html").name
+        'report.html'
+    """
     require("a report", "jinja2")
-    if not folders:
+    several: Sequence[Any] = folders if isinstance(folders, list | tuple) else [folders]
+    paths = [path_of("folders", folder) for folder in several]
+    if not paths:
         raise ConfigError("no folder: give at least one output of permtriton compile")
-    output = output or Path(f"{real_path(folders[0]).name}-report.html")
-    check_file(output, overwrite=overwrite, reads=[*folders, *filter(None, [comparison])])
-    compared = read_comparison(comparison) if comparison else None
-    compiled = read_folders(folders)
-    page = html(page_of(compiled, compared, mask_corners(compiled, masks)))
-    write_file(output, page.encode("utf-8", "replace"))
-    return real_path(output)
-
-
-def page_of(
-    folders: Sequence[Compiled], comparison: Mapping[str, Any] | None, corners: Sequence[MaskCorner] = ()
-) -> Page:
-    models = list(dict.fromkeys(folder.model for folder in folders))
-    patterns = list(dict.fromkeys(described_sparsity(folder.record) for folder in folders))
-    count = f", {len(folders)} folders side by side" if len(folders) > 1 else ""
-    warnings = []
-    if len(models) > 1:
-        warnings.append(f"The folders come from different models: {', '.join(models)}. Their numbers do not compare.")
-    elif len(sections.measures_of(folders)) > 1:
-        warnings.append(
-            "The folders were measured on different texts, or in different ways. Their numbers do not compare."
-        )
-    lead, group = sections.verdict(folders), folders[0].pattern
-    if all(folder.pattern == group for folder in folders):
-        lead += f" Of every {group.group} consecutive weights of a row, {group.kept} are kept"
-        mixed = any("patterns" in folder.record for folder in folders)
-        lead += ", but in linears with a pattern of their own." if mixed else "."
-    return Page(
-        title=f"{', '.join(models)} at {', '.join(patterns)}{count}",
-        lead=lead,
-        sections=[
-            sections.result(folders, comparison),
-            sections.search(folders),
-            sections.importance(folders),
-            *([sections.masks(corners)] if corners else []),
-        ],
-        warnings=warnings,
-    )
+    default = f"{real_path(paths[0]).name}-report.html"
+    target = path_of("output", default if output is None else output)
+    compared = None if comparison is None else path_of("comparison", comparison)
+    check_file(target, overwrite=overwrite, reads=[*paths, *filter(None, [compared])])
+    read = compared and read_comparison(compared)
+    compiled = read_folders(paths)
+    page = html(page_of(compiled, read, mask_corners(compiled, masks)))
+    write_file(target, page.encode("utf-8", "replace"))
+    return real_path(target)
 
 
 def html(page: Page) -> str:
@@ -85,3 +120,217 @@ def html(page: Page) -> str:
     return environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8")).render(
         page=page, css=(files / "report.css").read_text(encoding="utf-8"), version=metadata.version("permtriton")
     )
+
+
+def page_of(
+    folders: Sequence[Compiled], comparison: Mapping[str, Any] | None, corners: Sequence[MaskCorner] = ()
+) -> Page:
+    models = list(dict.fromkeys(folder.model for folder in folders))
+    patterns = dict.fromkeys(described_sparsity(folder.record) for folder in folders)
+    count = f", {len(folders)} folders side by side" if len(folders) > 1 else ""
+    lead, group, warning = _verdict(folders), folders[0].pattern, ""
+    if all(folder.pattern == group for folder in folders):
+        lead += f" Of every {group.group} consecutive weights of a row, {group.kept} are kept"
+        mixed = any("patterns" in folder.record for folder in folders)
+        lead += ", but in linears with a pattern of their own." if mixed else "."
+    if len(models) > 1:
+        warning = f"The folders come from different models: {', '.join(models)}."
+    elif len(_protocols(folders)) > 1:
+        warning = "The folders were measured on different texts, or in different ways."
+    return Page(
+        title=f"{', '.join(models)} at {', '.join(patterns)}{count}",
+        lead=lead,
+        warning=warning,
+        folders=folders,
+        quality=[*_quality(folders), *(_compared(comparison) if comparison else ())],
+        tables=[_results(folders), *([_comparison(comparison)] if comparison else ())],
+        progress=_progress(folders),
+        importance=_importance(folders),
+        masks=[_mask(corner) for corner in corners],
+        corners=corners,
+    )
+
+
+def _numbers(values: Sequence[float | None], digits: int = 3) -> list[str]:
+    """Returns a column's cells, all with the decimals that give the smallest number ``digits`` significant digits."""
+    smallest = min((abs(value) for value in values if value), default=1.0)
+    decimals = min(max(digits - 1 - math.floor(math.log10(smallest)), 0), 6)
+    return ["–" if value is None else f"{value:,.{decimals}f}" for value in values]
+
+
+def _verdict(folders: Sequence[Compiled]) -> str:
+    """Returns in one sentence how good the best of the compiled models is."""
+    measured, protocols = [folder for folder in folders if folder.evaluation], _protocols(folders)
+    if not measured:
+        return f"{folders[0].model} was pruned; how good it still is was not measured."
+    if len(protocols) > 1:
+        return f"{len(measured)} compiled models, measured in ways that do not compare."
+    measure, model, *_ = protocols[0]
+    best = (min if measure == "perplexity" else max)(measured, key=lambda folder: folder.evaluation["compiled"])
+    before, after = best.evaluation["dense"], best.evaluation["compiled"]
+    dense, compiled = _numbers([before, after], 4)
+    origin = f"pruned as in {best.label}" + f", the best of the {len(measured)} folders here" * (len(measured) > 1)
+    if measure != "perplexity":
+        return f"The last hidden states of {model}, {origin}, have a cosine of {compiled} with the dense model's."
+    losing = f"goes from {dense} to {compiled} ({after / before - 1:+.1%}) when it is {origin}"
+    return f"The perplexity of {model} on the held-out text {losing}."
+
+
+def _protocols(folders: Sequence[Compiled]) -> list[tuple[Any, ...]]:
+    """Returns how the folders were measured, each way once: (measure, model, text, the dense model's value)."""
+    measured = [(folder.model, folder.evaluation) for folder in folders if folder.evaluation]
+    keys = ((entry["measure"], model, entry.get("text"), f"{entry['dense']:.4g}") for model, entry in measured)
+    return list(dict.fromkeys(keys))
+
+
+def _results(folders: Sequence[Compiled]) -> Table:
+    """The measures of the dense and the compiled models, their time, memory and size."""
+    evaluations = [folder.evaluation for folder in folders]
+    ratios = [entry["compiled"] / entry["dense"] if entry.get("dense") else None for entry in evaluations]
+    columns = {
+        "folder": [folder.label for folder in folders],
+        _measure(folders): _numbers([entry.get("compiled") for entry in evaluations], 4),
+        "dense model": _numbers([entry.get("dense") for entry in evaluations], 4),
+        "ratio": _numbers(ratios),
+        "seconds": _numbers([folder.seconds for folder in folders]),
+        "peak memory": [format_bytes(folder.record["memory"]["peak"]) for folder in folders],
+        "dense size": [format_bytes(folder.sizes["dense"]) for folder in folders],
+        "packed size": [format_bytes(folder.sizes["packed"]) + " *" * (not folder.is_packed) for folder in folders],
+    }
+    texts = dict.fromkeys(Path(entry["text"]).name for entry in evaluations if "text" in entry)
+    caption = f"Held-out text: {', '.join(texts)}" if texts else "No held-out text was evaluated"
+    return Table(caption, columns, [folder.colour for folder in folders])
+
+
+def _measure(folders: Sequence[Compiled]) -> str:
+    return " or ".join(dict.fromkeys(measure for measure, *_ in _protocols(folders))) or "not measured"
+
+
+def _quality(folders: Sequence[Compiled]) -> list[Picture]:
+    measured = [folder for folder in folders if folder.evaluation]
+    values = [folder.evaluation["compiled"] for folder in measured]
+    series = [
+        Series(folder.label, [(folder.seconds, value)], folder.colour, "dots", [label])
+        for folder, value, label in zip(measured, values, _numbers(values, 4), strict=True)
+    ]
+    dense = measured[0].evaluation["dense"] if len(_protocols(folders)) == 1 else None
+    alt = f"{_measure(folders)} against seconds; the table has the numbers"
+    return _against_time(series, _measure(folders), dense, alt, "Quality against time.")
+
+
+def _against_time(series: Sequence[Series], measure: str, dense: float | None, alt: str, caption: str) -> list[Picture]:
+    line = None if dense is None else (f"dense {_numbers([dense], 4)[0]}", dense)
+    log = (True, True)
+    return _pictures(series, alt, caption, across="seconds to compile", up=measure, log=log, reference=line)
+
+
+def _pictures(series: Sequence[Series], alt: str, caption: str, **axes: Any) -> list[Picture]:
+    """Returns the figure of the series that `chart` draws; no figure without a series."""
+    return [Picture(chart(series, **axes), alt, caption, series)] if series else []
+
+
+def _compared(comparison: Mapping[str, Any]) -> list[Picture]:
+    """Returns the picture of a comparison; it names the methods that no other one beats in both time and measure."""
+    sign, (dense, *rows) = 1 if comparison["measure"] == "perplexity" else -1, comparison["rows"]
+    points = [((row["compile_seconds"] or row["seconds"]) / len(row["values"]), row["mean"]) for row in rows]
+    labels = [
+        "" if any(x < seconds and sign * y <= sign * mean for x, y in points) else row_name(row, comparison["patterns"])
+        for row, (seconds, mean) in zip(rows, points, strict=True)
+    ]
+    measure = comparison["measure"]
+    alt = f"{measure} of {len(rows)} methods against seconds"
+    caption = "All methods by permtriton compare. Named are those that no other beats in both."
+    return _against_time([Series("", points, look="dots", labels=labels)], measure, dense["mean"], alt, caption)
+
+
+def _comparison(comparison: Mapping[str, Any]) -> Table:
+    measure, seeds = comparison["measure"], len(comparison["seeds"])
+    known = {name: cells for name, cells in columns(comparison).items() if any(cell is not None for cell in cells)}
+    conditions = (
+        f"text {Path(comparison['text']).name}",
+        f"{comparison['tokens']:,} tokens",
+        f"{seeds} seeds, ± is their sample standard deviation" if seeds > 1 else "",
+        comparison["device"],
+    )
+    caption = f"All methods on {Path(comparison['model']).name}: {'; '.join(filter(None, conditions))}"
+    return Table(
+        caption, {name: _cells(cells, 4 if name == measure else 3) for name, cells in known.items()}, folded=True
+    )
+
+
+def _cells(values: Sequence[Cell], digits: int) -> list[str]:
+    numbers = [value for value in values if not isinstance(value, str)]
+    return _numbers(numbers, digits) if len(numbers) == len(values) else [str(value or "") for value in values]
+
+
+def _progress(folders: Sequence[Compiled]) -> list[Picture]:
+    """The progress of the steps: the loss by round or epoch, and the error of each layer."""
+    by_step: dict[str, list[tuple[Compiled, Mapping[str, Any]]]] = {}
+    for folder in folders:
+        for step in folder.record["steps"]:
+            by_step.setdefault(step["name"], []).append((folder, step))
+    pictures = [picture for name, reports in by_step.items() for picture in _history(name, reports)]
+    for name, reports in by_step.items():
+        errors = [
+            (folder, [(part["name"], part["start"], part["end"]) for part in step["parts"]]) for folder, step in reports
+        ]
+        pictures += _by_layer(f"Step {name}: error", "error", errors, log=True)
+    return pictures
+
+
+def _history(name: str, reports: Sequence[tuple[Compiled, Mapping[str, Any]]]) -> list[Picture]:
+    """Returns the losses of a step by round or epoch; no figure where no folder has one beside the state before."""
+    reports = [(folder, step) for folder, step in reports if len(step["history"]) > 1]
+    if not reports:
+        return []
+    series, words, unit = [], [], reports[0][1]["unit"]
+    for folder, step in reports:
+        history = step["history"]
+        looks = {"held_out": "line", "loss": "dashed"} if "held_out" in history[0] else {"loss": "line"}
+        for key, look in looks.items():
+            points = [(row[unit], row[key]) for row in history if row[key] is not None]
+            series += [Series(folder.label, points, folder.colour, look)] if len(points) > 1 else []
+        kept = next((row for row in history if row[unit] == step["kept"]), history[-1])
+        if "moved" in kept:
+            words.append(f"{folder.label}: {kept['moved']:,} channels are elsewhere after {unit} {kept[unit]}.")
+    both = "; dashed on its samples, solid held out" * any(curve.look == "dashed" for curve in series)
+    caption = f"Step {name}: loss by {unit}{both}. {' '.join(words)}"
+    (_, start), *_, (_, end) = series[0].points
+    alt = f"Step {name}: from {start:.4f} to {end:.4f} in {len(series[0].points) - 1} {unit}s"
+    return _pictures(series, alt, caption, across=unit, up="loss")
+
+
+def _importance(folders: Sequence[Compiled]) -> list[Picture]:
+    """The importance that masks retain before and after the permutation, for all folders on one axis."""
+    retained = [(folder, folder.record["retained_importance"].items()) for folder in folders]
+    percent = [
+        (folder, [(name, 100 * s["before"], 100 * s["after"]) for name, s in shares]) for folder, shares in retained
+    ]
+    return _by_layer("Importance retained", "importance retained, %", percent)
+
+
+def _by_layer(
+    what: str, axis: str, folders: Sequence[tuple[Compiled, Sequence[tuple[str, float, float]]]], *, log: bool = False
+) -> list[Picture]:
+    """Draws the means over the modules of each layer before and after; nothing where no folder has a value.
+
+    Args:
+        folders: the folders, each with the values of its modules: (name, before, after).
+    """
+    numbered = any(layer_number(name) is not None for _, values in folders for name, *_ in values)
+    series, place = [], "layer" if numbered else "part"
+    for folder, values in folders:
+        by_place: dict[int | None, list[tuple[float, float]]] = {}
+        for part, (name, before, after) in enumerate(values):
+            by_place.setdefault(layer_number(name) if numbered else part, []).append((before, after))
+        places = sorted(place for place in by_place if place is not None)
+        for column, look in enumerate(("dashed", "line") if places else ()):
+            means = [(place, fmean(pair[column] for pair in by_place[place])) for place in places]
+            series.append(Series(folder.label, means, folder.colour, look))
+    caption = f"{what} by {place}: dashed before, solid after."
+    return _pictures(series, f"{what} by {place}", caption, across=place, up=axis, log=(False, log))
+
+
+def _mask(corner: MaskCorner) -> Picture:
+    """The kept weights of a linear in one folder, as in the appendix of the paper."""
+    return Picture(bitmap(corner.kept.tolist()), f"Kept weights of {corner.linear} in {corner.label}", corner.label)

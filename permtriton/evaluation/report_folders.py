@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,20 +12,34 @@ from torch import Tensor
 from permtriton.checkpoint.folder import Folder
 from permtriton.checkpoint.format import PACKED
 from permtriton.checkpoint.masks import Masks
+from permtriton.evaluation.report_plots import colour
 from permtriton.kernels.packing import packed_share
 from permtriton.model.name import layer_number, shown_name
 from permtriton.util.output_files import real_path
 
 
 class Compiled(Folder):
-    """A folder that ``permtriton compile`` or ``export`` wrote."""
+    """A folder that ``permtriton compile`` or ``export`` wrote, and how the report marks it.
 
-    label: str  # name of the folder; its path where another folder of the report has the same name
+    Args:
+        label: name of the folder, after that of its parent folder where another one of the report has the same name.
+        colour: colour of what is about the folder, as CSS writes it.
+    """
+
+    def __init__(self, path: Path, label: str, colour: str) -> None:
+        super().__init__(path)
+        self.label, self.colour = label, colour
 
     @property
     def model(self) -> str:
         """Name of the dense model, without a path."""
         return shown_name(self.record["model"], self.record.get("on_hub"))
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """The held-out measure of the dense and the compiled model; empty where nothing was measured."""
+        evaluation = self.record["evaluation"]
+        return evaluation if "dense" in evaluation else {}
 
     @property
     def seconds(self) -> float:
@@ -51,12 +66,11 @@ class Compiled(Folder):
 
 
 def read_folders(folders: Sequence[Path]) -> list[Compiled]:
-    """Opens the folders; one whose name another one has, too, is called by that of its parent folder beside it."""
-    compiled, paths = [Compiled(folder) for folder in folders], [real_path(folder) for folder in folders]
+    paths = [real_path(folder) for folder in folders]
     names = [path.name for path in paths]
-    for folder, path in zip(compiled, paths, strict=True):
-        folder.label = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
-    return compiled
+    labels = [path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}" for path in paths]
+    named = zip(folders, labels, strict=True)
+    return [Compiled(folder, label, colour(number)) for number, (folder, label) in enumerate(named)]
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,15 @@ COLOURS = 6  # number of colours of series, --c0 to --c5
 class Series:
     """A series of points in a figure."""
 
-    name: str  # name in the legend
+    name: str  # name in the legend; empty for none
     points: Sequence[tuple[float, float]]  # horizontal and vertical value of each
-    number: int = 0  # index of their colour
+    colour: str = "var(--c0)"  # as CSS writes it
     look: str = "line"  # ``line``, ``dashed`` or ``dots``
     labels: Sequence[str] = ()  # what is written beside the points; empty for nothing
-
-    @property
-    def colour(self) -> str:
-        return colour(self.number)
 
 
 def colour(number: int) -> str:
     return f"var(--c{number % COLOURS})"
-
-
-def legend(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """Returns the colour and the name of each series, once."""
-    return list({curve.name: (curve.colour, curve.name) for curve in series}.values())
 
 
 @dataclass(frozen=True)
