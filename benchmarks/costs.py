@@ -105,7 +105,8 @@ def search_round(args: argparse.Namespace) -> dict[str, Any]:
             passes.append(timed(masks.take_gradients, model.device))
             gains.append(timed(lambda: found.append(searcher.swaps(indices, 1.0)), model.device))
     passes_s, gains_s = statistics.median(passes[1:]) * args.samples, statistics.median(gains[1:])
-    return {"forward_backward_s": passes_s, "gains_s": gains_s, "ratio": gains_s / passes_s, "swaps": found[-1].count,
+    swaps = sum(gain.numel() for *_, gain in found[-1].values())
+    return {"forward_backward_s": passes_s, "gains_s": gains_s, "ratio": gains_s / passes_s, "swaps": swaps,
             "one_sequence_samples_s": passes[1:], "gains_samples_s": gains[1:]}  # fmt: skip
 
 

@@ -98,8 +98,9 @@ def step_seconds(
     config = CompileConfig(sparsity=PATTERN, micro_batch_size=micro_batch, activation_checkpointing=True)
     curvatures = None if gradient == "published" else random_curvatures(model, plan)
     relaxation = learn.relaxation(learn.spaces(plan), 0, model.device)
-    known = {"importances": importances, "objective": Objective("cosine", target), "low_memory": not keep}
-    run = Known(model, plan, Samples.of(ids), config, **known)
+    objective = Objective("cosine", model, Samples.of(ids), target)
+    known = {"importances": importances, "objective": objective, "low_memory": not keep}
+    run = Known(model, plan, objective.samples, config, **known)
 
     def dense() -> None:
         model.requires_grad_(False)

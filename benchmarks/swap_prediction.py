@@ -37,7 +37,7 @@ from permtriton.methods.measure.importance import importances_of
 from permtriton.methods.measure.losses import ObjectiveKind, dense_objective
 from permtriton.methods.measure.statistics import site_statistics
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
-from permtriton.methods.order.searched import Searched, Searcher, Swaps
+from permtriton.methods.order.searched import Searched, Searcher
 from permtriton.model.load import load_original
 from permtriton.model.source import Source
 from permtriton.passes.plan import ChannelSpace
@@ -147,9 +147,13 @@ def _draw(trial: Trial, damping: float | None, count: int, seed: int) -> list[Pa
     generator = torch.Generator().manual_seed(seed)
     pairs: list[Pair] = []
     if damping is not None:
-        best: Swaps = trial.searcher.swaps(trial.base, damping)
-        rows = torch.randperm(best.count, generator=generator)[: count // 2].tolist()
-        pairs += [(int(best.space[row]), int(best.left[row]), int(best.right[row])) for row in rows]
+        swaps = trial.searcher.swaps(trial.base, damping)
+        best = [
+            (number, left, right)
+            for number, space in enumerate(trial.spaces)
+            for left, right in zip(*(positions.tolist() for positions in swaps[space.name][:2]), strict=True)
+        ]
+        pairs += [best[row] for row in torch.randperm(len(best), generator=generator)[: count // 2].tolist()]
     while len(pairs) < count:
         number = int(torch.randint(len(trial.spaces), (), generator=generator))
         space = trial.spaces[number]
@@ -173,9 +177,9 @@ def _published(trial: Trial, pair: Pair) -> float:
     number, *positions = pair
     fall = 0.0
     for linear in trial.masks._linears:
-        if linear.site.space is not trial.spaces[number] or linear.gradient is None:
+        if linear.site.space is not trial.spaces[number]:
             continue
-        given = (linear.oriented(linear.gradient), linear.oriented(linear.dense), linear.importance)
+        given = (linear.total, linear.dense, linear.importance)
         blocks = [size for _, size in linear.site.space.blocks(BLOCK)] * linear.site.copies
         index = torch.arange(linear.site.channels)
         flat = nm_mask_backward(*given, index, blocks, linear.pattern.group, False)

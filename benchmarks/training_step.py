@@ -55,7 +55,7 @@ def main() -> None:
             kept_weights.begin(RATE, loss_scale(samples.tokens))
             kept_weights.forget(kept_weights.updates_in_backward)
             with mixed_precision(model) if mixed else nullcontext():
-                (objective.of(model, samples, torch.tensor([0])) * kept_weights.scale).backward()
+                (objective.of(torch.tensor([0])) * kept_weights.scale).backward()
             kept_weights.finish()
             seconds[mixed].append(time.process_time() - started)
     for mixed, measured in seconds.items():

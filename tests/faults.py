@@ -24,7 +24,7 @@ from permtriton.methods.order import heuristic, searched
 from permtriton.methods.order.heuristic import Heuristic
 from permtriton.methods.order.learned import Learned
 from permtriton.methods.order.searched import Searcher
-from permtriton.methods.prune import mask, refit, sparsegpt, sparsegpt_math
+from permtriton.methods.prune import mask, refit, sparsegpt
 from permtriton.methods.prune.mask import Mask
 from permtriton.methods.train.kept_weights import KeptWeights
 from permtriton.passes import apply_edits
@@ -431,7 +431,7 @@ FAULTS: dict[str, Fault] = {
         caught_by="tests/test_statistics.py::test_hessians_are_products_of_inputs[gpt2]",
     ),
     "dead channels not damped": Fault(
-        replaced(sparsegpt_math, "damped", lambda f, h: f(h) * (h.diagonal() != 0)),
+        replaced(statistics, "damped", lambda f, h: f(h) * (h.diagonal() != 0)),
         caught_by="tests/test_sparsegpt.py::test_inverse_diagonal_is_that_of_the_dense_inverse",
     ),
     "row weights of another linear": Fault(

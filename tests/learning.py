@@ -74,7 +74,8 @@ class Problem:
 
     def run(self, seed: int = 0, progress=None, state=None, **running) -> Known:
         config = CompileConfig(sparsity=self.pattern, seed=seed, **running)
-        known = {"importances": self.importances, "objective": Objective("cosine", self.target), "state": state}
+        objective = Objective("cosine", self.model, self.ids, self.target)
+        known = {"importances": self.importances, "objective": objective, "state": state}
         return Known(self.model, self.plan, self.ids, config, progress, **known)
 
     def loss(self, weights: dict[str, Tensor]) -> Tensor:

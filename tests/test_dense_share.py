@@ -9,9 +9,8 @@ from permtriton.driver.pipeline import compile_model
 from permtriton.errors import ConfigError
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.statistics import site_statistics
+from permtriton.methods.measure.statistics import Curvature, site_statistics
 from permtriton.methods.prune.dense_share import UPDATED_ROWS, _share_left, most_sensitive, statistics_and_shares_left
-from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.passes.plan import Plan, linear_module, weight_in_out
 from permtriton.running.layer_walk import LayerWalk
 from permtriton.util.progress import NoProgress
@@ -41,7 +40,7 @@ def test_the_share_is_not_exceeded(share):
     model = zoo.build("llama")
     plan, importances, rows = alike(model)
     every = [name for _, name in plan.linears()]
-    found = most_sensitive(model, plan, importances, importances, rows, share)
+    found = most_sensitive(model, plan, importances, importances, rows, share, {})
     assert sizes(model, found) <= share * sizes(model, every)
     left = share * sizes(model, every) - sizes(model, found)
     passed_over = [name for name in every if name not in found]
@@ -71,7 +70,7 @@ def test_the_costliest_per_weight_come_first(power):
                 dropped = group.sort().values[:2]
                 cost += float(rows[name][row] * (dropped ** (2 / power)).sum())
         costs[name] = cost / weight.numel()
-    found = most_sensitive(model, plan, importances, importances, rows, 0.9)
+    found = most_sensitive(model, plan, importances, importances, rows, 0.9, {})
     assert found[:3] == sorted(costs, key=costs.__getitem__, reverse=True)[:3]
     assert found[:3] != sorted(costs)[:3]
 
@@ -85,13 +84,12 @@ def test_what_an_update_leaves_of_the_scores(rows):
     pairs = alone[:, 1::2].repeat_interleave(2, 1) + 0.03 * alone
     independent = torch.diag(1 + torch.rand(16, generator=generator))
     shares = [
-        _share_left(weight, hessian, Curvature(hessian), TWO_FOUR)
-        for hessian in (independent, alone.T @ alone, pairs.T @ pairs)
+        _share_left(weight, Curvature(hessian), TWO_FOUR) for hessian in (independent, alone.T @ alone, pairs.T @ pairs)
     ]
     assert shares[0] == pytest.approx(1, abs=0.02), "but for the damping"
     assert shares[1] == pytest.approx(1, abs=0.1)
     assert shares[2] > 1.5, "each of two equal channels is worth nothing alone, and both are dropped"
-    assert _share_left(torch.zeros(16, rows), independent, Curvature(independent), TWO_FOUR) == 1
+    assert _share_left(torch.zeros(16, rows), Curvature(independent), TWO_FOUR) == 1
 
 
 def test_the_statistics_are_those_without_a_dense_share_and_hold_nothing_else():

@@ -8,18 +8,12 @@ import torch
 from torch import Tensor
 
 from permtriton import NMPattern
-from permtriton.methods.measure.statistics import Moments
+from permtriton.methods.measure.statistics import Curvature, Moments
 from permtriton.methods.prune import least_squares as module
 from permtriton.methods.prune import refit
-from permtriton.methods.prune.least_squares import (
-    coupled_least_squares,
-    exchanged,
-    least_squares,
-    metric_of,
-    row_errors,
-)
+from permtriton.methods.prune.least_squares import exchanged, least_squares, metric_of, row_errors
 from permtriton.methods.prune.refit import Refit
-from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
+from permtriton.methods.prune.sparsegpt import sparsegpt
 
 from .updating import PATTERN
 
@@ -95,7 +89,7 @@ def test_least_squares_in_a_metric():
     weight, _, pruned = problem(24, rows=7)
     curvature, metric = Curvature(pruned @ pruned.T), metric_of(gradients(7))
     start = sparsegpt(weight, curvature, PATTERN, None)
-    found = coupled_least_squares(start, weight, curvature.damped, metric, 300)
+    found = least_squares(start, weight, curvature.damped, 300, metric)
     whole, kept = torch.kron(metric.double(), curvature.damped.double()), (start != 0).flatten()
     expected = torch.zeros(kept.numel(), dtype=torch.float64)
     expected[kept] = torch.linalg.solve(whole[kept][:, kept], (whole @ weight.flatten().double())[kept])

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from permtriton.methods.measure.importance import importance_of
-from permtriton.methods.prune.sparsegpt_math import Curvature
+from permtriton.methods.measure.statistics import Curvature
 
 IN, OUT = 12, 7
 

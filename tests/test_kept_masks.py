@@ -64,7 +64,8 @@ class Step:
         if wide:
             importances = {name: replace(f, scale=f.scale.double()) for name, f in importances.items()}
         curvatures = random_curvatures(self.plan, self.model) if options.gradient == "placement" else None
-        known = {"importances": importances, "objective": Objective("cosine", self.target), "low_memory": not keep}
+        objective = Objective("cosine", self.model, self.ids, self.target)
+        known = {"importances": importances, "objective": objective, "low_memory": not keep}
         run, scaled = Known(self.model, self.plan, self.ids, config, **known), options.group_scale
         with (
             masked_model(run, relaxation, curvatures, group_scale=scaled) as self.masks,
@@ -73,7 +74,7 @@ class Step:
             self.trainer = OrderTrainer(run, options, self.masks, relaxation)
             for _ in range(steps):
                 self.loss = self.trainer.step(torch.arange(len(self.ids)), 0)
-            self.evaluated = self.trainer.hard_loss(self.trainer.indices(0))
+            self.evaluated = self.trainer.hard_loss(self.trainer.index(0))
         return optimizer.found
 
 

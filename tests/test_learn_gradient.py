@@ -134,7 +134,7 @@ def test_gradient_is_that_of_dense_permutation_matrices(monkeypatch, method, cha
 
     relaxation = options.relaxation(options.spaces(exact.plan), 5, torch.device("cpu"))
     soft = relaxation.soft(options.tau_start)
-    indices = relaxation.harden(soft)
+    indices = relaxation.by_space(relaxation.assign(soft))
     assert any(moved(index) for index in indices.values()) or options.init == "identity"
     weights = {}
     for site, name in exact.plan.linears():

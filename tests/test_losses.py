@@ -11,7 +11,6 @@ from permtriton.errors import ConfigError
 from permtriton.methods.measure import losses as file
 from permtriton.methods.measure.losses import (
     Head,
-    Objective,
     dense_objective,
     has_head,
     objective_kind,
@@ -119,11 +118,11 @@ def test_the_mean_is_that_of_all_sequences(kind):
     model = zoo.build("llama")
     objective = dense_objective(model, kind, Samples.of(IDS), 2)
     damaged(model)
-    each = [objective.of(model, Samples.of(IDS), torch.tensor([row])).item() for row in range(5)]
+    each = [objective.of(torch.tensor([row])).item() for row in range(5)]
     assert len(set(each)) == 5
     for batch in (1, 2, 5):
-        assert objective.mean(model, Samples.of(IDS), batch) == pytest.approx(sum(each) / 5, rel=1e-5)
-    chosen = objective.of(model, Samples.of(IDS), ROWS).item()
+        assert objective.mean(batch) == pytest.approx(sum(each) / 5, rel=1e-5)
+    chosen = objective.of(ROWS).item()
     assert chosen == pytest.approx((each[3] + each[0] + each[4]) / 3, rel=1e-5)
 
 
@@ -132,14 +131,14 @@ def test_reordered_is_the_objective_of_the_folded_model(kind):
     model, plan = zoo.planned("llama")
     objective = dense_objective(model, kind, Samples.of(IDS), 2)
     damaged(model)
-    expected = objective.mean(model, Samples.of(IDS), 2)
+    expected = objective.mean(2)
     indices = zoo.random_indices(plan)
     zoo.fold(model, plan, indices)
     order = plan.hidden_order(indices)
-    assert objective.reordered(order).mean(model, Samples.of(IDS), 2) == pytest.approx(expected, rel=1e-4)
-    assert objective.mean(model, Samples.of(IDS), 2) != pytest.approx(expected, rel=1e-2)
+    assert objective.reordered(order).mean(2) == pytest.approx(expected, rel=1e-4)
+    assert objective.mean(2) != pytest.approx(expected, rel=1e-2)
     assert objective.reordered(None) is objective
-    assert torch.equal(objective.target, Objective(kind, objective.target).reordered(torch.arange(zoo.HIDDEN)).target)
+    assert torch.equal(objective.target, objective.reordered(torch.arange(zoo.HIDDEN)).target)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

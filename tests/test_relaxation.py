@@ -63,7 +63,7 @@ def hard(relaxation: Relaxation, index: dict[str, Tensor], spaces: list[ChannelS
 @pytest.mark.parametrize("tau", [1.0, 0.1])
 def test_start_near_the_identity_hardens_to_it(segments, tau):
     relaxation = relaxation_of(space_of(*segments))
-    index = relaxation.harden(relaxation.soft(tau))["space"]
+    index = relaxation.by_space(relaxation.assign(relaxation.soft(tau)))["space"]
     assert torch.equal(index, torch.arange(sum(segments)))
 
 
@@ -92,7 +92,7 @@ def test_clamped_logits(limit):
 def test_hardens_to_permutations_inside_blocks(segments, seed):
     space = space_of(*segments)
     relaxation = relaxation_of(space, seed=seed, init="random")
-    index = relaxation.harden(relaxation.soft(0.5))["space"]
+    index = relaxation.by_space(relaxation.assign(relaxation.soft(0.5)))["space"]
     assert index.dtype == torch.int64
     assert is_permutation(index)
     for start, size in space.blocks(8):
@@ -108,7 +108,7 @@ def test_hardens_to_the_matrices_given():
     for space in spaces:
         blocks = space.blocks(8)
         expected[space.name] = torch.cat([s + torch.randperm(n, generator=generator) for s, n in blocks])
-    found = relaxation.harden(hard(relaxation, expected, spaces))
+    found = relaxation.by_space(relaxation.assign(hard(relaxation, expected, spaces)))
     assert found.keys() == expected.keys()
     for name, index in expected.items():
         assert torch.equal(found[name], index)
@@ -121,7 +121,7 @@ def test_a_soft_permutation_that_is_not_finite_is_refused(value, place):
     soft = [matrices.detach() for matrices in relaxation.soft(1.0)]
     soft[place][-1, 2, 1] = value
     with pytest.raises(CalibrationError, match="no longer finite"):
-        relaxation.harden(soft)
+        relaxation.assign(soft)
 
 
 @pytest.mark.parametrize("segments", [(16, 16), (12, 12), (4, 20)])
@@ -130,7 +130,7 @@ def test_flat_blocks_are_the_matrix_of_the_site_s_index(segments, site_of):
     """The index and the matrices that a site's mask receives are the same permutation, tied copies included."""
     space = space_of(*segments)
     relaxation, site = relaxation_of(space, seed=1, init="random"), site_of(space)
-    index = relaxation.harden(relaxation.soft(0.3))
+    index = relaxation.by_space(relaxation.assign(relaxation.soft(0.3)))
     blocks = SiteBlocks(relaxation, site)
     assert sum(blocks.sizes) == site.channels
     flat = blocks.flat(hard(relaxation, index, [space]))

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from permtriton.errors import CalibrationError
 from permtriton.kernels.nm_mask import top_n_mask
-from permtriton.methods.prune import sparsegpt_math as update
-from permtriton.methods.prune.sparsegpt_math import Curvature
+from permtriton.methods.measure.statistics import Curvature
+from permtriton.methods.prune import sparsegpt as update
 from permtriton.util.sparsity import NMPattern
 
 TWO_FOUR = NMPattern(2, 4)

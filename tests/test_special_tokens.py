@@ -181,9 +181,9 @@ def test_no_loss_counts_a_special_position(kind):
     samples = drawn("both")
     objective = dense_objective(model(), kind, samples, 4)
     objective.target[:, [0, -1]] = 9.0
-    assert float(objective.of(model(), samples, torch.arange(4))) == pytest.approx(0, abs=1e-5)
+    assert float(objective.of(torch.arange(4))) == pytest.approx(0, abs=1e-5)
     objective.target[:, 1] = 9.0
-    assert float(objective.of(model(), samples, torch.arange(4))) > 1e-3
+    assert float(objective.of(torch.arange(4))) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["kl", "cosine"])

@@ -209,7 +209,7 @@ def encoder(_folder: Path) -> dict:
     found = fisher_information(Known(model, plan, Samples.of(ids), config), "cosine")
     result = compiled(model, ids, recipe="mask,distill", **DISTILL)
     result["tensors"] |= {f"fisher.{name}": torch.outer(each.row, each.column) for name, each in found.items()}
-    return {**result, "tokens": [each.tokens for each in found.values()]}
+    return result
 
 
 def refused(_folder: Path) -> dict:

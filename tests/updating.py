@@ -53,8 +53,8 @@ class Pruned:
 
     def loss(self, rows: Tensor | None = None) -> float:
         if rows is None:
-            return self.objective.mean(self.model, self.ids, 4)
-        return float(self.objective.of(self.model, self.ids, rows).detach())
+            return self.objective.mean(4)
+        return float(self.objective.of(rows).detach())
 
     def distill(self, progress: NoProgress | None = None, state: object = None, **changes: object) -> Told:
         return self.trained(Distill, {**OPTIONS, **changes}, progress, state)

@@ -3,7 +3,7 @@
 The gains of the norms are folded into the linears that read them. Then the outputs of the dense model stay the same if
 one orthogonal matrix R turns the residual stream (readers ``W R``, writers ``R^T W``) and one matrix per key-value head
 turns its values (rows of v, columns of o), which is proved in float64 on a short text. R is searched with Adam by the
-scores of `permtriton.methods.prune.sparsegpt_math`, ``S = (W R)^2 / diag(R^T H^-1 R)``: first the entropy of each
+scores of `permtriton.methods.measure.statistics`, ``S = (W R)^2 / diag(R^T H^-1 R)``: first the entropy of each
 row's scores, then, with the columns of R in the heuristic order, the share of the scores that 2:4 masks lose. Some
 linears and rows are drawn per step. The turned model is compiled with ``heuristic,refit`` in layout ``portable`` and
 measured beside the dense one. A rotation of some layers alone is impossible: all of them share one stream.

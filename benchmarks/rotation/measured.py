@@ -14,9 +14,8 @@ from permtriton import CompileConfig, find_plan
 from permtriton.data.samples import Samples
 from permtriton.methods.measure.fisher import fisher_information
 from permtriton.methods.measure.importance import importances_of
-from permtriton.methods.measure.statistics import hessians
+from permtriton.methods.measure.statistics import Curvature, hessians
 from permtriton.methods.order.heuristic import Heuristic
-from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.recipe import config_from
 from permtriton.running.layer_walk import from_model
 

@@ -1,47 +1,19 @@
-"""The steps of recipes, and the names that a user's own step needs; each name is imported when it is first used."""
+"""The steps of recipes, and the names that a user's own step needs."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from permtriton.kernels.nm_mask import top_n_mask as top_n_mask
-    from permtriton.methods.order.heuristic import Heuristic as Heuristic
-    from permtriton.methods.order.learned import Learned as Learned
-    from permtriton.methods.order.searched import Searched as Searched
-    from permtriton.methods.prune.mask import Mask as Mask
-    from permtriton.methods.prune.refit import Refit as Refit
-    from permtriton.methods.prune.sparsegpt import SparseGPT as SparseGPT
-    from permtriton.methods.run import Run as Run
-    from permtriton.methods.step import Outcome as Outcome
-    from permtriton.methods.step import Stage as Stage
-    from permtriton.methods.step import Step as Step
-    from permtriton.methods.train.distill import Distill as Distill
-    from permtriton.methods.train.round import Round as Round
-    from permtriton.passes.plan import linear_module as linear_module
-    from permtriton.passes.plan import weight_in_out as weight_in_out
-    from permtriton.util.option import documented as documented
-    from permtriton.util.option import option as option
-
-_NAMES = {
-    "kernels.nm_mask": ("top_n_mask",),
-    "methods.run": ("Run",),
-    "methods.step": ("Outcome", "Stage", "Step"),
-    "methods.steps": ("Distill", "Heuristic", "Learned", "Mask", "Refit", "Round", "Searched", "SparseGPT"),
-    "passes.plan": ("linear_module", "weight_in_out"),
-    "util.option": ("documented", "option"),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'permtriton.methods' has no attribute {name!r}")
-    return getattr(import_module(f"permtriton.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(_MODULES)
-
-
-if not TYPE_CHECKING:  # type checkers read the names above
-    __all__ = __dir__()
+from permtriton.kernels.nm_mask import top_n_mask as top_n_mask
+from permtriton.methods.order.heuristic import Heuristic as Heuristic
+from permtriton.methods.order.learned import Learned as Learned
+from permtriton.methods.order.searched import Searched as Searched
+from permtriton.methods.prune.mask import Mask as Mask
+from permtriton.methods.prune.refit import Refit as Refit
+from permtriton.methods.prune.sparsegpt import SparseGPT as SparseGPT
+from permtriton.methods.run import Run as Run
+from permtriton.methods.step import Outcome as Outcome
+from permtriton.methods.step import Stage as Stage
+from permtriton.methods.step import Step as Step
+from permtriton.methods.train.distill import Distill as Distill
+from permtriton.methods.train.round import Round as Round
+from permtriton.passes.plan import linear_module as linear_module
+from permtriton.passes.plan import weight_in_out as weight_in_out
+from permtriton.util.option import documented as documented
+from permtriton.util.option import option as option

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -13,7 +12,7 @@ from permtriton.data.samples import Samples
 from permtriton.kernels.importance import ImportanceFactors
 from permtriton.methods.measure.importance import importances_of, retained
 from permtriton.methods.measure.losses import Objective, dense_objective, objective_kind
-from permtriton.methods.measure.postconditions import Retained, check_loss, check_retained
+from permtriton.methods.measure.postconditions import check_loss, check_retained, total_importance
 from permtriton.methods.measure.statistics import reorder_statistics, tokens_of_experts, undersampled_warning
 from permtriton.methods.planning import Planned
 from permtriton.methods.sizes import MemoryEstimate
@@ -49,7 +48,7 @@ class Run(Planned):
     statistics: dict[str, Tensor] = field(default_factory=dict)
     # experts module -> number of calibration tokens routed to each expert; empty if not measured
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
-    # linear -> sensitivity of the loss to each row, in the present order; None if not known
+    # linear -> sensitivity of the loss to each row, in the present order; None before it is measured
     row_weights: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +59,9 @@ class Run(Planned):
         self.dense_weights: dict[str, Tensor] = {}
         self.max_output_difference = 0.0  # largest difference from the dense outputs, relative to the largest output
         self.outcomes: dict[str, Outcome] = {}  # step name -> what the step reports
-        self._dense_retained: dict[str, Retained] = {}
+        # Pruned linear -> importance of the dense weight: all of it, and what an N:M mask retains.
+        self._dense_importance: dict[str, float] = {}
+        self._dense_retained: dict[str, float] = {}
         self._objectives: dict[tuple[str, int, int, bool], Objective] = {}
         self._expected_loss: tuple[Objective, float] | None = None  # as `promise` recorded it; None if there is none
 
@@ -140,11 +141,11 @@ class Run(Planned):
         if warning and not self.config.calibration.calibrate_all_experts:
             self.progress.say(warning)
 
-    def replan(self, plan: Plan, graph: fx.GraphModule, row_weights: dict[str, Tensor] | None) -> None:
-        """Switches to a plan with fewer linears, before channels are permuted; sets the attribute ``row_weights``."""
+    def replan(self, plan: Plan, graph: fx.GraphModule) -> None:
+        """Switches to a plan with fewer linears, before channels are permuted."""
         sites = {name: site.name for site, name in self.plan.linears()}
         self.statistics = {site.name: self.statistics[sites[site.linears[0]]] for site in plan.sites}
-        self.plan, self.graph, self.row_weights = plan, graph, row_weights
+        self.plan, self.graph = plan, graph
         self.indices = self.identity_indices()
 
     # -- the order of channels -----------------------------------------------------------------------------------------
@@ -164,6 +165,7 @@ class Run(Planned):
         for space in self.plan.spaces:
             if space.name in indices:
                 space.check(indices[space.name])
+        self._measure_dense_importance()
         expected_retained = self._retained(indices)
         moves = moves_of(self.plan, indices)
         self.run_passes(permutation_passes(moves))
@@ -173,31 +175,30 @@ class Run(Planned):
         difference = self.reference.check(self.model, "after folding permutations", order)
         self.max_output_difference = max(self.max_output_difference, difference)
         self.statistics = reorder_statistics(self.statistics, moves)
-        self.retained_importance = {}
-        present_retained = {name: share.present for name, share in self._retained({}).items()}
-        check_retained({name: share.chosen for name, share in expected_retained.items()}, present_retained)
+        self.retained_importance = self._retained({})
+        check_retained(expected_retained, self.retained_importance)
         self.graph = absorb_folds(self.graph)
-        self._dense_retained = self._dense_retained or expected_retained
-        self.retained_importance = present_retained
         order = self.plan.hidden_order({**self.identity_indices(), **indices})
         self._objectives = {key: objective.reordered(order, self.store) for key, objective in self._objectives.items()}
         self._expected_loss, self.row_weights = None, None
 
-    def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, Retained]:
-        """Returns pruned linear -> the importance that its mask retains at present, and in the order of ``indices``.
+    def _retained(self, indices: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns pruned linear -> the importance that its mask retains in the order of ``indices``.
 
         ``indices``: space name -> unit index, int64 ``[units]``; spaces without an index keep the present order.
         """
-        importances, retained_by_name = self.importances(), dict[str, Retained]()
+        importances, retained_by_name = self.importances(), dict[str, float]()
         for site, name in self.plan.linears():
             scores = importances[name].scores(weight_in_out(linear_module(self.model, name)))
-            pattern, present = self.plan.patterns[name], self.retained_importance.get(name)
-            if present is None:
-                present = retained(scores, torch.arange(site.channels, device=scores.device), pattern)
             index = indices.get(site.space.name)
-            chosen = present if index is None else retained(scores, site.expand(index).to(scores.device), pattern)
-            retained_by_name[name] = Retained(float(scores.sum(dtype=torch.float64)), present, chosen)
+            order = identity(site.channels) if index is None else site.expand(index)
+            retained_by_name[name] = retained(scores, order.to(scores.device), self.plan.patterns[name])
         return retained_by_name
+
+    def _measure_dense_importance(self) -> None:
+        if not self._dense_importance:
+            self._dense_importance = total_importance(self.model, self.plan, self.importances())
+            self._dense_retained = self.retained_importance = self._retained({})
 
     @property
     def importance_shares(self) -> dict[str, dict[str, float]]:
@@ -206,16 +207,15 @@ class Run(Planned):
         Linears whose importance sums to 0 are left out.
         """
         return {
-            name: {"before": share.present / share.total, "after": self.retained_importance[name] / share.total}
-            for name, share in self._dense_retained.items()
-            if share.total > 0
+            name: {"before": self._dense_retained[name] / total, "after": self.retained_importance[name] / total}
+            for name, total in self._dense_importance.items()
+            if total > 0
         }
 
     def keep_dense(self, steps: Sequence[Step]) -> None:
         """Stores what the remaining ``steps``, the first of which prunes, and the record need of the dense model."""
-        if not self._dense_retained and self.statistics:  # nothing was permuted
-            self._dense_retained = self._retained({})
-            self.retained_importance = {name: share.chosen for name, share in self._dense_retained.items()}
+        if self.statistics:
+            self._measure_dense_importance()
         if any(step.dense_weights for step in steps):
             for _, name in self.plan.linears():
                 weight = linear_module(self.model, name).get_parameter("weight").detach()
@@ -258,7 +258,6 @@ class Run(Planned):
             return
         objective, expected_loss = self._expected_loss
         with self.placed_model() as model:
-            mean_loss = partial(objective.on(model).mean, model, self.samples)
-            loss = MicroBatch(self.config.micro_batch_size).run(mean_loss)
+            loss = MicroBatch(self.config.micro_batch_size).run(objective.on(model).mean)
         check_loss(expected_loss, loss, self.model.dtype)
         self._expected_loss = None

@@ -7,6 +7,7 @@ are derived from each step's attributes and functions, so a new step is one file
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from permtriton.config import CommonConfig
@@ -15,6 +16,11 @@ from permtriton.util.option import check_options
 
 BACKWARD = 3  # time of a forward and a backward pass together, in forward passes
 GENERATED = "Read what --generated adds to the samples, too."  # help of an option that several steps have
+
+
+def of_option(name: str) -> Any:
+    """Returns a property of a step whose value is that of the option ``name``."""
+    return property(attrgetter(name))
 
 
 class Stage(IntEnum):
@@ -38,6 +44,11 @@ class Outcome:
     # and further values of the step
     parts: list[dict[str, Any]] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)  # name of each part that the step left unchanged -> the reason
+
+    @property
+    def kept_row(self) -> dict[str, Any]:
+        """The row of the round or epoch whose result was kept."""
+        return self.history[-1 if self.kept is None else self.kept]
 
 
 class Step(Protocol):
@@ -144,7 +155,7 @@ class Step(Protocol):
         """Returns lines for the table of results, each with its name and its value."""
         lines = []
         if len(outcome.history) > 1:
-            row = outcome.history[-1 if outcome.kept is None else outcome.kept]
+            row = outcome.kept_row
             measure, words = ("held_out", "loss on other calibration text") if "held_out" in row else ("loss", "loss")
             start_loss, kept_loss = outcome.history[0][measure], row[measure]
             progress = f"{outcome.unit} {row[outcome.unit]} of {len(outcome.history) - 1}"

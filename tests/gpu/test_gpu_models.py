@@ -156,7 +156,7 @@ def test_learning_lowers_the_loss(dtype, device):
         for site, name in plan.linears()
     }
     options = Learned(epochs=4, batch_size=4, learning_rate=0.05)
-    objective = Objective("cosine", hidden_states(model, ids, 4))
+    objective = Objective("cosine", model, ids, hidden_states(model, ids, 4))
     run = Known(model, plan, ids, CompileConfig(sparsity=pattern), importances=importances, objective=objective)
     _, outcome = options.learn(run)
     assert outcome.history[outcome.kept]["loss"] < outcome.history[0]["loss"]

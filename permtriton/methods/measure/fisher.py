@@ -9,7 +9,6 @@ weights of one row, so a factor per row changes no mask, but the order sums scor
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,65 +31,60 @@ from permtriton.util.micro_batch import MicroBatch
 Watch = Callable[[str, Tensor], Callable[[Tensor], None]]
 
 
-@dataclass
-class Fisher:
-    """The diagonal Fisher information of one linear's weights, ``row_O * column_C / tokens``."""
-
-    # sum over tokens of the squared gradient at each output, ``[out_features]``; float64 while it is summed, so that
-    # the result does not depend on ranks and micro-batches, then float32
-    row: Tensor
-    column: Tensor  # sum over tokens of the square of each input, ``[in_features]``, in the same dtypes
-    tokens: int = 0  # number of tokens that the linear has read; for an expert, only those routed to it
-
-
 def curvatures(run: Run, kind: LossKind) -> dict[str, RankOneCurvature]:
     """Returns linear name -> half the second derivative of the mean loss over all tokens, by `fisher_information`."""
     information, tokens = fisher_information(run, kind), run.samples.positions
-    return {
-        name: RankOneCurvature(factors.row / (2 * tokens), factors.column / max(factors.tokens, 1))
-        for name, factors in information.items()
-    }
+    return {name: RankOneCurvature(own.row / (2 * tokens), own.column) for name, own in information.items()}
 
 
 def row_weights(run: Run) -> dict[str, Tensor]:
-    """Returns linear name -> sensitivity of the loss to each of its rows, float32 ``[out_features]``."""
-    if run.row_weights is not None:
-        return run.row_weights
-    information = fisher_information(run, objective_kind("auto", run.model))
-    return {name: factors.row.to(run.model.device) for name, factors in information.items()}
+    """Returns linear name -> sensitivity of the loss to each of its rows, float32 ``[out_features]``.
+
+    They are measured once for the present order.
+    """
+    if run.row_weights is None:
+        information = fisher_information(run, objective_kind("auto", run.model))
+        run.row_weights = {name: own.row.to(run.model.device) for name, own in information.items()}
+    return run.row_weights
 
 
 @torch.enable_grad()
-def fisher_information(run: Run, kind: LossKind) -> dict[str, Fisher]:
+def fisher_information(run: Run, kind: LossKind) -> dict[str, RankOneCurvature]:
     """Returns linear name -> Fisher information of its weights, from one backward pass over all sequences.
 
-    The loss is the ``drawn`` function of ``kind`` in `permtriton.methods.measure.losses.LOSSES`.
+    The rows are sums over tokens of the squared gradient at each output, the columns means of the square of each input
+    over the tokens that the linear has read: an expert reads only those routed to it. The loss is the ``drawn``
+    function of ``kind`` in `permtriton.methods.measure.losses.LOSSES`.
     """
-    information: dict[str, Fisher] = {}
+    # Linear -> sums of squares of gradients and of inputs, and the number of tokens: float64, so that the result does
+    # not depend on ranks and micro-batches.
+    sums: dict[str, list[Tensor]] = {}
 
     def clear() -> None:
         for _, name in run.plan.linears():
             channels, rows = weight_in_out(linear_module(run.model, name)).shape
-            row, column = (torch.zeros(size, dtype=torch.float64, device=model.device) for size in (rows, channels))
-            information[name] = Fisher(row, column)
+            sizes = [(rows,), (channels,), ()]
+            sums[name] = [torch.zeros(size, dtype=torch.float64, device=model.device) for size in sizes]
 
     def watch(name: str, inputs: Tensor) -> Callable[[Tensor], None]:
-        squares, tokens = _squares(inputs), inputs.shape[0]  # computed now, so that the input need not stay in memory
+        squares = _squares(inputs)  # computed now, so that the input need not stay in memory
 
         def add(gradient: Tensor) -> None:
-            information[name].row += _squares(gradient)
-            information[name].column += squares
-            information[name].tokens += tokens
+            row, column, tokens = sums[name]
+            row.add_(_squares(gradient))
+            column.add_(squares)
+            tokens.add_(len(gradient))
 
         return add
 
     with run.placed_model() as model:
         _backward_passes(run, model, "row weights", kind, run.samples, run.config.micro_batch_size, clear, watch)
-    for name, factors in information.items():
-        ranks.add_up([factors.row, factors.column])
-        factors.row, factors.column = factors.row.float(), factors.column.float()
-        factors.tokens = round(ranks.total(factors.tokens))
-        if not bool(factors.row.isfinite().all() & factors.column.isfinite().all()):
+    information = {}
+    for name, totals in sums.items():
+        ranks.add_up(totals)
+        row, column = (total.float() for total in totals[:2])
+        information[name] = RankOneCurvature(row, column / max(int(totals[2]), 1))
+        if not bool(row.isfinite().all() & column.isfinite().all()):
             raise CalibrationError(
                 f"{name}: its inputs or the gradients of its outputs are not finite on the calibration text: try "
                 "`dtype=float32`, or `heuristic_row_weights=none`"
@@ -162,29 +156,27 @@ def _backward_passes(
                 advance(len(rows))
 
     hooks = (
-        linear_module(model, name).register_forward_hook(_showing(partial(watch, name)))
+        linear_module(model, name).register_forward_hook(partial(_show, partial(watch, name)))
         for _, name in run.plan.linears()
     )
     with frozen(model), hooked(hooks):
         MicroBatch(micro_batch_size).run(backward)
 
 
-def _showing(watch: Callable[[Tensor], Callable[[Tensor], None]]):  # type: ignore[no-untyped-def]
-    """Returns a forward hook that calls ``watch`` with the input, and the result with the gradient of the output."""
-
-    def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return output
-        if not output.requires_grad:
-            # No weight of the model requires a gradient, so the first linears start the autograd graph. Their outputs
-            # must not be leaves, which a model cannot change in place (OLMo clamps its queries, keys and values).
-            output = output.requires_grad_().clone()
-        add = watch(as_multiplied(module, inputs[0]).detach().flatten(0, -2))
-        # A layer that is recomputed runs twice, but only one output has a gradient.
-        output.register_hook(lambda gradient: add(gradient.flatten(0, -2)))
+def _show(
+    watch: Callable[[Tensor], Callable[[Tensor], None]], module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    """A forward hook that calls ``watch`` with the input, and the result with the gradient of the output."""
+    if not torch.is_grad_enabled():
         return output
-
-    return hook
+    if not output.requires_grad:
+        # No weight of the model requires a gradient, so the first linears start the autograd graph. Their outputs must
+        # not be leaves, which a model cannot change in place (OLMo clamps its queries, keys and values).
+        output = output.requires_grad_().clone()
+    add = watch(as_multiplied(module, inputs[0]).detach().flatten(0, -2))
+    # A layer that is recomputed runs twice, but only one output has a gradient.
+    output.register_hook(lambda gradient: add(gradient.flatten(0, -2)))
+    return output
 
 
 class _Draws:

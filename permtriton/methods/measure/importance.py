@@ -48,16 +48,9 @@ def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor
         return ImportanceFactors(1, statistic)
     if method == "obs":
         return ImportanceFactors(2, statistic.reciprocal())
-    if method != "ria":
-        raise ValueError(f"importance {method} has no score")
-    column_sums = weight_CO.abs().sum(1, dtype=torch.float32)
-    row_sums = weight_CO.abs().sum(0, dtype=torch.float32)
-    return ImportanceFactors(
-        1,
-        statistic.pow(RIA_ACTIVATION_POWER),
-        row_sums.clamp_min(TINY).reciprocal(),
-        column_sums.clamp_min(TINY).reciprocal(),
-    )
+    assert method == "ria", method
+    row, column = (weight_CO.abs().sum(dim, dtype=torch.float32).clamp_min(TINY).reciprocal() for dim in (0, 1))
+    return ImportanceFactors(1, statistic.pow(RIA_ACTIVATION_POWER), row, column)
 
 
 def importances_of(
@@ -72,8 +65,7 @@ def importances_of(
 
 def magnitudes(model: PreTrainedModel, plan: Plan) -> dict[str, ImportanceFactors]:
     """Returns linear name -> importance by magnitude, which needs no statistics."""
-    ones = {site.name: torch.ones(site.channels, device=model.device) for site in plan.sites}
-    return importances_of(model, plan, "magnitude", ones)
+    return {name: ImportanceFactors(1, torch.ones(site.channels, device=model.device)) for site, name in plan.linears()}
 
 
 def retained(scores: Tensor, index: Tensor, pattern: NMPattern) -> float:

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -60,24 +60,24 @@ class Head:
         self._model = model
         probe = samples.start(1, PROBE_TOKENS).to(model.device, model.dtype).inputs
         self._arguments = tuple(probe)
-        core = core_of(model)
+        core, names = core_of(model), {module: name for name, module in model.named_modules()}
         with torch.no_grad(), without_cache(model):
-            outputs: dict[Any, Any] = {}
+            outputs: dict[str, Any] = {}  # name of each module of the body -> its output for the probe
             hooks = (
-                module.register_forward_hook(lambda module, _, output: outputs.update({module: output}))
+                module.register_forward_hook(lambda module, _, output: outputs.update({names[module]: output}))
                 for module in body_of(model)
             )
             with hooked(hooks):
                 expected = model(**probe).logits
+            if names[core] not in outputs:  # a model may call a module inside its backbone instead, as OPT does
+                outputs[names[core]] = core(**probe)
             self._outputs = outputs
-            if core not in self._outputs:  # a model may call a module inside its backbone instead, as OPT does
-                self._outputs[core] = core(**probe)
             self.vocabulary = expected.shape[-1]
             fewer = max(expected.shape[1] - 1, 1)  # leaving out a token reveals a head that needs all tokens at once
             expected = expected[:, :fewer]
             problem = f"objective kl: the head of a {type(model).__name__} cannot run alone, so {CHOOSE}"
             with reading(problem, ConfigError):
-                logits = self(self._outputs[core][0][:, :fewer])
+                logits = self(outputs[names[core]][0][:, :fewer])
         if logits.shape != expected.shape or relative_difference(expected, logits) > TOLERANCE[model.dtype]:
             raise ConfigError(
                 f"objective kl: the logits of {type(model).__name__} do not follow from its last hidden state: {CHOOSE}"
@@ -85,17 +85,16 @@ class Head:
 
     def on(self, model: PreTrainedModel) -> "Head":
         head = copy.copy(self)
-        names = {module: name for name, module in self._model.named_modules()}
-        head._outputs = {model.get_submodule(names[module]): output for module, output in self._outputs.items()}
         head._model = model
         return head
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Returns the logits ``[sequences, tokens, vocabulary]`` of hidden states ``[sequences, tokens, hidden]``."""
+        outputs = {self._model.get_submodule(name): output for name, output in self._outputs.items()}
         core = core_of(self._model)
-        output = copy.copy(self._outputs[core])
-        output["last_hidden_state"] = hidden
-        with _returning({**self._outputs, core: output}):
+        outputs[core] = copy.copy(outputs[core])
+        outputs[core]["last_hidden_state"] = hidden
+        with _returning(outputs):
             ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
             return self._model(**dict.fromkeys(self._arguments, ids)).logits
 
@@ -190,13 +189,14 @@ class Objective:
     """The distance of a model's outputs from the dense model's, on the samples that a step reads."""
 
     kind: LossKind
+    model: PreTrainedModel
+    samples: Samples
     # dense model's hidden states that the loss reads, ``[sequences, tokens, hidden]``, with the channels in the present
     # order of the model
     target: Tensor
     head: Head | None = None  # the model's head; None if the loss does not need it
-    # the positions that count, as `permtriton.data.samples.Samples.counted`
-    counted: slice = field(default_factory=lambda: slice(None))
-    stride: int = 1  # one in ``stride`` counted positions is used; the first one depends on the sequence's number
+    # one in ``stride`` of the samples' ``counted`` positions is used; the first one depends on the sequence's number
+    stride: int = 1
 
     def loss(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Returns the mean loss over the tokens of the sequences ``rows``, whose hidden states are ``hidden``."""
@@ -204,38 +204,37 @@ class Objective:
         return LOSSES[self.kind].mean(self._taken(hidden, rows), self._taken(dense, rows), self.head)
 
     def _taken(self, states: Tensor, rows: Tensor) -> Tensor:
-        states = states[:, self.counted]
+        states = states[:, self.samples.counted]
         if self.stride == 1 or states.shape[1] < self.stride:
             return states
         index = self.stride * torch.arange(states.shape[1] // self.stride) + rows.cpu()[:, None] % self.stride
         return states[torch.arange(len(rows))[:, None], index]
 
-    def of(self, model: PreTrainedModel, samples: Samples, rows: Tensor) -> Tensor:
-        """Returns the mean loss of a model over the tokens of the samples ``rows``, float32 ``[]``."""
-        return self.loss(LOSSES[self.kind].hidden(model, samples[rows]), rows)
+    def of(self, rows: Tensor) -> Tensor:
+        """Returns the mean loss over the tokens of the samples ``rows``, float32 ``[]``."""
+        return self.loss(LOSSES[self.kind].hidden(self.model, self.samples[rows]), rows)
 
     @torch.no_grad()
-    def mean(self, model: PreTrainedModel, samples: Samples, batch: int) -> float:
+    def mean(self, batch: int) -> float:
         """Returns the mean loss over all samples; each rank runs its share of them."""
-        parts = ranks.parts(torch.arange(len(samples)), batch)
-        losses = to_numbers([self.of(model, samples, part) for part in parts])
-        return ranks.total(sum(loss * part.numel() for loss, part in zip(losses, parts, strict=True))) / len(samples)
+        count, parts = len(self.samples), ranks.parts(torch.arange(len(self.samples)), batch)
+        losses = to_numbers([self.of(part) for part in parts])
+        return ranks.total(sum(loss * part.numel() for loss, part in zip(losses, parts, strict=True))) / count
 
-    def backward(
-        self, model: PreTrainedModel, samples: Samples, rows: Tensor, batch: int, scale: float
-    ) -> Iterator[tuple[Tensor, int]]:
+    def backward(self, rows: Tensor, batch: int, scale: float) -> Iterator[tuple[Tensor, int]]:
         """Runs backward passes of ``scale`` times the mean loss over ``rows``; each rank runs its share of the rows.
 
         After each pass, yields that pass's part of the mean loss, float32 ``[]``, and its number of sequences.
         """
         for part in ranks.parts(rows, batch):
-            loss = self.of(model, samples, part) * (part.numel() / rows.numel())
+            loss = self.of(part) * (part.numel() / rows.numel())
             (loss * scale).backward()
             yield loss.detach(), part.numel()
 
     def on(self, model: PreTrainedModel) -> "Objective":
-        """Returns the objective with the head of ``model``, a twin of the model that the objective was made with."""
-        return replace(self, head=self.head and self.head.on(model))
+        """Returns the objective of ``model``, a twin of the model that the objective was made with."""
+        samples = self.samples.to(model.device, model.dtype)
+        return replace(self, model=model, samples=samples, head=self.head and self.head.on(model))
 
     def reordered(self, order: Tensor | None, store: Store = MEMORY) -> "Objective":
         """Returns the objective of a model whose last hidden state has its channels in ``order``; None is no change."""
@@ -265,7 +264,7 @@ def dense_objective(
     head = Head(model, samples) if LOSSES[kind].of_logits else None
     target = hidden_states(model, samples, batch, store, LOSSES[kind].hidden)
     stride = 1 if head is None else stride_of(model, head.vocabulary * target.shape[-1])
-    return Objective(kind, target, head, samples.counted, stride)
+    return Objective(kind, model, samples, target, head, stride)
 
 
 def stride_of(model: PreTrainedModel, head: int) -> int:

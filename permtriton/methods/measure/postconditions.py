@@ -6,7 +6,6 @@ order is chosen, and again on the model in this order: the importance that the m
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,15 +16,6 @@ from permtriton.passes.plan import Plan, linear_module, weight_in_out
 
 RETAINED_TOLERANCE = 1e-3  # relative: a few scores may tie, and row sums round differently in another order
 LOSS_TOLERANCE = 1e-4  # relative: sums over channels round differently in another order; 100 times that in 16 bits
-
-
-@dataclass(frozen=True)
-class Retained:
-    """Sums of scores in a pruned linear: of all, and of those that N:M masks retain in the present and chosen order."""
-
-    total: float
-    present: float
-    chosen: float
 
 
 def total_importance(model: nn.Module, plan: Plan, importances: Mapping[str, ImportanceFactors]) -> dict[str, float]:

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from permtriton.config import ImportanceMethod
 from permtriton.errors import CalibrationError
 from permtriton.methods.measure.importance import inverts_hessians, reads_activations
-from permtriton.methods.prune.sparsegpt_math import Curvature
 from permtriton.model.expert_linears import SECOND, RoutedExperts
 from permtriton.model.experts import expert_of, measured_experts, stacked_name
 from permtriton.model.modules import as_multiplied
@@ -28,9 +27,57 @@ from permtriton.util.hooks import hooked
 from permtriton.util.progress import Advance, Progress
 from permtriton.util.store import MEMORY, Store
 
-Statistic = TypeVar("Statistic")
+DAMPING = 0.01  # added to the diagonal of a Hessian, as a fraction of its mean; as SparseGPT publishes
 SMALL_GAIN = 0.1  # added to a norm's squared gains, as a share of their mean
 GRAM_COLUMNS = 256  # least number of columns per product; with fewer, products lose more time than symmetry saves
+
+
+def damped(hessian: Tensor) -> Tensor:
+    """Returns ``H`` with 1% of its mean diagonal added to the diagonal.
+
+    For a channel that was never active, the sum is this damping, so its weights score lowest at any scale of inputs.
+    """
+    hessian = hessian.clone()
+    hessian.diagonal().add_(DAMPING * hessian.diagonal().mean())
+    return hessian
+
+
+class Curvature:
+    """The Hessian of a site's inputs, and what follows from it, computed once for all linears that read the site.
+
+    Attributes:
+        hessian: the Hessian, float32 ``[channels, channels]``.
+        site: name of the site.
+        damped: the damped Hessian, of the same shape.
+        dead: bool ``[channels]``, True where a channel was never active.
+    """
+
+    def __init__(self, hessian: Tensor, site: str = "a layer") -> None:
+        self.hessian, self.site = hessian, site
+        self.damped, self.dead = damped(hessian), hessian.diagonal() == 0
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """The inverse of the damped Hessian, float32 ``[channels, channels]``."""
+        return torch.cholesky_inverse(self._cholesky(self.damped))
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """The upper Cholesky factor of the inverse."""
+        return self._cholesky(self.inverse, upper=True)
+
+    def inverse_diagonal(self) -> Tensor:
+        """Returns the diagonal of the inverse, float32 ``[channels]`` on the CPU: the denominators of the OBS score."""
+        return self.inverse.diagonal().clone().cpu()  # a view would keep the whole inverse
+
+    def _cholesky(self, matrix: Tensor, upper: bool = False) -> Tensor:
+        try:
+            return torch.linalg.cholesky(matrix, upper=upper)
+        except torch.linalg.LinAlgError as error:
+            raise CalibrationError(
+                f"{self.site}: the Hessian of its inputs cannot be inverted: raise `samples=`, or choose another "
+                "`importance=` and prune with the step mask"
+            ) from error
 
 
 def site_statistics(walk: LayerWalk, method: ImportanceMethod, progress: Progress) -> dict[str, Tensor]:
@@ -38,35 +85,39 @@ def site_statistics(walk: LayerWalk, method: ImportanceMethod, progress: Progres
 
     The statistic is ``diag(H^-1)`` for ``obs``, ones for ``magnitude``, else ``||X_j||``.
     """
-    device = walk.model.device
     if not reads_activations(method):
-        return {site.name: torch.ones(site.channels, device=device) for site in walk.plan.sites}
+        return {site.name: torch.ones(site.channels, device=walk.model.device) for site in walk.plan.sites}
     if not inverts_hessians(method):
         return channel_norms(walk, progress)
-    diagonals = measure_hessians(walk, progress, lambda site, hessian: Curvature(hessian, site.name).inverse_diagonal())
-    for name, diagonal in diagonals.items():
-        check_finite(name, diagonal)
-    return {name: diagonal.to(device) for name, diagonal in diagonals.items()}
+    return obs_statistics(walk, progress)[0]
 
 
-def measure_hessians(
-    walk: LayerWalk, progress: Progress, measure: Callable[[Site, Tensor], Statistic]
-) -> dict[str, Statistic]:
-    """Returns site name -> what ``measure`` returns for its Hessian in the dense model; runs layer by layer.
+def obs_statistics(
+    walk: LayerWalk, progress: Progress, measure: Callable[[Site, Curvature], Any] = lambda *_: None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns site name -> ``diag(H^-1)`` in the dense model, and site name -> what ``measure`` returns.
+
+    The Hessians are measured layer by layer.
 
     Args:
-        measure: called with a site and the Hessian of its inputs, float32 ``[channels, channels]``, on the rank that
-            the site is assigned to. What it returns is sent to all ranks, with tensors on the CPU.
+        measure: called with a site and the curvature of its inputs, on the rank that the site is assigned to. What it
+            returns is sent to all ranks.
     """
-    result_by_site: dict[str, Statistic] = {}
+    diagonals, results = dict[str, Tensor](), dict[str, Any]()
+
+    def measure_site(pair: tuple[Site, Tensor]) -> tuple[Tensor, Any]:
+        curvature = Curvature(pair[1], pair[0].name)
+        return curvature.inverse_diagonal(), measure(pair[0], curvature)
+
     num_sequences = ranks.own_rows(len(walk.samples)).numel()
     with progress.stage("calibrate", num_sequences * len(walk.plan.layers())) as advance:
         for layer in walk.walk_dense():
-            layer_hessians = hessians(walk.model, layer, advance)
-            sites_and_hessians = [(site, layer_hessians[site.name]) for site in layer.sites]
-            results = ranks.deal(sites_and_hessians, lambda pair: measure(*pair))
-            result_by_site.update(zip(layer_hessians, results, strict=True))
-    return result_by_site
+            hessian_by_site = hessians(walk.model, layer, advance)
+            pairs = [(site, hessian_by_site[site.name]) for site in layer.sites]
+            for site, (diagonal, result) in zip(layer.sites, ranks.deal(pairs, measure_site), strict=True):
+                check_finite(site.name, diagonal)
+                diagonals[site.name], results[site.name] = diagonal.to(walk.model.device), result
+    return diagonals, results
 
 
 def reorder_statistics(statistics: Mapping[str, Tensor], moves: Sequence[Move]) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from permtriton.model.forward import to_numbers
 from permtriton.passes.edits import runs_of
 from permtriton.passes.plan import ChannelSpace, Site, linear_module
 from permtriton.running.backward import frozen, loss_scale
-from permtriton.running.sharding import is_spread, rows_of_share, share
+from permtriton.running.sharding import rows_of_share, share
 from permtriton.util import ranks
 from permtriton.util.micro_batch import MicroBatch
 from permtriton.util.sparsity import NMPattern
@@ -32,25 +31,26 @@ class _HardMasked:
     """A pruned linear, whose parameter holds the masked weight inside `hard_masked`.
 
     Where weights are spread over the ranks, all tensors but the parameter hold only this rank's output rows.
-    ``gradient`` is the sum of the masked weight's gradients, stored as the weight is, float32 or wider; None at first.
     """
 
     site: Site
     parameter: nn.Parameter
-    dense: Tensor
+    in_out: bool  # whether the parameter is stored ``[in_features, out_features]``
     importance: ImportanceFactors
     curvature: RankOneCurvature
     pattern: NMPattern
-    in_out: bool
-    gradient: Tensor | None = None
+    gradient: Tensor | None = None  # sum of the masked weight's gradients, float32 or wider; None before the first one
 
-    def oriented(self, weight: Tensor) -> Tensor:
-        """Returns a stored weight as ``[out_features, in_features]``."""
-        return weight.t() if self.in_out else weight
+    def __post_init__(self) -> None:
+        self.dense = self.out_in(self.parameter).clone()
+
+    def out_in(self, stored: Tensor) -> Tensor:
+        """Returns what this rank holds of the parameter, or of its gradient, as ``[out_features, in_features]``."""
+        return share(stored).t() if self.in_out else share(stored)
 
     def add_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        self.total.add_(share(parameter.grad))
+        self.total.add_(self.out_in(parameter.grad))
         parameter.grad = None
 
     @property
@@ -64,21 +64,21 @@ class _HardMasked:
 class HardMasks:
     """The masks of all pruned linears; ``spread`` says whether each rank holds only some rows of the weights."""
 
-    def __init__(self, run: Run, model: PreTrainedModel, linears: Sequence[_HardMasked], objective: Objective) -> None:
-        self.spread = any(is_spread(linear.parameter) for linear in linears)
-        self._model, self._linears, self._samples, self._objective = model, linears, run.samples, objective.on(model)
+    def __init__(self, run: Run, model: PreTrainedModel, objective: Objective, linears: Sequence[_HardMasked]) -> None:
+        self.spread = run.placement.spread_on is not None
+        self._model, self._linears, self._objective = model, linears, objective.on(model)
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
 
     @torch.no_grad()
     def set(self, indices: Mapping[str, Tensor]) -> None:
         """Masks weights by ``indices``, space -> unit index, int64 ``[units]``; other spaces keep the base order."""
         for linear in self._linears:
-            weight, site = linear.oriented(linear.dense), linear.site
-            soft = linear.importance.scale.new_empty(0)
-            group = linear.pattern.group  # the runs of a frozen space need not consist of whole groups
+            site, group, importance = linear.site, linear.pattern.group, linear.importance
+            # The runs of a frozen space need not consist of whole groups.
             runs = [group] * (site.channels // group) if site.space.frozen else list(runs_of(site))
-            masked = nm_mask(weight, linear.importance, self._order(site, indices), soft, runs, linear.pattern, False)
-            share(linear.parameter).copy_(linear.oriented(masked))
+            order, soft = self._order(site, indices), importance.scale.new_empty(0)
+            masked = nm_mask(linear.dense, importance, order, soft, runs, linear.pattern, False)
+            linear.out_in(linear.parameter).copy_(masked)
 
     def _order(self, site: Site, indices: Mapping[str, Tensor]) -> Tensor:
         index = indices.get(site.space.name)
@@ -86,7 +86,7 @@ class HardMasks:
         return order.to(self._model.device)
 
     def loss(self) -> float:
-        return self._check(self._micro_batch.run(partial(self._objective.mean, self._model, self._samples)))
+        return self._check(self._micro_batch.run(self._objective.mean))
 
     @torch.enable_grad()
     def take_gradients(self, advance: Callable[[int], None] = lambda _steps: None) -> float:
@@ -94,31 +94,27 @@ class HardMasks:
 
         After each backward pass, ``advance`` is called with the number of its sequences.
         """
-        scale, rows = loss_scale(self._samples.positions), torch.arange(len(self._samples))
+        samples = self._objective.samples
+        scale, rows = loss_scale(samples.positions), torch.arange(len(samples))
         reported = 0
 
         def backward(size: int) -> float:
             nonlocal reported
             self.drop_gradients()
             losses, sequences_done = [], 0
-            for loss, count in self._objective.backward(self._model, self._samples, rows, size, scale):
+            for loss, count in self._objective.backward(rows, size, scale):
                 losses.append(loss)
                 sequences_done += count
-                if sequences_done > reported:  # not while passes repeat after memory ran out
-                    advance(sequences_done - reported)
-                    reported = sequences_done
+                advance(max(sequences_done - reported, 0))  # 0 while passes repeat after memory ran out
+                reported = max(sequences_done, reported)
             return sum(to_numbers(losses))
 
         loss = self._check(ranks.total(self._micro_batch.run(backward)))
+        totals = [linear.total for linear in self._linears]
         if not self.spread:  # gradients of weights that are spread are added up already, by FSDP2
-            # An expert without tokens on this rank may have gradients on another.
-            reached = torch.tensor([linear.gradient is not None for linear in self._linears], dtype=torch.int64)
-            ranks.add_up([reached])
-            totals = [linear.total for linear, count in zip(self._linears, reached.tolist(), strict=True) if count]
             ranks.add_up(totals)
-        for linear in self._linears:
-            if linear.gradient is not None:
-                linear.gradient /= scale
+        for total in totals:
+            total.div_(scale)
         return loss
 
     def drop_gradients(self) -> None:
@@ -130,14 +126,10 @@ class HardMasks:
 
         The curvature counts ``damping`` times; with 0, the gains are exact to first order.
         """
-        for linear in self._linears:
-            if linear.gradient is None or linear.site.space is not space:
-                continue
+        for linear in (linear for linear in self._linears if linear.site.space is space):
             curvature = RankOneCurvature(linear.curvature.row * damping, linear.curvature.column)
-            terms = swap_terms(
-                linear.oriented(linear.dense), linear.importance, linear.oriented(linear.gradient),
-                self._order(linear.site, indices), linear.pattern, curvature,
-            )  # fmt: skip
+            order = self._order(linear.site, indices)
+            terms = swap_terms(linear.dense, linear.importance, linear.total, order, linear.pattern, curvature)
             for channels in linear.site.channels_by_unit.unbind(1):
                 yield terms.of_positions(channels.to(self._model.device))
 
@@ -155,7 +147,7 @@ def hard_masked(
     """
     plan, importances, linears = run.plan, run.importances(), list[_HardMasked]()
     experts = next((name for _, name in plan.linears() if expert_of(model, name) is not None), None)
-    if experts is not None and any(is_spread(parameter) for parameter in model.parameters()):
+    if experts is not None and run.placement.spread_on is not None:
         raise ConfigError(
             f"{experts}: the gradients of experts cannot be spread over GPUs, because not every GPU sends tokens to "
             "each: leave the step searched out, or use GPUs that hold the whole model"
@@ -163,21 +155,17 @@ def hard_masked(
     with frozen(model), run.recomputing(model), ExitStack() as stack:
         for site, name in plan.linears():
             module = linear_module(model, name)
-            parameter = module.get_parameter("weight")
-            assert isinstance(parameter, nn.Parameter)
-            in_out = isinstance(module, Conv1D)
+            parameter, in_out = module.get_parameter("weight"), isinstance(module, Conv1D)
             rows = rows_of_share(parameter, in_out)
             importance = importances[name].of_rows(rows, model.device)
             curvature = RankOneCurvature(curvatures[name].row[rows], curvatures[name].column)
-            masked = _HardMasked(
-                site, parameter, share(parameter).clone(), importance, curvature, plan.patterns[name], in_out
-            )
-            linears.append(masked)
-            stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(masked.add_gradient))
+            linear = _HardMasked(site, parameter, in_out, importance, curvature, plan.patterns[name])
+            stack.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(linear.add_gradient))
+            linears.append(linear)
         try:
-            yield HardMasks(run, model, linears, objective)
+            yield HardMasks(run, model, objective, linears)
         finally:
             for linear in linears:
-                share(linear.parameter).copy_(linear.dense)
+                linear.out_in(linear.parameter).copy_(linear.dense)
                 linear.parameter.requires_grad_(False)
                 linear.parameter.grad = None

@@ -7,7 +7,7 @@ follows the permutations (`permtriton.methods.order.masked_model`). Only the per
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,7 +23,7 @@ from permtriton.methods.order.masked_model import LearnedMasks, masked_model
 from permtriton.methods.order.relaxation import Relaxation
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import BACKWARD, Outcome, Stage, Step
+from permtriton.methods.step import BACKWARD, Outcome, Stage, Step, of_option
 from permtriton.passes.plan import ChannelSpace, Plan
 from permtriton.running.backward import loss_scale
 from permtriton.running.resume import StateFile
@@ -101,6 +101,8 @@ class Learned(Step):
         ),
     )
 
+    backward_batch, objective = of_option("batch_size"), of_option("loss")
+
     @property
     def last_layers(self) -> int | None:
         """K of ``last:K``, or None for all layers."""
@@ -114,14 +116,6 @@ class Learned(Step):
                     f"multiple of {pattern.group}"
                 )
         return ""
-
-    @property
-    def backward_batch(self) -> int:
-        return self.batch_size
-
-    @property
-    def objective(self) -> str:
-        return self.loss
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         one_layer = sizes.checkpointing and sizes.low_memory
@@ -141,11 +135,10 @@ class Learned(Step):
 
     def run(self, run: Run) -> Outcome:
         indices, outcome = self.learn(run)
-        start_loss, kept_loss = (outcome.history[number]["loss"] for number in (0, outcome.kept or 0))
         if self.keep == "best":
-            check_no_worse(start_loss, kept_loss, "learning")
+            check_no_worse(outcome.history[0]["loss"], outcome.kept_row["loss"], "learning")
         run.reorder(indices)
-        run.promise(self, kept_loss)
+        run.promise(self, outcome.kept_row["loss"])
         return outcome
 
     @torch.enable_grad()
@@ -197,9 +190,8 @@ class OrderTrainer:
     """Trains the permutations: optimiser steps, losses and schedules. It sets the masks of a `masked_model`."""
 
     def __init__(self, run: Run, options: Learned, masks: LearnedMasks, relaxation: Relaxation) -> None:
-        model = masks.model
-        self._run, self._options, self._model, self._masks, self._relaxation = run, options, model, masks, relaxation
-        self._samples, self._objective = run.samples.to(model.device, model.dtype), run.objective(options).on(model)
+        self._run, self._options, self._masks, self._relaxation = run, options, masks, relaxation
+        self._objective = run.objective(options).on(masks.model)
         self._optimizer = torch.optim.AdamW(
             relaxation.parameters(), lr=options.learning_rate, weight_decay=options.weight_decay
         )
@@ -207,44 +199,43 @@ class OrderTrainer:
         self.steps_per_epoch = math.ceil(len(run.samples) / options.batch_size)
 
     def run(self, state: StateFile, advance: Callable[..., None]) -> tuple[dict[str, Tensor], Outcome]:
-        indices, outcome = self._load(state)
+        index, outcome = self._load(state)
         history = outcome.history
         advance((len(history) - 1) * self.steps_per_epoch)
         for epoch in range(len(history), self._options.epochs + 1):
             start_time, steps_done = time.perf_counter(), epoch * self.steps_per_epoch
-            order = epoch_order(len(self._samples), self._run.config.seed, epoch)
+            order = epoch_order(len(self._run.samples), self._run.config.seed, epoch)
             for step, rows in enumerate(order.split(self._options.batch_size), steps_done - self.steps_per_epoch):
                 advance(1, f"loss {self.step(rows, step):.4f}, base {history[0]['loss']:.4f}")
-            hard_indices = self.indices(steps_done)
-            loss, tau = self.hard_loss(hard_indices), self.tau(steps_done)
-            history.append(_row(epoch, loss, hard_indices, tau, time.perf_counter() - start_time))
-            if self._options.keep == "last" or loss < history[outcome.kept or 0]["loss"]:
-                indices, outcome.kept = hard_indices, epoch
-            self._save(state, indices, outcome)
-        return indices, outcome
+            hard_index = self.index(steps_done)
+            loss, tau = self.hard_loss(hard_index), self.tau(steps_done)
+            history.append(_row(epoch, loss, hard_index, tau, time.perf_counter() - start_time))
+            if self._options.keep == "last" or loss < outcome.kept_row["loss"]:
+                index, outcome.kept = hard_index, epoch
+            self._save(state, index, outcome)
+        return self._relaxation.by_space(index), outcome
 
-    def _load(self, state: StateFile) -> tuple[dict[str, Tensor], Outcome]:
+    def _load(self, state: StateFile) -> tuple[Tensor, Outcome]:
         """Restores what `_save` wrote; returns the order to keep so far (at first, the base order) and the outcome."""
         if (saved_state := state.read()) is None:
-            base_indices = {name: identity(units) for name, units in self._relaxation.units.items()}
-            row = _row(0, self.hard_loss(base_indices), base_indices, self._options.tau_start, 0.0)
-            return base_indices, Outcome("epoch", [row], kept=0)
+            base = identity(self._relaxation.units)
+            row = _row(0, self.hard_loss(base), base, self._options.tau_start, 0.0)
+            return base, Outcome("epoch", [row], kept=0)
         tensors, values = saved_state
-        optimizer_state = {"state": {}, "param_groups": self._optimizer.state_dict()["param_groups"]}
-        for number, parameter in enumerate(self._relaxation.parameters()):
-            parameter.data.copy_(tensors[f"parameter.{number}"])
-            optimizer_state["state"][number] = {key: tensors[f"optimizer.{number}.{key}"] for key in OPTIMIZER_KEYS}
-        self._optimizer.load_state_dict(optimizer_state)
+        self._relaxation.load_state_dict({name: tensors[name] for name in self._relaxation.state_dict()})
+        moments = {
+            number: {key: tensors[f"{number}.{key}"] for key in OPTIMIZER_KEYS}
+            for number, _ in enumerate(self._relaxation.parameters())
+        }
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
         outcome = Outcome("epoch", values["history"], values["kept"])
         self._run.progress.say(f"continuing after epoch {len(outcome.history) - 1} of an interrupted run")
-        return {name: tensors[f"index.{name}"] for name in self._relaxation.units}, outcome
+        return tensors["index"], outcome
 
-    def _save(self, state: StateFile, indices: Mapping[str, Tensor], outcome: Outcome) -> None:
-        tensors = {f"index.{name}": index for name, index in indices.items()}
-        for number, parameter in enumerate(self._relaxation.parameters()):
-            tensors[f"parameter.{number}"] = parameter.detach()
-            for key, value in self._optimizer.state[parameter].items():
-                tensors[f"optimizer.{number}.{key}"] = value
+    def _save(self, state: StateFile, index: Tensor, outcome: Outcome) -> None:
+        tensors = {"index": index, **self._relaxation.state_dict()}
+        for number, moments in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"{number}.{key}": value for key, value in moments.items()}
         state.write(tensors, history=outcome.history, kept=outcome.kept)
 
     def tau(self, step: int) -> float:
@@ -260,10 +251,10 @@ class OrderTrainer:
             fraction = min(step / max(epochs * steps - 1, 1), 1.0)
         return self._options.tau_start + (self._options.tau_end - self._options.tau_start) * fraction
 
-    def indices(self, step: int) -> dict[str, Tensor]:
-        """Returns space name -> unit index, int64 ``[units]``: the hard permutations at the temperature of a step."""
-        with torch.no_grad():
-            return ranks.on_first(lambda: self._relaxation.harden(self._relaxation.soft(self.tau(step))))
+    @torch.no_grad()
+    def index(self, step: int) -> Tensor:
+        """Returns the hard permutation at the temperature of a step, as from `Relaxation.assign`, on the CPU."""
+        return ranks.on_first(lambda: self._relaxation.assign(self._relaxation.soft(self.tau(step))).cpu())
 
     def step(self, rows: Tensor, step: int) -> float:
         total_steps = self._options.epochs * self.steps_per_epoch
@@ -272,14 +263,14 @@ class OrderTrainer:
         soft_permutations = self._relaxation.soft(self.tau(step))
         index = self._relaxation.assign(soft_permutations)
         ranks.send_from_first([index])
-        scale = loss_scale(rows.numel() * self._samples.tokens)
+        scale = loss_scale(rows.numel() * self._run.samples.tokens)
 
         def backward(size: int) -> list[Tensor]:
             # The batch's curvature is scaled like its gradient, and each pass on each rank adds an equal share of it.
             passes = min(ranks.count(), rows.numel()) * (1 if self._masks.keep else len(ranks.parts(rows, size)) or 1)
             # This also drops the gradients of an attempt that ran out of memory.
             self._masks.set(index, soft_permutations, scale / passes)
-            return [loss for loss, _ in self._objective.backward(self._model, self._samples, rows, size, scale)]
+            return [loss for loss, _ in self._objective.backward(rows, size, scale)]
 
         losses = [*self._with_memory(backward), self._masks.backward(scale)]
         # The host waits for the GPU only here, once all work is queued.
@@ -295,12 +286,10 @@ class OrderTrainer:
         return loss_sum
 
     @torch.no_grad()
-    def hard_loss(self, indices: Mapping[str, Tensor]) -> float:
-        index = self._relaxation.join(indices)
-
+    def hard_loss(self, index: Tensor) -> float:
         def mean(size: int) -> float:
-            self._masks.set(index, None)
-            return self._objective.mean(self._model, self._samples, size)
+            self._masks.set(index.to(self._relaxation.scale.device), None)
+            return self._objective.mean(size)
 
         return self._check(self._with_memory(mean))
 
@@ -311,14 +300,13 @@ class OrderTrainer:
         except MemoryTooSmallError:
             if not self._masks.keep:
                 raise
-        self._masks.stop_keeping()
+        self._masks.set_keep(False)
         self._micro_batch = MicroBatch(self._run.config.micro_batch_size)
         return self._micro_batch.run(compute)
 
     def _check(self, loss: float) -> float:
-        return finite(loss, "learning loss", self._model.dtype)
+        return finite(loss, "learning loss", self._masks.model.dtype)
 
 
-def _row(number: int, loss: float, indices: Mapping[str, Tensor], tau: float, seconds: float) -> dict[str, Any]:
-    count = sum(moved(index) for index in indices.values())
-    return {"epoch": number, "loss": loss, "moved": count, "tau": tau, "seconds": seconds}
+def _row(number: int, loss: float, index: Tensor, tau: float, seconds: float) -> dict[str, Any]:
+    return {"epoch": number, "loss": loss, "moved": moved(index), "tau": tau, "seconds": seconds}

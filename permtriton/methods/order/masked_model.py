@@ -36,30 +36,29 @@ from permtriton.util.sparsity import NMPattern
 
 
 class _MaskedWeight(nn.Module):
-    """The parametrization of a pruned linear's weight; `set` must be called before the first forward pass.
+    """The parametrization of a pruned linear's weight, at first with the mask of the base order.
 
     Args:
         sizes: sizes of the site's blocks, in channel order.
-        in_out: whether the weight is stored ``[in_features, out_features]``, as by Conv1D.
         curvature: curvature of the loss; None for the published gradient.
         group_scale: whether the published gradient divides scores by the mean of their group.
     """
 
     def __init__(
         self,
-        weight: Tensor,
+        linear: nn.Module,
         importance: ImportanceFactors,
-        sizes: Sequence[int],
+        sizes: list[int],
         pattern: NMPattern,
-        in_out: bool,
         curvature: RankOneCurvature | None,
         group_scale: bool,
     ) -> None:
         super().__init__()
-        self._weight = (weight,)  # in a tuple, so that it does not become a parameter
-        self._importance, self._sizes, self._in_out = importance, list(sizes), in_out
-        self._curvature = curvature
-        self._pattern, self._group_scale, self.channels = pattern, group_scale, sum(sizes)
+        self._weight = (linear.get_parameter("weight"),)  # in a tuple, so that it does not become a parameter
+        self.in_out = isinstance(linear, Conv1D)  # whether the weight is stored ``[in_features, out_features]``
+        self._importance, self._sizes, self._pattern, self._curvature = importance, sizes, pattern, curvature
+        self._group_scale, scale = group_scale, importance.scale
+        self.set(identity(sum(sizes)).to(scale.device), scale.new_empty(0), keep=False)
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Tensor, keep: bool, curved: float = 0.0) -> None:
@@ -105,7 +104,7 @@ class _MaskedWeight(nn.Module):
         return placement(*arguments, self._pattern, curvature).to(self.soft.dtype)
 
     def _oriented(self, weight: Tensor) -> Tensor:
-        return weight.t() if self._in_out else weight
+        return weight.t() if self.in_out else weight
 
 
 class _Masked(torch.autograd.Function):
@@ -138,20 +137,16 @@ class LearnedMasks:
         fixed: Sequence[_MaskedWeight] = (),
         keep: bool = True,
     ) -> None:
-        self.model, self.keep = model, keep
-        self._entries, self._fixed = list(entries), list(fixed)
+        self.model, self._entries, self._fixed = model, list(entries), list(fixed)
         self._soft: Sequence[Tensor] = ()
         self._leaves: list[Tensor] = []  # for each site of ``entries``, its soft blocks detached from the logits
-        self._channels = [blocks.units.numel() for blocks, _ in entries]
-        self._units = torch.cat([blocks.units for blocks, _ in entries])
-        channels = [torch.arange(count, device=self._units.device) for count in self._channels]
-        self._shifts = torch.cat(channels) - self._units  # constant inside a block: its channels move as its units do
-        self._set_fixed()
+        self.set_keep(keep)
 
-    def stop_keeping(self) -> None:
-        """From now on, masked weights are computed whenever a linear runs: less memory, more time."""
-        self.keep = False
-        self._set_fixed()
+    def set_keep(self, keep: bool) -> None:
+        """Sets whether masked weights are kept, or computed whenever a linear runs: less memory, more time."""
+        self.keep = keep
+        for weight in self._fixed:
+            weight.set(weight.index, weight.soft, keep)
 
     @torch.no_grad()
     def set(self, index: Tensor, soft: Sequence[Tensor] | None, curved: float = 0.0) -> None:
@@ -164,20 +159,12 @@ class LearnedMasks:
             curved: factor of the curvature each time that a weight's gradient is taken: once where masked weights are
                 kept, otherwise in every backward pass.
         """
-        self._soft, self._leaves = soft or (), []
-        orders = (index[self._units] + self._shifts).split(self._channels)
-        leaf = torch.empty(0, device=index.device)
-        for (blocks, weights), order in zip(self._entries, orders, strict=True):
-            if soft is not None:
-                leaf = blocks.flat(soft).detach().requires_grad_()
-                self._leaves.append(leaf)
+        self._soft, self._leaves, none = soft or (), [], torch.empty(0, device=index.device)
+        for blocks, weights in self._entries:
+            self._leaves.append(none if soft is None else blocks.flat(soft).detach().requires_grad_())
+            order = blocks.order(index)
             for weight in weights:
-                weight.set(order, leaf, self.keep, curved)
-
-    def _set_fixed(self) -> None:
-        none = torch.empty(0, device=self._units.device)
-        for weight in self._fixed:
-            weight.set(identity(weight.channels).to(none.device), none, self.keep)
+                weight.set(order, self._leaves[-1], self.keep, curved)
 
     @torch.no_grad()
     def backward(self, scale: float) -> Tensor:
@@ -225,16 +212,14 @@ def masked_model(
             blocks = SiteBlocks(relaxation, site) if site.space.name in relaxation.first else None
             weights = []
             for name in site.linears:
-                pattern = plan.patterns[name]
+                pattern, module = plan.patterns[name], linear_module(model, name)
                 sizes = blocks.sizes if blocks else [pattern.group] * (site.channels // pattern.group)
-                module = linear_module(model, name)
-                in_out = isinstance(module, Conv1D)
-                weight = module.get_parameter("weight")
-                device = spread_on or weight.device
+                device = spread_on or module.get_parameter("weight").device
                 importance = importances[name].of_rows(slice(None), device)
                 curvature = curvatures[name].to(device) if curvatures else None
-                weights.append(_MaskedWeight(weight, importance, sizes, pattern, in_out, curvature, group_scale))
-                stack.enter_context(_parametrized(module, weights[-1], in_out or spread_on is not None))
+                weight = _MaskedWeight(module, importance, sizes, pattern, curvature, group_scale)
+                weights.append(weight)
+                stack.enter_context(_parametrized(module, weight, weight.in_out or spread_on is not None))
             if blocks:
                 entries.append((blocks, weights))
             else:

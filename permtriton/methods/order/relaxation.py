@@ -1,6 +1,6 @@
 """The learned logits, and the soft and hard permutations that are computed from them (eq. 2-6)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
@@ -11,7 +11,7 @@ from permtriton.errors import CalibrationError, ModelError
 from permtriton.kernels.assignment import assignment
 from permtriton.kernels.sinkhorn import sinkhorn
 from permtriton.passes.plan import ChannelSpace, Site
-from permtriton.util.permutation import inverse, is_permutation
+from permtriton.util.permutation import inverse
 
 
 class Relaxation(nn.Module):
@@ -25,7 +25,8 @@ class Relaxation(nn.Module):
         sizes: block size of each batch, ascending.
         weights: ``w`` of each batch, float32 ``[blocks, size, size]``.
         owners: for each batch, int64 ``[blocks]`` on the logits' device: the number of the space of each block.
-        first: name of each learned space -> its first unit; units are numbered through all learned spaces.
+        spaces: the learned spaces. Their units are numbered one space after another.
+        first: name of each learned space -> the number of its first unit.
     """
 
     def __init__(
@@ -41,26 +42,24 @@ class Relaxation(nn.Module):
     ) -> None:
         super().__init__()
         self.block_size, self.rounds, self.clamp = block_size, rounds, clamp
-        self._spaces = list(spaces)
+        self.spaces = list(spaces)
         self.first: dict[str, int] = {}
         blocks: dict[int, list[tuple[int, int]]] = {}  # block size -> (number of the space, first unit)
-        units = 0
+        self.units = 0
         for number, space in enumerate(spaces):
-            self.first[space.name] = units
+            self.first[space.name] = self.units
             for start, size in space.blocks(block_size):
-                blocks.setdefault(size, []).append((number, units + start))
-            units += space.units
+                blocks.setdefault(size, []).append((number, self.units + start))
+            self.units += space.units
         self.sizes = sorted(blocks)
         self._batches = {
             first: (batch, row) for batch, size in enumerate(self.sizes) for row, (_, first) in enumerate(blocks[size])
         }
         self.owners = [torch.tensor([number for number, _ in blocks[size]], device=device) for size in self.sizes]
         self._starts = [torch.tensor([[first] for _, first in blocks[size]], device=device) for size in self.sizes]
-        offsets_by_size = [torch.arange(size, device=device) for size in self.sizes]
-        by_size = [(starts + offsets).flatten() for starts, offsets in zip(self._starts, offsets_by_size, strict=True)]
-        units_by_position = torch.cat(by_size)
-        assert is_permutation(units_by_position), "the blocks do not hold every unit exactly once"
-        self._order = inverse(units_by_position)  # unit -> its position in the concatenated batches
+        batches = zip(self._starts, self.sizes, strict=True)
+        units_by_position = [(starts + torch.arange(size, device=device)).flatten() for starts, size in batches]
+        self._order = inverse(torch.cat(units_by_position))  # unit -> its position in the concatenated batches
         generator = torch.Generator().manual_seed(seed)
         weights = []
         for size in self.sizes:
@@ -72,10 +71,6 @@ class Relaxation(nn.Module):
         largest = [max(size for _, size in space.blocks(block_size)) for space in spaces]
         self.scale = nn.Parameter(torch.tensor(largest, dtype=torch.float32).sqrt().to(device))
 
-    @property
-    def units(self) -> dict[str, int]:
-        return {space.name: space.units for space in self._spaces}
-
     def soft(self, tau: float) -> list[Tensor]:
         """Returns the soft permutations of each batch, float32 ``[blocks, size, size]``."""
         batches = []
@@ -85,11 +80,6 @@ class Relaxation(nn.Module):
                 logits = logits + (logits.clamp(-self.clamp, self.clamp) - logits).detach()
             batches.append(sinkhorn(logits, tau, self.rounds))
         return batches
-
-    def harden(self, soft: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Returns space name -> unit index, int64 ``[units]`` on the CPU: the result of `assign`, split by space."""
-        parts = self.assign(soft).cpu().split([space.units for space in self._spaces])
-        return {space.name: part - self.first[space.name] for space, part in zip(self._spaces, parts, strict=True)}
 
     @torch.no_grad()
     def assign(self, soft: Sequence[Tensor]) -> Tensor:
@@ -105,12 +95,10 @@ class Relaxation(nn.Module):
             batches.append((starts + offsets).flatten())
         return torch.cat(batches)[self._order]
 
-    def join(self, indices: Mapping[str, Tensor]) -> Tensor:
-        """Joins the unit index of each space, as from `harden`, to one index over all spaces, as from `assign`."""
-        for space in self._spaces:
-            space.check(indices[space.name])
-        joined = torch.cat([indices[space.name] + self.first[space.name] for space in self._spaces])
-        return joined.to(self._order.device)
+    def by_space(self, index: Tensor) -> dict[str, Tensor]:
+        """Splits an index as from `assign`: returns space name -> unit index, int64 ``[units]`` on the CPU."""
+        parts = index.cpu().split([space.units for space in self.spaces])
+        return {space.name: part - self.first[space.name] for space, part in zip(self.spaces, parts, strict=True)}
 
     def position(self, space: ChannelSpace, start: int) -> tuple[int, int]:
         """Returns (batch, row in the batch) of the block that starts at unit ``start`` of ``space``."""
@@ -124,7 +112,6 @@ class SiteBlocks:
 
     Attributes:
         sizes: size of each block.
-        units: int64 ``[channels]``: the unit of each channel, numbered as in `Relaxation.assign`.
     """
 
     def __init__(self, relaxation: Relaxation, site: Site) -> None:
@@ -137,10 +124,16 @@ class SiteBlocks:
         self.sizes = [size for _, _, size, _, _ in blocks]
         units = torch.cat([torch.arange(start, start + size) for _, start, size, _, _ in blocks])
         assert torch.equal(site.units, units), f"{site.name}: the channels of a block are apart"
-        self.units = (site.units + relaxation.first[site.space.name]).to(relaxation.scale.device)
+        self._units = (site.units + relaxation.first[site.space.name]).to(relaxation.scale.device)
+        # Constant inside a block: its channels move as its units do.
+        self._shift = torch.arange(site.channels, device=self._units.device) - self._units
         runs = [(batch, [row for *_, row in run]) for batch, run in groupby(blocks, itemgetter(3))]
-        self._rows = [(batch, _slice_or_tensor(rows, self.units.device)) for batch, rows in runs]
+        self._rows = [(batch, _slice_or_tensor(rows, self._units.device)) for batch, rows in runs]
         self._lengths = [len(rows) * relaxation.sizes[batch] ** 2 for batch, rows in runs]
+
+    def order(self, index: Tensor) -> Tensor:
+        """Returns the index over the site's channels for one over the units of all spaces (`Relaxation.assign`)."""
+        return index[self._units] + self._shift
 
     def flat(self, soft: Sequence[Tensor]) -> Tensor:
         """Returns the blocks' matrices in channel order, float32 ``[sum of sizes^2]``, differentiable in ``soft``.

@@ -11,11 +11,11 @@ region, the next round has a lower damping after one whose first trial succeeded
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from permtriton.methods.measure.postconditions import check_no_worse
 from permtriton.methods.order.hard_masks import HardMasks, hard_masked
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import Outcome, Stage, Step
+from permtriton.methods.step import Outcome, Stage, Step, of_option
 from permtriton.passes.plan import ChannelSpace
 from permtriton.util import ranks
 from permtriton.util.option import documented, option
@@ -41,6 +41,11 @@ RAISE, LOWER = 2.0, 0.6  # factors of the damping after a trial that failed, and
 TRIALS = 5  # sets of swaps that a round tries at most
 LEAST_DAMPING = 1e-2
 LEAST_GAIN = 1e-3  # share of the loss; the search ends after two rounds in a row that lower the loss by less
+
+# Positions (whole groups), and all positions whose swaps with them are evaluated together with each other.
+Panel = tuple[Tensor, Tensor]
+# Left and right positions of swaps, int64 ``[swaps]``, and how much the loss should fall by each of them, float32.
+Swaps = tuple[Tensor, Tensor, Tensor]
 
 
 @documented
@@ -67,6 +72,8 @@ class Searched(Step):
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
+    objective = of_option("loss")
+
     def conflicts(self, config: CommonConfig, steps: Sequence[Step]) -> str:
         chooses = [step.name for step in steps if step.stage is Stage.PRUNE and not step.keeps_values]
         if chooses:
@@ -75,10 +82,6 @@ class Searched(Step):
                 f"the heuristic one once {chooses[0]} changes the weights; leave {self.name} out, or prune with mask"
             )
         return ""
-
-    @property
-    def objective(self) -> str:
-        return self.loss
 
     def memory(self, sizes: ModelSizes) -> tuple[Memory, ...]:
         weights = sizes.pruned * (sizes.element + max(FLOAT32, sizes.element))  # dense weights, and gradients
@@ -93,10 +96,9 @@ class Searched(Step):
 
     def run(self, run: Run) -> Outcome:
         indices, outcome = self.search(run)
-        start, end = (row["loss"] for row in (outcome.history[0], outcome.history[-1]))
-        check_no_worse(start, end, "the search")
+        check_no_worse(outcome.history[0]["loss"], outcome.kept_row["loss"], "the search")
         run.reorder(indices)
-        run.promise(self, end)
+        run.promise(self, outcome.kept_row["loss"])
         return outcome
 
     def search(self, run: Run) -> tuple[dict[str, Tensor], Outcome]:
@@ -114,24 +116,21 @@ class Searched(Step):
             )
         objective, state = run.objective(self), run.state(self.name)
         curvature_by_linear = curvatures(run, objective.kind)
-        with (
-            run.placed_model() as model,
-            hard_masked(run, model, objective, curvature_by_linear) as masks,
-        ):
+        with run.placed_model() as model, hard_masked(run, model, objective, curvature_by_linear) as masks:
             searcher = Searcher(masks, spaces, self)
             if (saved_state := state.read()) is not None:
                 indices, history = saved_state[0], saved_state[1]["history"]
                 run.progress.say(f"continuing after round {history[-1]['round']} of an interrupted run")
             else:
                 indices = {space.name: identity(space.units) for space in spaces}
-                history = [_row(0, searcher.loss(indices), damping=self.damping)]
+                start = {"round": 0, "loss": searcher.loss(indices), "swaps": 0, "predicted": 0.0}
+                history = [{**start, "damping": self.damping, "trials": 0, "moved": 0, "seconds": 0.0}]
             num_sequences = ranks.own_rows(len(run.samples)).numel()
             with run.progress.stage("search", self.rounds * num_sequences) as advance:
                 advance((len(history) - 1) * num_sequences)
                 while not self._finished(history):
-                    last, base = history[-1], history[0]["loss"]
-                    swaps = f"{last['swaps']} swaps"
-                    note = f"round {last['round'] + 1}, loss {last['loss']:.4f}, base {base:.4f}, {swaps}"
+                    last, losses = history[-1], f"loss {history[-1]['loss']:.4f}, base {history[0]['loss']:.4f}"
+                    note = f"round {last['round'] + 1}, {losses}, {last['swaps']} swaps"
                     indices, row = searcher.round(indices, last, partial(advance, note=note))
                     history.append(row)
                     state.write(indices, history=history)
@@ -143,33 +142,13 @@ class Searched(Step):
         return weak or len(history) > self.rounds
 
 
-def _row(number: int, loss: float, **values: Any) -> dict[str, Any]:
-    """Returns the row of a round in the history; round 0 is the base order."""
-    defaults = {"swaps": 0, "predicted": 0.0, "damping": 0.0, "trials": 0, "moved": 0, "seconds": 0.0}
-    return {"round": number, "loss": loss, **defaults, **values}
-
-
-@dataclass(frozen=True)
-class Swaps:
-    """Swaps of two positions, int64 ``[swaps]`` except the gains; in a space, no two of them touch the same group."""
-
-    space: Tensor  # number of the space of each swap
-    left: Tensor
-    right: Tensor
-    gain: Tensor  # predicted fall of the loss, float32
-
-    @property
-    def count(self) -> int:
-        return self.gain.numel()
-
-    def applied(self, spaces: Sequence[ChannelSpace], indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        swapped = dict(indices)
-        for number, space in enumerate(spaces):
-            left, right = self.left[self.space == number], self.right[self.space == number]
-            index = indices[space.name].clone()
-            index[left], index[right] = indices[space.name][right], indices[space.name][left]
-            swapped[space.name] = index
-        return swapped
+def swapped(indices: Mapping[str, Tensor], swaps: Mapping[str, Swaps]) -> dict[str, Tensor]:
+    """Returns the unit indices after swaps that touch each position of a space at most once."""
+    changed = dict(indices)
+    for name, (left, right, _) in swaps.items():
+        changed[name] = indices[name].clone()
+        changed[name][left], changed[name][right] = indices[name][right], indices[name][left]
+    return changed
 
 
 class Searcher:
@@ -190,91 +169,78 @@ class Searcher:
         damping = max(last["damping"] * (LOWER if last["trials"] == 1 else 1), least)
         self._masks.set(indices)
         self._masks.take_gradients(advance)
-        swaps, loss, trials = None, last["loss"], 0
+        gain, loss, trials = torch.empty(0), last["loss"], 0
         while trials < TRIALS and damping >= least:
             proposed = self.swaps(indices, damping)
-            if not proposed.count:
+            proposed_gain = torch.cat([gain for *_, gain in proposed.values()])
+            if not proposed_gain.numel():
                 damping *= LOWER
                 continue
-            changed = proposed.applied(self._spaces, indices)
+            changed = swapped(indices, proposed)
             new_loss, trials = self.loss(changed), trials + 1
             if new_loss < last["loss"]:
-                indices, swaps, loss = changed, proposed, new_loss
+                indices, gain, loss = changed, proposed_gain, new_loss
                 break
             damping *= RAISE
         self._masks.drop_gradients()
-        row = _row(
-            last["round"] + 1,
-            loss,
-            swaps=swaps.count if swaps else 0,
-            predicted=float(swaps.gain.sum()) if swaps else 0.0,
-            damping=damping,
-            trials=trials,
-            moved=sum(moved(index) for index in indices.values()),
-            seconds=time.perf_counter() - start_time,
-        )
-        return indices, row
+        return indices, {
+            "round": last["round"] + 1,
+            "loss": loss,
+            "swaps": gain.numel(),
+            "predicted": float(gain.sum()),
+            "damping": damping,
+            "trials": trials,
+            "moved": sum(moved(index) for index in indices.values()),
+            "seconds": time.perf_counter() - start_time,
+        }
 
-    def swaps(self, indices: Mapping[str, Tensor], damping: float) -> Swaps:
-        """Returns disjoint swaps of all spaces with positive gains, chosen greedily."""
+    def swaps(self, indices: Mapping[str, Tensor], damping: float) -> dict[str, Swaps]:
+        """Returns space name -> swaps with positive gains, chosen greedily, no two of which touch the same group."""
 
-        def of_space(place: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-            space = self._spaces[place]
-            parts = [self._partners(space, indices, damping, batch) for batch in _panels(space)]
-            left, right, gain = (torch.cat(part) for part in zip(*parts, strict=True))
+        def of_space(space: ChannelSpace) -> Swaps:
+            partners = [best for batch in _panels(space) for best in self._partners(space, indices, damping, batch)]
+            left, right, gain = (torch.cat(part) for part in zip(*partners, strict=True))
             chosen = disjoint(left, right, gain, space.group_units)
-            return torch.full_like(chosen, place), left[chosen], right[chosen], gain[chosen]
+            return left[chosen], right[chosen], gain[chosen]
 
-        places = range(len(self._spaces))
         # Where each rank holds some rows of the weights, all ranks add up the gains of every space.
-        per_space = [of_space(place) for place in places] if self._masks.spread else ranks.deal(places, of_space)
-        return Swaps(*(torch.cat(parts) for parts in zip(*ranks.on_first(lambda: per_space), strict=True)))
+        spaces, spread = self._spaces, self._masks.spread
+        swaps = list(map(of_space, spaces)) if spread else ranks.deal(spaces, of_space)
+        return dict(zip((space.name for space in spaces), ranks.on_first(lambda: swaps), strict=True))
 
     def _partners(
-        self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: "Sequence[_Panel]"
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (left position, right position, gain) of the best partners of the left positions of some panels."""
-        group = space.group_units
-        totals: list[Tensor] = []
+        self, space: ChannelSpace, indices: Mapping[str, Tensor], damping: float, panels: Sequence[Panel]
+    ) -> Iterator[Swaps]:
+        """Yields the swaps of each panel's left positions with their best partners."""
+        group, totals = space.group_units, list[Tensor]()
         for terms in self._masks.terms(space, indices, damping):
-            gains = [swap_gains(terms.of_positions(panel.left), terms.of_positions(panel.right)) for panel in panels]
+            gains = [swap_gains(terms.of_positions(left), terms.of_positions(right)) for left, right in panels]
             totals = [total.add_(gain) for total, gain in zip(totals, gains, strict=True)] if totals else gains
         if self._masks.spread:
             ranks.add_up(totals)
-        none = torch.empty(0, dtype=torch.int64)
-        partners = [(none, none, torch.empty(0))]
-        for (left, right), total in zip(panels, totals, strict=False):  # no totals for experts that no token visits
+        for (left, right), total in zip(panels, totals, strict=True):
             places = torch.arange(right.numel()), torch.arange(left.numel()).unsqueeze(1)
             twice = (places[0] <= places[1]) | (left.unsqueeze(1) // group == right // group)
             best = total.masked_fill_(twice.to(total.device), -math.inf).topk(min(PARTNERS, right.numel()), dim=1)
             useful = best.values > 0
             rows = useful.nonzero()[:, 0].cpu()
-            partners.append((left[rows], right[best.indices[useful].cpu()], best.values[useful].cpu()))
-        left, right, gain = (torch.cat(part) for part in zip(*partners, strict=True))
-        return left, right, gain
+            yield left[rows], right[best.indices[useful].cpu()], best.values[useful].cpu()
 
 
-class _Panel(NamedTuple):
-    """Positions (whole groups) whose swaps with each other and with later positions are evaluated together."""
-
-    left: Tensor
-    right: Tensor
-
-
-def _panels(space: ChannelSpace) -> list[list[_Panel]]:
+def _panels(space: ChannelSpace) -> list[list[Panel]]:
     """Returns the panels of a space in batches whose gains fit in memory together."""
     group, size = space.group_units, 0
-    batches: list[list[_Panel]] = [[]]
+    batches: list[list[Panel]] = [[]]
     for first, segment in space.spans:
         positions = torch.arange(first, first + segment)
         height = max(GAINS_AT_ONCE // segment // group, 1) * group
         for start in range(0, segment, height):
-            panel = _Panel(positions[start : start + height], positions[start:])
-            pairs = panel.left.numel() * panel.right.numel()
+            left, right = positions[start : start + height], positions[start:]
+            pairs = left.numel() * right.numel()
             if batches[-1] and size + pairs > GAINS_AT_ONCE:
                 batches.append([])
                 size = 0
-            batches[-1].append(panel)
+            batches[-1].append((left, right))
             size += pairs
     return batches
 

@@ -22,9 +22,9 @@ from permtriton.kernels.importance import ImportanceFactors
 from permtriton.kernels.nm_mask import top_n_mask
 from permtriton.methods.measure.fisher import row_weights
 from permtriton.methods.measure.importance import importance_of, importances_of, inverts_hessians
-from permtriton.methods.measure.statistics import check_finite, measure_hessians, site_statistics
+from permtriton.methods.measure.statistics import Curvature, obs_statistics, site_statistics
 from permtriton.methods.planning import plan_model
-from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
+from permtriton.methods.prune.sparsegpt import sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import Memory, ModelSizes
 from permtriton.methods.step import BACKWARD, Stage, Step
@@ -66,7 +66,7 @@ class DenseShare(Step):
         updates = any(step.stage is Stage.PRUNE and not step.keeps_values for step in config.steps)
         # Its scores are errors of the output, and its statistic also serves the importance that the config names.
         method: ImportanceMethod = "obs" if inverts_hessians(config.importance) else "wanda"
-        shares_left, rows = dict[str, float](), None
+        shares_left: dict[str, float] = {}
 
         def measure(walk: LayerWalk) -> dict[str, Tensor]:
             if saved_state is not None or method != "obs" or not updates:
@@ -79,14 +79,14 @@ class DenseShare(Step):
         if saved_state is not None:
             chosen = saved_state[1]["dense"]
         else:
-            rows, errors = row_weights(run), importances_of(model, run.plan, method, run.statistics)
-            chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, shares_left or None)
+            errors, rows = importances_of(model, run.plan, method, run.statistics), row_weights(run)
+            chosen = most_sensitive(model, run.plan, run.importances(), errors, rows, self.share, shares_left)
             state.write({}, dense=chosen)
         run.workspace.inputs["dense"] = chosen
         run.progress.say(f"left dense, as the dense share: {', '.join(chosen) or 'nothing, as every linear is larger'}")
         plan, graph = plan_model(model, replace(config, ignore=(*config.ignore, *chosen)), run.samples)
         plan.skipped.update(dict.fromkeys(chosen, "of the dense share: its mask would raise the loss most per weight"))
-        run.replan(plan, graph, rows)
+        run.replan(plan, graph)
 
 
 def statistics_and_shares_left(walk: LayerWalk, progress: Progress) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -96,28 +96,22 @@ def statistics_and_shares_left(walk: LayerWalk, progress: Progress) -> tuple[dic
     the weights that a mask drops.
     """
 
-    def measure(site: Site, hessian: Tensor) -> tuple[Tensor, dict[str, float]]:
-        curvature = Curvature(hessian, site.name)
+    def measure(site: Site, curvature: Curvature) -> dict[str, float]:
         weights = {name: weight_in_out(linear_module(walk.model, name)) for name in site.linears}
-        patterns = walk.plan.patterns
-        shares = {name: _share_left(weight, hessian, curvature, patterns[name]) for name, weight in weights.items()}
-        return curvature.inverse_diagonal(), shares
+        return {name: _share_left(weight, curvature, walk.plan.patterns[name]) for name, weight in weights.items()}
 
-    result_by_site = measure_hessians(walk, progress, measure)
-    for name, (diagonal, _) in result_by_site.items():
-        check_finite(name, diagonal)
-    statistics = {name: diagonal.to(walk.model.device) for name, (diagonal, _) in result_by_site.items()}
-    return statistics, {name: share for _, shares in result_by_site.values() for name, share in shares.items()}
+    statistics, shares_by_site = obs_statistics(walk, progress, measure)
+    return statistics, {name: share for shares in shares_by_site.values() for name, share in shares.items()}
 
 
-def _share_left(weight_CO: Tensor, hessian: Tensor, curvature: Curvature, pattern: NMPattern) -> float:
+def _share_left(weight_CO: Tensor, curvature: Curvature, pattern: NMPattern) -> float:
     rows = weight_CO.shape[1]
     chosen = torch.linspace(0, rows - 1, min(UPDATED_ROWS, rows), device=weight_CO.device).long()
-    weight_OC = weight_CO[:, chosen].t().to(hessian.device, torch.float32)
+    weight_OC = weight_CO[:, chosen].t().to(curvature.hessian.device, torch.float32)
     scores_CO = importance_of("obs", weight_OC.t(), curvature.inverse.diagonal()).scores(weight_OC.t())
     dropped = (scores_CO * ~top_n_mask(scores_CO, pattern)).sum()
     lost_OC = weight_OC - sparsegpt(weight_OC, curvature, pattern, None)
-    error = ((lost_OC @ hessian) * lost_OC).sum()
+    error = ((lost_OC @ curvature.hessian) * lost_OC).sum()
     return float(error / dropped) if dropped else 1.0
 
 
@@ -128,7 +122,7 @@ def most_sensitive(
     errors: Mapping[str, ImportanceFactors],
     rows: Mapping[str, Tensor],
     share: float,
-    left: Mapping[str, float] | None = None,
+    left: Mapping[str, float],
 ) -> list[str]:
     """Returns the linears that stay dense, by name: together at most a share of the prunable weights.
 
@@ -139,30 +133,24 @@ def most_sensitive(
         importances: linear -> importance that decides its mask.
         errors: linear -> importance whose scores are errors of the output, for the cost of the dropped weights.
         rows: linear -> sensitivity of the loss to each of its rows, float32 ``[out_features]``.
-        left: linear -> fraction of its cost that remains after the kept weights are updated; None without an update.
+        left: linear -> fraction of its cost that remains after the kept weights are updated; empty without an update.
     """
-    sizes: dict[str, int] = {}
-    costs: dict[str, float] = {}
-    names: dict[str, list[str]] = {}
-    for _, name in plan.linears():
-        weight_CO = weight_in_out(linear_module(model, name))
+
+    def cost(name: str) -> float:
+        mask_CO = top_n_mask(importances[name].scores(weights[name]), plan.patterns[name])
+        dropped_CO = errors[name].scores(weights[name]).pow(2 / errors[name].power) * ~mask_CO
+        return float(dropped_CO.sum(0) @ rows[name]) * left.get(name, 1.0)
+
+    weights = {name: weight_in_out(linear_module(model, name)) for _, name in plan.linears()}
+    names: dict[str, list[str]] = {}  # parameter, or linear -> the linears that it holds
+    for name in weights:
         stack = stacked_name(model, name)
-        parameter = stack[0] if stack else name
-        sizes[parameter] = sizes.get(parameter, 0) + weight_CO.numel()
-        cost = _cost(weight_CO, importances[name], errors[name], rows[name], plan.patterns[name])
-        costs[parameter] = costs.get(parameter, 0.0) + cost * (1.0 if left is None else left[name])
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(stack[0] if stack else name, []).append(name)
+    sizes = {parameter: sum(weights[name].numel() for name in held) for parameter, held in names.items()}
+    costs = {parameter: sum(map(cost, held)) for parameter, held in names.items()}
     budget, dense = share * sum(sizes.values()), list[str]()
     for parameter in sorted(costs, key=lambda p: costs[p] / sizes[p], reverse=True):
         if sizes[parameter] <= budget and len(dense) < len(sizes) - 1:
             dense.append(parameter)
             budget -= sizes[parameter]
     return [name for parameter in dense for name in names[parameter]]
-
-
-def _cost(
-    weight_CO: Tensor, importance: ImportanceFactors, error: ImportanceFactors, rows_O: Tensor, pattern: NMPattern
-) -> float:
-    mask_CO = top_n_mask(importance.scores(weight_CO), pattern)
-    dropped_CO = error.scores(weight_CO).pow(2 / error.power) * ~mask_CO
-    return float(dropped_CO.sum(0) @ rows_O)

@@ -10,12 +10,11 @@ compensate for. Here all groups of a row exchange their best pair at once, where
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from permtriton.methods.prune.sparsegpt_math import Curvature
+from permtriton.methods.measure.statistics import Curvature
 from permtriton.running.mixed_precision import exact_products
 from permtriton.util.sparsity import NMPattern
 
@@ -24,8 +23,10 @@ FIT_AFTER_EXCHANGE = 4  # rounds of conjugate gradients after each round of exch
 AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
-def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: int) -> Tensor:
-    """Minimises ``tr((V - W*) H (V - W*)^T)`` over the weights that are not zero, by conjugate gradients in each row.
+def least_squares(
+    start: Tensor, target: Tensor, hessian: Tensor, iterations: int, metric: Tensor | None = None
+) -> Tensor:
+    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` over the weights that are not zero, by rounds of conjugate gradients.
 
     The number of rounds is fixed: with a stopping rule on the residual, rounding could add or drop a whole round.
 
@@ -33,44 +34,19 @@ def least_squares(start: Tensor, target: Tensor, hessian: Tensor, iterations: in
         start: ``[out_features, in_features]``, zero where pruned; the result is zero at the same weights.
         target: ``W*``, of the same shape.
         hessian: ``H``, damped, ``[in_features, in_features]``.
+        metric: ``K``, ``[out_features, out_features]``; None for the identity, with which each row is a problem of its
+            own.
     """
-    return _conjugate_gradients(
-        start,
-        target,
-        lambda difference: difference @ hessian,
-        hessian.diagonal(),
-        lambda products: products.sum(1, keepdim=True),
-        iterations,
-    )
 
+    def product(difference: Tensor) -> Tensor:
+        change = difference @ hessian
+        return change if metric is None else metric @ change
 
-def coupled_least_squares(start: Tensor, target: Tensor, hessian: Tensor, metric: Tensor, iterations: int) -> Tensor:
-    """Minimises ``tr(K (V - W*) H (V - W*)^T)`` as `least_squares`; ``metric``: ``K [out_features, out_features]``."""
-    return _conjugate_gradients(
-        start,
-        target,
-        lambda difference: metric @ (difference @ hessian),
-        metric.diagonal().unsqueeze(1) * hessian.diagonal(),
-        Tensor.sum,
-        iterations,
-    )
+    def total(products: Tensor) -> Tensor:
+        return products.sum(1, keepdim=True) if metric is None else products.sum()
 
-
-def _conjugate_gradients(
-    start: Tensor,
-    target: Tensor,
-    product: Callable[[Tensor], Tensor],
-    scale: Tensor,
-    total: Callable[[Tensor], Tensor],
-    iterations: int,
-) -> Tensor:
-    """Returns the weight after ``iterations`` rounds from ``start``, whose zeros stay zero.
-
-    Args:
-        product: multiplies by the matrix of the quadratic form and returns a new tensor.
-        scale: diagonal of that matrix, by which directions are divided.
-        total: sums elementwise products over the weights of each independent problem (a row, or the whole weight).
-    """
+    # The diagonal of the quadratic form, by which directions are divided.
+    scale = hessian.diagonal() if metric is None else metric.diagonal().unsqueeze(1) * hessian.diagonal()
     weight = start.clone(memory_format=torch.contiguous_format)
     inverse = (weight != 0).to(weight.dtype).div_(scale)  # 0 where pruned, so that no direction leaves the mask
     residual = product(target - weight)

@@ -18,7 +18,7 @@ Dense targets: GPTAQ (arXiv 2504.02692); those of the residual stream: LoaQ (arX
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -28,23 +28,15 @@ import torch
 from torch import Tensor
 
 from permtriton.errors import CalibrationError
-from permtriton.methods.layer_updates import read_layer, update_linears, write_layer
+from permtriton.methods.layer_updates import FinishedLayers, update_linears
 from permtriton.methods.measure.fisher import output_gradients
 from permtriton.methods.measure.postconditions import check_no_worse
-from permtriton.methods.measure.statistics import Moments, SiteInputs, dense_inputs, moments
-from permtriton.methods.prune.least_squares import (
-    better_mask,
-    better_rows,
-    coupled_least_squares,
-    error_of,
-    least_squares,
-    metric_of,
-)
-from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE
-from permtriton.methods.prune.sparsegpt_math import Curvature, sparsegpt
+from permtriton.methods.measure.statistics import Curvature, Moments, SiteInputs, dense_inputs, moments
+from permtriton.methods.prune.least_squares import better_mask, better_rows, error_of, least_squares, metric_of
+from permtriton.methods.prune.sparsegpt import CANCELLED_SHARE, sparsegpt
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import GENERATED, Outcome, Stage, Step
+from permtriton.methods.step import GENERATED, Outcome, Stage, Step, of_option
 from permtriton.model.checks import all_finite
 from permtriton.model.nm_checks import check_kept, zeros_in_groups
 from permtriton.passes.plan import linear_module, sequential_groups, weight_in_out
@@ -92,9 +84,7 @@ class Refit(Step):
     metric_rounds: int = option(12, "Conjugate-gradient iterations with these gradients, after all fits.", minimum=1)
     generated: bool = option(True, GENERATED)
 
-    @property
-    def reads_generated(self) -> bool:
-        return self.generated
+    reads_generated = of_option("generated")
 
     @property
     def gradients(self) -> bool:
@@ -125,7 +115,7 @@ class Refit(Step):
         An error is the squared distance from the outputs of ``W*``, relative to their squared norm, both in the metric
         ``K`` if gradients are used. ``start`` is the error of SparseGPT's weight.
         """
-        plan, samples, state = run.plan, run.samples_for(self), run.state(self.name)
+        plan, samples, finished = run.plan, run.samples_for(self), FinishedLayers(run, self.name)
         gradients = output_gradients(run, self.metric_tokens) if self.gradients else {}
         if not_finite := [name for name, gradient in gradients.items() if not all_finite(gradient)]:
             raise CalibrationError(
@@ -137,57 +127,54 @@ class Refit(Step):
                 "refit: found no pruned linear whose output is added to the residual stream; refit_residual_targets "
                 "has no effect on this model"
             )
-        num_sequences, parts = ranks.own_rows(len(samples)).numel(), list[dict[str, Any]]()
-        turns_by_layer = [sequential_groups(sites) for sites in plan.layers()]
-        count = sum(map(len, turns_by_layer))
-        steps = (num_sequences + 1) * count + num_sequences * (count if run.low_memory else len(turns_by_layer))
+        turns_by_layer = list(map(sequential_groups, plan.layers()))
+
+        def steps(turns: Sequence[object]) -> int:
+            """Each turn reads the samples in the pruned model, and the first one, or each, in the dense model."""
+            passes = len(turns) + (len(turns) if run.low_memory else 1)
+            return ranks.own_rows(len(samples)).numel() * passes + len(turns)
+
+        num_steps = sum(map(steps, turns_by_layer))
         # In host memory, outputs are not kept: moving them there and back takes longer than computing them again.
         keep = None if run.low_memory or run.store.onloads else run.store.moved
-        with run.placed_model_for_fit() as model, run.progress.stage("refit", steps) as advance:
+        with run.placed_model_for_fit() as model, run.progress.stage("refit", num_steps) as advance:
             walk = run.walk(model, samples)
             layers = zip(turns_by_layer, walk.walk_and_change(keep), walk.walk_dense(run.dense_weights), strict=True)
-            for number, (turns, layer, dense_layer) in enumerate(layers):
-                batches, layer_state = max(layer.parts, dense_layer.parts, key=len), state.of_layer(number)
-                if (stored_parts := read_layer(layer_state, model, plan, dense_layer.sites)) is not None:
-                    parts += stored_parts
+            for turns, layer, dense_layer in layers:
+                batches = max(layer.parts, dense_layer.parts, key=len)
+                if finished.restore(dense_layer.sites):
                     for batch in batches:
                         dense_layer.run(batch)
-                    advance((num_sequences + 1) * len(turns) + num_sequences * (len(turns) if run.low_memory else 1))
+                    advance(steps(turns))
                     continue
-                first_part = len(parts)
+                parts: list[dict[str, Any]] = []
                 targets: SiteInputs = {}
                 for sites in turns:
                     if run.low_memory or sites is turns[0]:
                         turn = replace(dense_layer, sites=sites if run.low_memory else dense_layer.sites, parts=batches)
                         targets = dense_inputs(model, turn, advance, run.store)
-                    moments_by_site = moments(model, replace(layer, sites=sites, parts=batches), targets, advance)
+                    of_turn = moments(model, replace(layer, sites=sites, parts=batches), targets, advance)
                     parts += update_linears(
-                        model,
+                        run,
                         sites,
-                        {site: moment.hessian for site, moment in moments_by_site.items()},
-                        partial(self._refit, run, moments_by_site, gradients),
+                        {site: moment.hessian for site, moment in of_turn.items()},
+                        partial(self._refit, run, of_turn, gradients),
                     )
                     layer.finish(sites)
-                    del moments_by_site  # frees its memory before the next turn needs as much
+                    del of_turn  # frees its memory before the next turn needs as much
                     advance()
-                write_layer(layer_state, model, plan, dense_layer.sites, parts[first_part:])
-        return Outcome(parts=parts)
+                finished.store(dense_layer.sites, parts)
+        return Outcome(parts=finished.parts)
 
     def _refit(
-        self,
-        run: Run,
-        moments_by_site: Mapping[str, Moments],
-        gradients: Mapping[str, Tensor],
-        curvature: Curvature,
-        site: str,
-        name: str,
+        self, run: Run, moments: Mapping[str, Moments], gradients: Mapping[str, Tensor], curvature: Curvature, name: str
     ) -> dict[str, Any]:
         """Prunes and fits a linear, and returns its entry in the step's report."""
         start_time = time.perf_counter()
         weight_view, pattern = weight_in_out(linear_module(run.model, name)), run.plan.patterns[name]
         weight = weight_view.to(curvature.damped.device)
         zeros = zeros_in_groups(weight * ~curvature.dead.unsqueeze(1), pattern)
-        fitted, start, end = self.fit(weight.T, moments_by_site[site], curvature, pattern, gradients.get(name))
+        fitted, start, end = self.fit(weight.T, moments[curvature.site], curvature, pattern, gradients.get(name))
         fitted = fitted.T + 0.0  # the sum turns -0.0 into 0.0
         check_kept(name, fitted, zeros, pattern, CANCELLED_SHARE)
         weight_view.copy_(fitted)
@@ -211,12 +198,12 @@ class Refit(Step):
             fitted = better_mask(fitted, target, curvature, pattern, self.exchanges)
         sparsegpt_weight, fitted = sparsegpt_weight.to(weight.dtype), fitted.to(weight.dtype)
         fitted, metric = better_rows(fitted, sparsegpt_weight, target, curvature.damped), None
-        if gradients is not None and self.iterations:
+        if gradients is not None:
             metric = metric_of(gradients.to(weight.device))
         error = partial(error_of, target=target, hessian=curvature.damped, metric=metric)
         sparsegpt_error, candidates = error(sparsegpt_weight), [(fitted, error(fitted))]
         if metric is not None:
-            coupled = coupled_least_squares(fitted.float(), target, curvature.damped, metric, self.metric_rounds)
+            coupled = least_squares(fitted.float(), target, curvature.damped, self.metric_rounds, metric)
             coupled = coupled.to(weight.dtype)
             candidates = [(coupled, error(coupled)), *candidates, (sparsegpt_weight, sparsegpt_error)]
         best, best_error = min(candidates, key=lambda candidate: candidate[1])

@@ -9,7 +9,7 @@ import math
 import time
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import ClassVar, Literal
 
 import torch
@@ -21,7 +21,7 @@ from permtriton.methods.measure.losses import ObjectiveKind, minimises
 from permtriton.methods.measure.postconditions import check_loss
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
-from permtriton.methods.step import BACKWARD, GENERATED, Outcome, Stage, Step
+from permtriton.methods.step import BACKWARD, GENERATED, Outcome, Stage, Step, of_option
 from permtriton.methods.train.kept_weights import KeptWeights, weights_of
 from permtriton.running.backward import loss_scale, with_gradients
 from permtriton.running.mixed_precision import mixed_precision
@@ -83,25 +83,12 @@ class Distill(Step):
     )
     loss: Literal["auto", ObjectiveKind] = option("auto", minimises())
 
-    @property
-    def objective(self) -> str:
-        return self.loss
+    objective, backward_batch = of_option("loss"), of_option("batch_size")
+    reads_generated, extra_per_sample = of_option("generated"), of_option("further")
 
     @property
     def saves_memory(self) -> str:
         return f"{self.prefix}_optimizer=adafactor" if self.optimizer == "adam" else ""
-
-    @property
-    def backward_batch(self) -> int:
-        return self.batch_size
-
-    @property
-    def reads_generated(self) -> bool:
-        return self.generated
-
-    @property
-    def extra_per_sample(self) -> int:
-        return self.further
 
     @property
     def fresh_samples(self) -> int:
@@ -148,19 +135,25 @@ class Distill(Step):
             # The gradient of a shared weight arrives in parts, and the weight may change only after the last part.
             unshared = len(weights) == len(names) and all(site.num_calls == 1 for site in run.plan.sites)
             kept_weights = KeptWeights(weights, self.optimizer, run.store, updates_in_backward=unshared)
-            return Trainer(run, self, kept_weights).run()
+            try:
+                return Trainer(run, self, kept_weights).run()
+            except FloatingPointError as error:
+                raise CalibrationError(
+                    f"{self.name}: the {error} is not finite: activations overflow (try `dtype=float32`), "
+                    f"the learning rate {self.learning_rate:g} is too high, or the weights are damaged"
+                ) from error
 
 
 class Trainer:
     """Trains in rounds, and keeps the round with the lowest held-out loss.
 
     A round is an epoch, or a part of one, over all samples that are not held out; with the option ``steps``, all
-    steps are one epoch.
+    steps are one epoch. A loss or a gradient that is not finite raises a `FloatingPointError` that names it.
     """
 
     def __init__(self, run: Run, options: Distill, weights: KeptWeights) -> None:
-        samples, objective = run.samples_for(options).to(run.model.device, run.model.dtype), run.objective(options)
-        self._loss_of = partial(objective.of, run.model, samples)  # indices of samples -> their mean loss
+        objective = run.objective(options)
+        samples, self._loss_of = objective.samples, objective.of  # `of`: indices of samples -> their mean loss
         self._run, self._options, self._weights, self._tokens = run, options, weights, samples.tokens
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
         self._best_snapshot = weights.snapshot()
@@ -174,9 +167,7 @@ class Trainer:
         length = max(ROUND, 3 * self._held_out.numel() // options.batch_size)
         # Indices of the samples of each step, int64 ``[...]``, by round.
         self._rounds = [epoch[start : start + length] for epoch in epochs for start in range(0, len(epoch), length)]
-
-    def _steps_until(self, rounds: int) -> int:
-        return sum(map(len, self._rounds[:rounds]))
+        self._steps_before = list(accumulate(map(len, self._rounds), initial=0))  # last: the number of all steps
 
     def run(self) -> Outcome:
         """Trains from the last round that an interrupted run finished, or from the start."""
@@ -184,11 +175,8 @@ class Trainer:
         with self._weights.trainable(run.model), run.recomputing(run.model):
             state = run.state(name)
             outcome = self._load(state)
-            rounds_done = max(len(outcome.history) - 1, 0)
-            if outcome.history:
-                run.progress.say(f"{name}: continuing after round {rounds_done} of an interrupted run")
-            with run.progress.stage(name, self._steps_until(len(self._rounds))) as advance:
-                advance(self._steps_until(rounds_done))
+            with run.progress.stage(name, self._steps_before[-1]) as advance:
+                advance(self._steps_before[max(len(outcome.history) - 1, 0)])
                 self._fit(outcome, advance, state)
         return outcome
 
@@ -198,39 +186,34 @@ class Trainer:
         if not history:
             history.append({"round": 0, "loss": None, "held_out": self._held_out_loss(), "seconds": 0.0})
         note = f", last held-out {history[-1]['held_out']:.4f}"
-        if len(history) <= len(rounds):
+        to_train = range(len(history), len(rounds) + 1)
+        if to_train:
             self._find_size(rounds[0][0])
-        present_round = None  # the round whose weights the model holds; None if this run trained none
-        for round_number in range(len(history), len(rounds) + 1):
-            start_time, steps_done = time.perf_counter(), self._steps_until(round_number - 1)
-            losses: list[float] = []
-            for step, sequence_indices in enumerate(rounds[round_number - 1], start=steps_done):
+        for round_number in to_train:
+            start_time, losses = time.perf_counter(), list[float]()
+            for step, sequence_indices in enumerate(rounds[round_number - 1], self._steps_before[round_number - 1]):
                 if losses:  # the last step is reported below, with the held-out loss
                     advance(1, f"loss {losses[-1]:.4f}{note}")
                 losses.append(self._step(sequence_indices, step))
             held_out_loss, mean_loss = self._held_out_loss(), sum(losses) / len(losses)
             seconds = time.perf_counter() - start_time
             history.append({"round": round_number, "loss": mean_loss, "held_out": held_out_loss, "seconds": seconds})
-            if held_out_loss < history[outcome.kept or 0]["held_out"]:
+            if held_out_loss < outcome.kept_row["held_out"]:
                 self._best_snapshot = {}  # frees the old snapshot before the next one is made
                 outcome.kept, self._best_snapshot = round_number, self._weights.snapshot()
-            present_round = round_number
             note = f", held-out {held_out_loss:.4f} (was {history[0]['held_out']:.4f})"
             advance(1, f"loss {losses[-1]:.4f}{note}")
             self._save(state, outcome)
-        if present_round != outcome.kept:
+        if not to_train or outcome.kept != len(rounds):  # else the model holds the best weights
             self._weights.write(self._best_snapshot)
-            kept_loss, moment = history[outcome.kept or 0]["held_out"], "distill, held out, when its weights were kept"
-            check_loss(kept_loss, self._held_out_loss(), self._run.model.dtype, moment)
+            loss, moment = self._held_out_loss(), "distill, held out, when its weights were kept"
+            check_loss(outcome.kept_row["held_out"], loss, self._run.model.dtype, moment)
 
     def _step(self, sequence_indices: Tensor, step: int) -> float:
-        rate = self._options.learning_rate * rate_at(step, self._steps_until(len(self._rounds)))
+        rate = self._options.learning_rate * rate_at(step, self._steps_before[-1])
         self._weights.begin(rate, loss_scale(sequence_indices.numel() * self._tokens))
-        try:
-            loss = self._check(ranks.total(self._run_backward(sequence_indices)))
-            self._weights.finish()
-        except FloatingPointError as error:
-            raise self._not_finite(f"gradient of {error}") from error
+        loss = _finite(ranks.total(self._run_backward(sequence_indices)))
+        self._weights.finish()
         return loss
 
     def _run_backward(self, sequence_indices: Tensor) -> float:
@@ -247,7 +230,7 @@ class Trainer:
             loss = with_gradients(self._loss_of(part), self._run.model) * (part.numel() / sequence_indices.numel())
             total += float(loss.detach())
             if in_one_pass:
-                self._check(total)
+                _finite(total)
             (loss * self._weights.scale).backward()
         return total
 
@@ -257,8 +240,8 @@ class Trainer:
         Where weights change during the backward pass, running out of memory would leave a step half done.
         """
         if self._weights.updates_in_backward and ranks.count() == 1 and 1 < indices.numel() <= self._micro_batch.size:
-            with self._weights.ignored_gradients():
-                self._run_backward(indices)
+            self._weights.begin(0.0, 1.0, changes=False)
+            self._run_backward(indices)
 
     @torch.no_grad()
     def _held_out_loss(self) -> float:
@@ -268,7 +251,7 @@ class Trainer:
             losses = [self._loss_of(part) * part.numel() for part in ranks.parts(held_out, size)]
             return float(torch.stack(losses).sum()) if losses else 0.0
 
-        return self._check(ranks.total(self._micro_batch.run(total)) / held_out.numel())
+        return _finite(ranks.total(self._micro_batch.run(total)) / held_out.numel())
 
     def _save(self, state: StateFile, outcome: Outcome) -> None:
         if state.path is not None:
@@ -283,21 +266,18 @@ class Trainer:
             return Outcome("round", kept=0)
         tensors, values = saved_state
         outcome = Outcome("round", values["history"], values["kept"])
-        if len(outcome.history) <= len(self._rounds):
-            self._weights.restore(tensors, self._steps_until(len(outcome.history) - 1))
+        rounds_done = len(outcome.history) - 1
+        self._run.progress.say(f"{self._options.name}: continuing after round {rounds_done} of an interrupted run")
+        if rounds_done < len(self._rounds):
+            self._weights.restore(tensors, self._steps_before[rounds_done])
         self._best_snapshot = {name: tensors[f"best.{name}"] for name in self._best_snapshot}
         return outcome
 
-    def _check(self, loss: float) -> float:
-        if not math.isfinite(loss):
-            raise self._not_finite("loss")
-        return loss
 
-    def _not_finite(self, subject: str) -> CalibrationError:
-        return CalibrationError(
-            f"{self._options.name}: the {subject} is not finite: activations overflow (try `dtype=float32`), "
-            f"the learning rate {self._options.learning_rate:g} is too high, or the weights are damaged"
-        )
+def _finite(loss: float) -> float:
+    if not math.isfinite(loss):
+        raise FloatingPointError("loss")
+    return loss
 
 
 def rate_at(step: int, total: int) -> float:

@@ -50,8 +50,6 @@ class KeptWeights:
         scale: loss scale of the present step, by which its gradients are multiplied as well.
     """
 
-    rate = scale = 1.0
-
     def __init__(
         self,
         weights: Mapping[str, nn.Parameter],
@@ -60,17 +58,13 @@ class KeptWeights:
         *,
         updates_in_backward: bool = True,
     ) -> None:
-        self._weights, self.updates_in_backward = dict(weights), updates_in_backward
-        self._kind, self._store = optimizer, store
-        self._optimizers: dict[str, _Optimizer] = {}
+        self._weights, self._store, self.updates_in_backward = dict(weights), store, updates_in_backward
+        self._optimizers = {name: _Optimizer(weight, optimizer, store) for name, weight in weights.items()}
         self._gradients: dict[str, Tensor] = {}
-        self._changed: set[str] = set()
-        self._in_one_pass = self._ignores_gradients = False
 
     @contextmanager
     def trainable(self, model: nn.Module) -> Iterator[None]:
         """Inside the context, backward passes give `receive_gradient` the gradients, and leave none in the model."""
-        self._optimizers = {name: _Optimizer(weight, self._kind, self._store) for name, weight in self._weights.items()}
         with frozen(model), ExitStack() as hooks:
             try:
                 for name, weight in self._weights.items():
@@ -83,17 +77,10 @@ class KeptWeights:
                     weight.grad = None
                     weight.requires_grad_(False)
 
-    @contextmanager
-    def ignored_gradients(self) -> Iterator[None]:
-        self._ignores_gradients = True
-        try:
-            yield
-        finally:
-            self._ignores_gradients = False
-
-    def begin(self, rate: float, scale: float) -> None:
+    def begin(self, rate: float, scale: float, *, changes: bool = True) -> None:
+        """Begins a step, or, without ``changes``, a backward pass whose gradients are dropped."""
         self.rate, self.scale = rate, scale
-        self._changed.clear()
+        self._changed = set() if changes else set(self._weights)
 
     def forget(self, in_one_pass: bool) -> None:
         """Forgets the gradients of a backward pass that failed, or of a step that is over.
@@ -110,7 +97,7 @@ class KeptWeights:
         """Takes the gradient of a weight out of the model, during the backward pass that computes it."""
         gradient, weight.grad = weight.grad, None
         assert gradient is not None
-        if self._ignores_gradients or name in self._changed:  # changed in an attempt that ran out of memory afterwards
+        if name in self._changed:  # such as in an attempt that ran out of memory afterwards
             return
         mask = _mask(weight).to(gradient.dtype)  # products with booleans are slower
         gradient = (gradient * mask).to(_wide(gradient.dtype))
@@ -136,7 +123,7 @@ class KeptWeights:
         if not all_finite(gradient):  # infinity or NaN does no harm at pruned weights
             gradient = torch.where(_mask(self._weights[name]), gradient, 0)
             if not all_finite(gradient):
-                raise FloatingPointError(name)
+                raise FloatingPointError(f"gradient of {name}")
         self._changed.add(name)  # set first, so that the change is not applied twice if the attempt fails in between
         self._optimizers[name].change(self._weights[name], gradient.div_(self.scale), self.rate)
 

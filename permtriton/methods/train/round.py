@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from permtriton.kernels.quantize import FLOAT8, LARGEST, dequantized, round_to_fp8, short_scales, to_float8
 from permtriton.methods.layer_updates import update_layers
+from permtriton.methods.measure.statistics import Curvature
 from permtriton.methods.prune.least_squares import row_errors
-from permtriton.methods.prune.sparsegpt_math import COLUMNS_AT_ONCE, Curvature
+from permtriton.methods.prune.sparsegpt import COLUMNS_AT_ONCE
 from permtriton.methods.run import Run
 from permtriton.methods.sizes import FLOAT32, Memory, ModelSizes
 from permtriton.methods.step import Outcome, Stage, Step
@@ -80,7 +81,7 @@ class Round(Step):
             if not isinstance(linear_module(run.model, name), nn.Linear) or stacked_name(run.model, name) is not None
         }
 
-        def update(curvature: Curvature, _site: str, name: str) -> dict[str, Any] | None:
+        def update(curvature: Curvature, name: str) -> dict[str, Any] | None:
             if name in skip_reasons:
                 return None
             parameter, start_time = linear_module(run.model, name).get_parameter("weight"), time.perf_counter()
