@@ -53,7 +53,7 @@ def main() -> None:
         for mixed in [False, True] * (1 + args.repeats):
             started = time.process_time()
             kept_weights.begin(RATE, loss_scale(samples.tokens))
-            kept_weights.forget(kept_weights.updates_in_backward)
+            kept_weights.forget(in_one_pass=True)
             with mixed_precision(model) if mixed else nullcontext():
                 (objective.of(torch.tensor([0])) * kept_weights.scale).backward()
             kept_weights.finish()

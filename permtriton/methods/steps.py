@@ -50,14 +50,14 @@ def load(name: str) -> type[Step]:
     """
     place, _, attribute = name.rpartition(":")
     file = Path(place)
-    folder = str(file.parent.resolve()) if file.suffix == ".py" else str(Path.cwd())
-    sys.path.insert(0, folder)
+    folder, module = (file.parent, file.stem) if file.suffix == ".py" else (Path(), place)
+    sys.path.insert(0, entry := str(folder.resolve()))
     try:
-        kind = getattr(import_module(file.stem if file.suffix == ".py" else place), attribute)
+        kind = getattr(import_module(module), attribute)
     except Exception as error:  # the user's code may raise any kind
         raise ConfigError(f"the step {name} cannot be imported: {first_line(error)}") from error
     finally:
-        sys.path.remove(folder)
+        sys.path.remove(entry)
     if problem := problem_of(kind):
         raise ConfigError(f"the step {name} cannot be used: it {problem}")
     return kind

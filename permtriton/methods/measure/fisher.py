@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from permtriton.data.samples import Samples
 from permtriton.errors import CalibrationError
 from permtriton.kernels.swap_gains import RankOneCurvature
-from permtriton.methods.measure.losses import LOSSES, LossKind, objective_kind
+from permtriton.methods.measure.losses import LOSSES, Draw, LossKind, objective_kind
 from permtriton.methods.measure.statistics import reads_every_token
 from permtriton.methods.run import Run
 from permtriton.model.modules import as_multiplied
@@ -148,7 +148,7 @@ def _backward_passes(
 
     def backward(size: int) -> None:
         clear()
-        draw = _Draws(run.config.seed, skip=int(share[0]) if share.numel() else 0)
+        draw = _draws(run.config.seed, skip=int(share[0]) if share.numel() else 0)
         with run.progress.stage(stage, share.numel()) as advance:
             for rows in ranks.parts(torch.arange(len(samples)), size):
                 with run.recomputing(model):
@@ -179,18 +179,18 @@ def _show(
     return output
 
 
-class _Draws:
+def _draws(seed: int, skip: int) -> Draw:
     """Draws random numbers for one sample after another, independently of the micro-batches and the ranks.
 
     The numbers of the first ``skip`` samples are drawn and discarded.
     """
+    generator = torch.Generator().manual_seed(seed)
 
-    def __init__(self, seed: int, skip: int) -> None:
-        self._generator, self._skip = torch.Generator().manual_seed(seed), skip
+    def draw(distribution: Callable[..., Tensor], like: Tensor) -> Tensor:
+        nonlocal skip
+        for _ in range(skip):
+            distribution(like.shape[1:], generator=generator)
+        skip = 0
+        return torch.stack([distribution(like.shape[1:], generator=generator) for _ in like]).to(like.device)
 
-    def __call__(self, draw: Callable[..., Tensor], like: Tensor) -> Tensor:
-        """Returns random numbers shaped like ``like``, by a call of ``draw`` (`torch.rand` or `randn`) per sample."""
-        for _ in range(self._skip):
-            draw(like.shape[1:], generator=self._generator)
-        self._skip = 0
-        return torch.stack([draw(like.shape[1:], generator=self._generator) for _ in like]).to(like.device)
+    return draw

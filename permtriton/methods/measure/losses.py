@@ -9,7 +9,6 @@ The dense model's logits are not stored: they are computed from its last hidden 
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
@@ -94,18 +93,12 @@ class Head:
         core = core_of(self._model)
         outputs[core] = copy.copy(outputs[core])
         outputs[core]["last_hidden_state"] = hidden
-        with _returning(outputs):
+        # Each module, and its decoder (which OPT calls), returns its output and computes nothing.
+        inner = {module.get_decoder(): output for module, output in outputs.items() if module.get_decoder() is not None}
+        results = {**inner, **outputs}
+        with replaced_forwards(results, lambda module: lambda *arguments, **named: results[module]):
             ids = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
             return self._model(**dict.fromkeys(self._arguments, ids)).logits
-
-
-@contextmanager
-def _returning(outputs: Mapping[Any, Any]) -> Iterator[None]:
-    """Inside the context, each module, and its decoder (which OPT calls), returns its output and computes nothing."""
-    inner = {module.get_decoder(): output for module, output in outputs.items() if module.get_decoder() is not None}
-    results = {**inner, **outputs}
-    with replaced_forwards(results, lambda module: lambda *arguments, **named: results[module]):
-        yield
 
 
 class _ChunkedKL(torch.autograd.Function):

@@ -153,9 +153,8 @@ class LearnedMasks:
         """Makes the masks of every site whose order is learned follow a hard permutation, and drops all gradients.
 
         Args:
-            index: int64 ``[units of all spaces]``, as `Relaxation.assign` returns it.
-            soft: the soft permutations that ``index`` was assigned from, to which `backward` sends gradients; None
-                where there is no backward pass.
+            index: as `Relaxation.assign` returns it.
+            soft: the soft permutations that it was assigned from; None where there is no backward pass.
             curved: factor of the curvature each time that a weight's gradient is taken: once where masked weights are
                 kept, otherwise in every backward pass.
         """

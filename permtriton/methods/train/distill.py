@@ -132,11 +132,10 @@ class Distill(Step):
         with run.placed_model() as model:
             names = [name for _, name in run.plan.linears()]
             weights = weights_of(model, names)
-            # The gradient of a shared weight arrives in parts, and the weight may change only after the last part.
-            unshared = len(weights) == len(names) and all(site.num_calls == 1 for site in run.plan.sites)
-            kept_weights = KeptWeights(weights, self.optimizer, run.store, updates_in_backward=unshared)
+            # The gradient of a shared weight arrives in parts while layers come to a GPU one by one.
+            shared = len(weights) < len(names) or any(site.num_calls > 1 for site in run.plan.sites)
             try:
-                return Trainer(run, self, kept_weights).run()
+                return Trainer(run, self, KeptWeights(weights, self.optimizer, run.store), shared).run()
             except FloatingPointError as error:
                 raise CalibrationError(
                     f"{self.name}: the {error} is not finite: activations overflow (try `dtype=float32`), "
@@ -148,15 +147,16 @@ class Trainer:
     """Trains in rounds, and keeps the round with the lowest held-out loss.
 
     A round is an epoch, or a part of one, over all samples that are not held out; with the option ``steps``, all
-    steps are one epoch. A loss or a gradient that is not finite raises a `FloatingPointError` that names it.
+    steps are one epoch. A loss or a gradient that is not finite raises a `FloatingPointError` that names it. A weight
+    that is not ``shared`` changes as soon as its gradient is known, if one backward pass has all of it.
     """
 
-    def __init__(self, run: Run, options: Distill, weights: KeptWeights) -> None:
+    def __init__(self, run: Run, options: Distill, weights: KeptWeights, shared: bool) -> None:
         objective = run.objective(options)
         samples, self._loss_of = objective.samples, objective.of  # `of`: indices of samples -> their mean loss
         self._run, self._options, self._weights, self._tokens = run, options, weights, samples.tokens
         self._micro_batch = MicroBatch(run.config.micro_batch_size)
-        self._best_snapshot = weights.snapshot()
+        self._best_snapshot, self._updates_in_backward = weights.snapshot(), not shared and ranks.count() == 1
         trained, self._held_out = split_held_out(len(samples), seed := run.config.seed)
         num_epochs = options.epochs_over(len(run.samples), len(samples))
         orders = [epoch_order(trained.numel(), seed, number) for number in range(1, num_epochs + 1)]
@@ -223,7 +223,7 @@ class Trainer:
     def _backward(self, sequence_indices: Tensor, size: int) -> float:
         """Runs forward and backward on the sequences, ``size`` at a time; returns this rank's part of the mean loss."""
         parts = ranks.parts(sequence_indices, size)
-        in_one_pass = self._weights.updates_in_backward and ranks.count() == len(parts) == 1
+        in_one_pass = self._updates_in_backward and len(parts) == 1
         self._weights.forget(in_one_pass)
         total = 0.0
         for part in parts:
@@ -239,7 +239,7 @@ class Trainer:
 
         Where weights change during the backward pass, running out of memory would leave a step half done.
         """
-        if self._weights.updates_in_backward and ranks.count() == 1 and 1 < indices.numel() <= self._micro_batch.size:
+        if self._updates_in_backward and 1 < indices.numel() <= self._micro_batch.size:
             self._weights.begin(0.0, 1.0, changes=False)
             self._run_backward(indices)
 

@@ -30,35 +30,25 @@ SMALLEST = 1e-18  # keeps Adafactor from dividing by 0 where all gradients are 0
 
 def weights_of(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Parameter]:
     """Returns name -> weight of linears; a weight that several linears share has the name of the first."""
-    weights: dict[int, tuple[str, nn.Parameter]] = {}
+    first_names: dict[nn.Parameter, str] = {}
     for name in names:
-        weight = linear_module(model, name).get_parameter("weight")
-        weights.setdefault(id(weight), (name, weight))
-    return dict(weights.values())
+        first_names.setdefault(linear_module(model, name).get_parameter("weight"), name)
+    return {name: weight for weight, name in first_names.items()}
 
 
 class KeptWeights:
     """The nonzero weights of some linears, which change inside `trainable`.
 
     The learning rate is relative to the root mean square of a linear's kept weights: models of different widths, whose
-    weights differ in size tenfold, can then use the same learning rate. Where several layers share a weight, it must
-    not change during the backward pass: while layers come to a GPU one by one, its gradient arrives in parts.
+    weights differ in size tenfold, can then use the same learning rate.
 
     Attributes:
-        updates_in_backward: whether a weight may change as soon as its gradient is known.
         rate: learning rate of the present step.
         scale: loss scale of the present step, by which its gradients are multiplied as well.
     """
 
-    def __init__(
-        self,
-        weights: Mapping[str, nn.Parameter],
-        optimizer: OptimizerKind = "adam",
-        store: Store = MEMORY,
-        *,
-        updates_in_backward: bool = True,
-    ) -> None:
-        self._weights, self._store, self.updates_in_backward = dict(weights), store, updates_in_backward
+    def __init__(self, weights: Mapping[str, nn.Parameter], optimizer: OptimizerKind, store: Store = MEMORY) -> None:
+        self._weights, self._store = dict(weights), store
         self._optimizers = {name: _Optimizer(weight, optimizer, store) for name, weight in weights.items()}
         self._gradients: dict[str, Tensor] = {}
 
@@ -68,7 +58,6 @@ class KeptWeights:
         with frozen(model), ExitStack() as hooks:
             try:
                 for name, weight in self._weights.items():
-                    weight.grad = None
                     weight.requires_grad_(True)
                     hooks.enter_context(weight.register_post_accumulate_grad_hook(partial(self.receive_gradient, name)))
                 yield
