@@ -51,15 +51,11 @@ def update_linears(
 
 
 class FinishedLayers:
-    """The layers that a step has changed: what it reports of them, and the files from which it continues.
-
-    Attributes:
-        parts: entries of the report.
-    """
+    """The layers that a step has changed: what it reports of them, and the files from which it continues."""
 
     def __init__(self, run: Run, step: str) -> None:
         self._run, self._files = run, map(run.state(step).of_layer, count())
-        self.parts: list[dict[str, Any]] = []
+        self.parts: list[dict[str, Any]] = []  # entries of the report
 
     def restore(self, sites: Sequence[Site]) -> bool:
         """Copies the next layer, which has these sites, from its file into the model; returns whether there is one."""

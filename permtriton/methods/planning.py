@@ -97,8 +97,7 @@ def plan_model(
 ) -> tuple[Plan, fx.GraphModule]:
     """Traces a model and finds its sites; weights are not needed, so the model may be on the meta device.
 
-    Args:
-        samples: samples of which the first is traced for its shapes; for text or None, a few tokens are traced.
+    The first of the samples is traced for its shapes; for text or None, a few tokens are traced.
     """
     with unstacked_experts(model) as stacked:
         graph = trace(model, None if samples is None or samples.is_text else samples[:1])

@@ -42,11 +42,9 @@ def problem_of(kind: Any) -> str:
 
 @cache
 def load(name: str) -> type[Step]:
-    """Returns the class of a step of the user's own.
+    """Returns the class of a step of the user's own, named ``module:Class`` or ``file.py:Class``.
 
-    Args:
-        name: ``module:Class`` or ``file.py:Class``. A module is looked for in the current folder first; the path of a
-            file is relative to it.
+    A module is looked for in the current folder first; the path of a file is relative to it.
     """
     place, _, attribute = name.rpartition(":")
     file = Path(place)

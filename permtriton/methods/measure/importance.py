@@ -39,8 +39,7 @@ def inverts_hessians(method: ImportanceMethod) -> bool:
 def importance_of(method: ImportanceMethod, weight_CO: Tensor, statistic: Tensor) -> ImportanceFactors:
     """Returns the importance of one linear's weights, ``[in_features, out_features]``.
 
-    Args:
-        statistic: float32 ``[in_features]``: ``diag(H^-1)`` for ``obs``, ``||X_j||`` otherwise.
+    The statistic is float32 ``[in_features]``: ``diag(H^-1)`` for ``obs``, ``||X_j||`` otherwise.
     """
     if method == "magnitude":
         return ImportanceFactors(1, torch.ones_like(statistic))

@@ -97,11 +97,8 @@ def obs_statistics(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns site name -> ``diag(H^-1)`` in the dense model, and site name -> what ``measure`` returns.
 
-    The Hessians are measured layer by layer.
-
-    Args:
-        measure: called with a site and the curvature of its inputs, on the rank that the site is assigned to. What it
-            returns is sent to all ranks.
+    The Hessians are measured layer by layer. ``measure`` is called with a site and the curvature of its inputs, on the
+    rank that the site is assigned to, and what it returns is sent to all ranks.
     """
     diagonals, results = dict[str, Tensor](), dict[str, Any]()
 

@@ -169,8 +169,7 @@ class LearnedMasks:
     def backward(self, scale: float) -> Tensor:
         """Propagates to the logits the gradients that all ranks collected since `set`, divided by ``scale``.
 
-        Returns:
-            The largest gradient of the soft permutations, ``[]``; 0, infinity or NaN mean that nothing can be learned.
+        Returns the largest gradient of the soft permutations, ``[]``; with 0, infinity or NaN nothing can be learned.
         """
         grads = [torch.zeros_like(matrices) for matrices in self._soft]
         for (blocks, weights), leaf in zip(self._entries, self._leaves, strict=True):

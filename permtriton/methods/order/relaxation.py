@@ -109,9 +109,6 @@ class SiteBlocks:
     """A site's blocks in channel order, and where they are in the batches of a relaxation.
 
     Under grouped-query attention, a block appears once per query head that shares it.
-
-    Attributes:
-        sizes: size of each block.
     """
 
     def __init__(self, relaxation: Relaxation, site: Site) -> None:
@@ -121,7 +118,7 @@ class SiteBlocks:
             for start, size in site.space.blocks(relaxation.block_size)
             for channel in site.channels_by_unit[start]
         )
-        self.sizes = [size for _, _, size, _, _ in blocks]
+        self.sizes = [size for _, _, size, _, _ in blocks]  # size of each block
         units = torch.cat([torch.arange(start, start + size) for _, start, size, _, _ in blocks])
         assert torch.equal(site.units, units), f"{site.name}: the channels of a block are apart"
         self._units = (site.units + relaxation.first[site.space.name]).to(relaxation.scale.device)

@@ -119,10 +119,7 @@ class KeptWeights:
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
         """Returns a copy of the kept weights in the model's dtype, each ``[kept weights]`` in host memory."""
-        return {
-            name: self._store.moved(weight.detach().masked_select(_mask(weight)).cpu())
-            for name, weight in self._weights.items()
-        }
+        return {name: weight.masked_select(_mask(weight)).cpu() for name, weight in self._weights.items()}
 
     @torch.no_grad()
     def write(self, values: Mapping[str, Tensor]) -> None:
@@ -130,7 +127,7 @@ class KeptWeights:
             weight.masked_scatter_(_mask(weight), values[name].to(weight))
 
     def state(self) -> dict[str, Tensor]:
-        """Returns everything that further steps depend on; call it inside `trainable`."""
+        """Returns everything that further steps depend on."""
         tensors = {f"value.{name}": values for name, values in self.snapshot().items()}
         for name, optimizer in self._optimizers.items():
             tensors |= {f"{key}.{name}": values for key, values in optimizer.state.items()}
@@ -156,13 +153,10 @@ class _Optimizer:
 
     def __init__(self, weight: Tensor, kind: OptimizerKind, store: Store) -> None:
         (*batch_dims, rows, columns), wide = weight.shape, _wide(weight.dtype)
-        self._fused = kind == "adam"
-        self._values = nn.Parameter(torch.empty(0, dtype=wide))
-        self._optimizer: torch.optim.Optimizer
-        shapes: dict[str, Sequence[int]]
+        self._fused, self._values = kind == "adam", nn.Parameter(torch.empty(0, dtype=wide))
         if self._fused:
-            self._optimizer, self._pace = torch.optim.Adam([self._values], fused=True), _size(weight)
-            shapes = dict.fromkeys(("exp_avg", "exp_avg_sq"), weight.shape)
+            self._optimizer: torch.optim.Optimizer = torch.optim.Adam([self._values], fused=True)
+            self._pace, shapes = _size(weight), dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(weight.shape))
         else:  # Adafactor measures the size of the weight at every step
             self._optimizer = torch.optim.Adafactor([self._values], eps=(SMALLEST, 0.0), foreach=False)
             self._pace, shapes = 1.0, {"row_var": (*batch_dims, rows, 1), "col_var": (*batch_dims, 1, columns)}
