@@ -53,8 +53,6 @@ class HeldOutArgs:
         Its window applies to text that is named; samples in memory have a length of their own.
         """
         protocol = protocol_of(self.protocol, model)
-        if protocol is None:
-            return self
         named = isinstance(self.eval_data, str | None) and self.eval_data != "none"
         values: dict[str, Any] = {
             "eval_data": protocol.eval_data,

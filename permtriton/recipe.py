@@ -51,7 +51,7 @@ class Recipe:
     """
 
     steps: tuple[Step, ...]
-    summary: str
+    summary: str = ""
     generated: int = 0
     step_tokens: int = 0
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -132,8 +132,8 @@ def all_options(recipe: str | Sequence[Step] | None = None) -> dict[str, Option]
     return {o.name: o for kind in kinds for o in options_of(kind)}
 
 
-def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
-    """Returns the steps of a recipe.
+def recipe_of(recipe: str | Sequence[Step]) -> Recipe:
+    """Returns a recipe; one that is not in `RECIPES` has steps alone.
 
     Args:
         recipe: a key of `RECIPES`, names of steps separated by commas (``file.py:Class`` or ``module:Class`` for one
@@ -148,9 +148,9 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
         for step in recipe:
             if problem := steps.problem_of(type(step)):
                 raise ConfigError(f"recipe holds a {type(step).__name__}, which {problem}")
-        return tuple(recipe)  # type: ignore[arg-type]
-    if (name := ALIASES.get(recipe, recipe)) in RECIPES:
-        return RECIPES[name].steps
+        return Recipe(tuple(recipe))  # type: ignore[arg-type]
+    if recipe in RECIPES:
+        return RECIPES[recipe]
     known = {kind.name: kind for kind in steps.STEPS}
     names = [name.strip() for name in recipe.split(",")]
     if unknown := [name for name in names if name not in known and ":" not in name]:
@@ -161,7 +161,7 @@ def steps_of(recipe: str | Sequence[Step]) -> tuple[Step, ...]:
             f"recipe {shown(recipe)}: {shown(unknown[0])} is {kind}{hint}; the recipes are "
             f"{', '.join(RECIPES)}, the steps {', '.join(known)}"
         )
-    return tuple((known.get(name) or steps.load(name))() for name in names)
+    return Recipe(tuple((known.get(name) or steps.load(name))() for name in names))
 
 
 def config_from(
@@ -176,7 +176,7 @@ def config_from(
     Args:
         options: values by option name (dashes or underscores), such as ``{"samples": 64, "learn_epochs": 5}``;
             strings are read as on the command line.
-        recipe: as `steps_of` takes it; None for that of the options, or the default.
+        recipe: as `recipe_of` takes it; None for that of the options, or the default.
         model: name of the model; ``demo`` has small settings of its own.
         in_8_bits: whether a recipe that is a key of `RECIPES` ends with the step that rounds weights to 8 bits.
 
@@ -189,23 +189,22 @@ def config_from(
     overrides = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
     in_options = overrides.pop("recipe", None)
     chosen = next((name for name in (recipe, in_options) if name is not None), DEFAULT)
-    chosen = ALIASES.get(chosen, chosen) if isinstance(chosen, str) else chosen
-    named = isinstance(chosen, str) and chosen in RECIPES
-    steps = (*steps_of(chosen), *([Round()] if named and in_8_bits else []))
+    name = ALIASES.get(chosen, chosen) if isinstance(chosen, str) else ""
+    source = recipe_of(name or chosen)
+    steps = (*source.steps, *([Round()] if name in RECIPES and in_8_bits else []))
     known = all_options(steps)
     _check_names(overrides, known)
-    overrides = {name: known[name].convert(value) for name, value in overrides.items()}
-    for name, value in overrides.items():  # those of steps that the recipe lacks, too
-        known[name].check(value)
-    of_recipe = RECIPES[str(chosen)].options if named else {}
-    values = {**(SMALL if model == DEMO else {}), **of_recipe, **overrides}
-    if chosen == PERMLLM and values.get("importance") == "ria":
+    overrides = {option: known[option].convert(value) for option, value in overrides.items()}
+    for option, value in overrides.items():  # those of steps that the recipe lacks, too
+        known[option].check(value)
+    values = {**(SMALL if model == DEMO else {}), **source.options, **overrides}
+    if name == PERMLLM and values.get("importance") == "ria":
         values.setdefault("learn_learning_rate", RIA_LEARNING_RATE)
     config = CompileConfig(
         **fields_of(CompileConfig, values),
         calibration=CalibrationConfig(**fields_of(CalibrationConfig, values)),
         steps=tuple(_updated(step, values) for step in steps),
-        named=chosen if isinstance(chosen, str) else "",
+        named=name,
     )
     check_recipe(config)
     return with_suggested(config, overrides)
@@ -239,12 +238,8 @@ def overrides_of(
     options: Mapping[str, Any], config_file: str | Path | None = None, protocol: str | None = None, model: str = ""
 ) -> dict[str, Any]:
     """Returns options over those of a file, and these over those of a protocol."""
-    set_by = protocol_of(protocol, model)
-    return {
-        **(set_by.options if set_by else {}),
-        **(read_config_file(Path(config_file)) if config_file else {}),
-        **options,
-    }
+    of_file = read_config_file(Path(config_file)) if config_file else {}
+    return {**protocol_of(protocol, model).options, **of_file, **options}
 
 
 def check_recipe(config: CompileConfig) -> None:
@@ -252,9 +247,9 @@ def check_recipe(config: CompileConfig) -> None:
     pruning = [step.name for step in config.steps if step.stage is Stage.PRUNE]
     if len(pruning) == 1:
         return
-    able = " or ".join(kind.name for kind in steps.STEPS if kind.stage is Stage.PRUNE)
     if pruning:
         raise ConfigError(f"recipe {config.recipe} prunes twice: leave {pruning[0]} or {pruning[1]} out")
+    able = " or ".join(kind.name for kind in steps.STEPS if kind.stage is Stage.PRUNE)
     raise ConfigError(
         f"recipe {config.recipe or '(without steps)'} prunes nothing: add one of the steps that prune, {able}, after "
         "those that order the channels"
@@ -281,12 +276,12 @@ def defaults(option: Option) -> str:
 
 def suggested(config: CompileConfig) -> dict[str, int]:
     """Returns the options that the recipe lets follow from the calibration samples, by name."""
-    if config.named not in RECIPES:
+    recipe, calibration = RECIPES.get(config.named), config.calibration
+    if recipe is None:
         return {}
-    recipe, options = RECIPES[config.named], {}
-    options["generated"] = recipe.generated * config.calibration.samples
+    options = {"generated": recipe.generated * calibration.samples}
     if recipe.step_tokens:
-        sequences = ceil(recipe.step_tokens / config.calibration.sequence_length)
+        sequences = ceil(recipe.step_tokens / calibration.sequence_length)
         options["distill_batch_size"] = min(sequences, Distill().batch_size)
     return options
 
@@ -294,9 +289,8 @@ def suggested(config: CompileConfig) -> dict[str, int]:
 def with_suggested(config: CompileConfig, overrides: Container[str]) -> CompileConfig:
     """Returns a config with the options that its recipe lets follow from the samples, but for ``overrides``."""
     values = {name: value for name, value in suggested(config).items() if name not in overrides}
-    calibration, steps = _updated(config.calibration, values), tuple(_updated(step, values) for step in config.steps)
-    unchanged = (calibration, steps) == (config.calibration, config.steps)
-    return config if unchanged else replace(config, calibration=calibration, steps=steps)
+    steps = tuple(_updated(step, values) for step in config.steps)
+    return replace(config, calibration=_updated(config.calibration, values), steps=steps)
 
 
 def _updated(part: Part, values: Mapping[str, Any]) -> Part:

@@ -46,7 +46,7 @@ REPORT_KEYS = ("measure", "patterns", "rows", "versions")
 def compare(
     model: str,
     args: CompareArgs,
-    given: Mapping[str, Any],
+    user_options: Mapping[str, Any],
     progress: Progress,
     show: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
@@ -54,20 +54,20 @@ def compare(
 
     Args:
         model: name of the dense model.
-        given: options of a compilation that the user gave, by name.
+        user_options: options of a compilation that the user set, by name.
         show: called with the report; without an output, the file of finished results is deleted only after that.
     """
     source, seeds = Source(model, **args.loading), _seeds(args.seeds)
-    ablation = args.ablate and args.ablate.replace("-", "_")
+    args = replace(args, ablate=args.ablate and args.ablate.replace("-", "_"))
     # Reads the options of the protocol, which `with_protocol` then replaces by its values.
-    options, rows_with = _rows(model, replace(args, ablate=ablation), given)
+    options, rows_with = _rows(model, args, user_options)
     args = replace(args, eval_data=selected(args.eval_data)).with_protocol(model)
     output = None if args.output is None else Path(args.output)
     target = real_path(output or Path(f"compare-{real_path(Path(model)).name}"))
     place = target.with_name(f".{target.name}.rows.json")
     if output is not None:
-        named = [model, options.get("calibration"), args.tasks_dir, args.eval_data]
-        reads = [name for name in named if is_named(name) and name]
+        names = (model, options.get("calibration"), args.tasks_dir, args.eval_data)
+        reads = [name for name in names if is_named(name) and name]
         check_report_file(output, REPORT_KEYS, overwrite=args.overwrite, reads=reads)
     with locked(target, progress.say):
         tasks = load_tasks(args, progress)
@@ -100,7 +100,7 @@ def compare(
             **({} if samples.special is None else {"special_tokens": samples.special.words}),
             "seeds": seeds,
             "patterns": list(dict.fromkeys(row["pattern"] for row in rows[1:])),
-            "ablation": ablation,
+            "ablation": args.ablate,
             "config": {name: value for name, value in first.items() if all(o.get(name) == value for o in others)},
             "versions": versions(args),
             "device": machine.device_name(dense.device),
@@ -116,30 +116,27 @@ def compare(
 
 
 def _rows(
-    model: str, args: CompareArgs, given: Mapping[str, Any]
+    model: str, args: CompareArgs, user_options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Callable[[dict[str, Any]], list[RowConfig]]]:
     """Returns the options of all rows, with those of a file and a protocol, and a function from options to rows."""
-    patterns = _parts(args.sparsity, "sparsity")
+    patterns = [NMPattern.parse(str(pattern)) for pattern in _parts(args.sparsity, "sparsity")]
     if len(patterns) == 1:  # a single pattern is an ordinary option
-        given, patterns = {**given, "sparsity": patterns[0]}, []
-    if patterns and "pattern" in given:
+        user_options, patterns = {**user_options, "sparsity": patterns[0]}, []
+    if patterns and "pattern" in user_options:
         raise ConfigError("`pattern=` needs one `sparsity=` for the other linears: name one, or drop `pattern=`")
     if (args.values is None) != (args.ablate is None):
         raise ConfigError("`ablate=` names an option, and `values=` its values: give both, or neither")
-    options = overrides_of(given, args.config, args.protocol, model)
+    options = overrides_of(user_options, args.config, args.protocol, model)
     if "recipe" in options:
         raise ConfigError(f"config file {args.config} names a recipe: leave it out, and name it in `methods=`")
-    if "seed" in options and "seed" not in given:
+    if "seed" in options and "seed" not in user_options:
         raise ConfigError(f"config file {args.config} has a seed: leave it out, and give `seeds=`")
-    rows_with = partial(
-        row_configs,
-        methods=_parts(args.methods, "methods"),
-        patterns=[NMPattern.parse(str(pattern)) for pattern in patterns],
-        ablate=args.ablate,
-        values=_parts(args.values, "values"),
-        model=model,
-    )
-    check_effect(given, rows_with(options), args.ablate)
+    methods, values = _parts(args.methods, "methods"), _parts(args.values, "values")
+
+    def rows_with(options: Mapping[str, Any]) -> list[RowConfig]:
+        return row_configs(options, methods, patterns, args.ablate, values, model)
+
+    check_effect(user_options, rows_with(options), args.ablate)
     return options, rows_with
 
 

@@ -1,7 +1,7 @@
 """The rows of a comparison as data: the methods, and the config that each row is compiled with."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -85,7 +85,7 @@ def settings_of(method: Method) -> dict[str, Any]:
     """Returns the options that a method sets.
 
     Args:
-        method: key of `KNOWN`; or a list of the steps of a recipe; or their names (as `permtriton.recipe.steps_of`
+        method: key of `KNOWN`; or a list of the steps of a recipe; or their names (as `permtriton.recipe.recipe_of`
             takes them), joined by `JOINED` and, for layout fused, followed by `FUSED`.
     """
     if not isinstance(method, str):
@@ -132,23 +132,23 @@ def row_configs(
         ablate: name of the option of an ablation; its ``values`` take precedence over what a method sets.
     """
     option = None if ablate is None else _ablated(ablate)
-    methods = methods or (tuple(METHODS) if ablate is None else (DEFAULT,))
+    methods = methods or (tuple(METHODS) if option is None else (DEFAULT,))
+    cases = [("", dict[str, Any]())] if option is None else [_case(option, value) for value in values]
     rows = []
     for sparsity in [{"sparsity": pattern} for pattern in patterns] or [{}]:
         for method in methods:
-            settings = settings_of(method)
-            fixed = {**options, **sparsity, **settings}
-            row = RowConfig(_name(method), "", config_from(fixed, model=model), frozenset(settings))
-            if option is None:
-                rows.append(row)
-                continue
-            if no_effect_refusal(option, row.config):
-                raise ConfigError(f"--ablate {ablate} has no effect on the method {row.method}: choose other --methods")
-            for text in values:
-                config = config_from({**fixed, option.name: text}, model=model)
-                setting = f"{option.name} {text if option.several else option.convert(text)}"
-                rows.append(replace(row, setting=setting, config=config))
+            name, settings = _name(method), settings_of(method)
+            for setting, ablated in cases:
+                config = config_from({**options, **sparsity, **settings, **ablated}, model=model)
+                if option and no_effect_refusal(option, config):
+                    raise ConfigError(f"--ablate {ablate} has no effect on the method {name}: choose other --methods")
+                rows.append(RowConfig(name, setting, config, frozenset(settings)))
     return list(dict.fromkeys(rows))
+
+
+def _case(option: Option, value: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a setting of an ablation, and the option with this value."""
+    return f"{option.name} {value if option.several else option.convert(value)}", {option.name: value}
 
 
 def _ablated(name: str) -> Option:

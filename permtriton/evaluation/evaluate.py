@@ -1,7 +1,7 @@
 """Measures a model that a user names or holds: on held-out samples, against a dense model, and by zero-shot tasks."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -18,7 +18,7 @@ from permtriton.data.in_memory import selected
 from permtriton.data.media import is_media
 from permtriton.data.samples import Inputs, Samples
 from permtriton.errors import CalibrationError, ConfigError, MemoryTooSmallError, ModelError, reading, shown
-from permtriton.evaluation.measures import DISTANCES, Measures, measure_samples, predicted_tokens
+from permtriton.evaluation.measures import DISTANCES, Distances, measure_samples, predicted_tokens
 from permtriton.evaluation.task_request import load_tasks
 from permtriton.model import load
 from permtriton.model.core import takes_decoder_ids
@@ -41,10 +41,13 @@ Against: TypeAlias = PreTrainedModel | Source | str | Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated(Measures):
+class Evaluated(Distances):
     """The results of an evaluation; None or 0 for values that were not measured.
 
     Attributes:
+        perplexity: perplexity of the model; None where it predicts no next token (encoders), sees the tokens that it
+            should predict, or these are unknown (sound without labels).
+        dense_perplexity: the same of the dense model.
         tasks: results of the tasks.
         windows: number of windows.
         window: tokens per window.
@@ -56,6 +59,8 @@ class Evaluated(Measures):
         device: name of the model's device.
     """
 
+    perplexity: float | None = None
+    dense_perplexity: float | None = None
     tasks: tuple["TaskResult", ...]
     windows: int = 0
     window: int = 0
@@ -85,8 +90,8 @@ class Evaluated(Measures):
 
 def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
     """Measures a model; `permtriton.evaluate` says what each argument is."""
-    args, shown = args.with_protocol(model if isinstance(model, str) else ""), reporter(args.progress)
-    tasks = load_tasks(args, shown)
+    args, progress = args.with_protocol(model if isinstance(model, str) else ""), reporter(args.progress)
+    tasks = load_tasks(args, progress)
     eval_data = selected(args.eval_data, args.text_column, args.split)
     name, tokenizer, dense = "", args.tokenizer, args.against
     hidden_order = None if args.hidden_order is None else _checked_order(model, args.hidden_order)
@@ -99,30 +104,33 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
             f"against is a {type(dense).__name__}: expected a folder, a hub name, demo, or a transformers model"
         )
     of_the_dense = dense is not None and isinstance(model, PreTrainedModel)  # then ``loading`` is for the dense model
-    measured = source_of(model, **({} if of_the_dense else loading), **location)
-    if isinstance(measured, Source):
-        source, name = measured, measured.name
-        shown.say(f"loading {source.described}")
-        with shown.stage("load", 0):
-            measured = load.load_model(source, progress=shown)
+    source = source_of(model, **({} if of_the_dense else loading), **location)
+    if isinstance(source, Source):
+        name = source.name
+        progress.say(f"loading {source.described}")
+        with progress.stage("load", 0):
+            measured = load.load_model(source, progress=progress)
         # In a folder with a GGUF file, permtriton.json describes other weights: `find_record` returns None.
         record = find_record(source)
         if record is not None and (problem := broken_claim(measured, record)):
-            shown.say(f"warning: {problem}")
-        tokenizer = tokenizer or load_processor(source, measured, shown)
+            progress.say(f"warning: {problem}")
+        tokenizer = tokenizer or load_processor(source, measured, progress)
         if dense is not None and record is not None:
             hidden_order = hidden_order_of(record)
+    else:
+        measured = source
     if isinstance(dense, Source):
         name = DEMO if dense.name == DEMO else name
-        dense = _loaded_beside(measured, tokenizer, dense, shown)
-    for loaded in (measured, *([] if dense is None else [dense])):
+        dense = _loaded_beside(measured, tokenizer, dense, progress)
+    for loaded in filter(None, (measured, dense)):
         check_loaded(loaded)
-    special, count = args.special_tokens or "auto", args.eval_windows
-    held_out, text = read_held_out(name, eval_data, tokenizer, measured, args.window, count, special, shown)
+    held_out, text = read_held_out(
+        name, eval_data, tokenizer, measured, args.window, args.eval_windows, args.special_tokens or "auto", progress
+    )
     if held_out is None and eval_data is None:
         if tasks is None or dense is not None:
             raise CalibrationError(text)
-        shown.say(f"no perplexity, tasks only: {text}")
+        progress.say(f"no perplexity, tasks only: {text}")
     return measure_model(
         measured,
         tokenizer,
@@ -132,11 +140,11 @@ def evaluate_with(model: Model, args: EvaluateArgs) -> Evaluated:
         hidden_order=hidden_order,
         tasks=tasks,
         batch=args.batch_size,
-        progress=shown,
+        progress=progress,
     )
 
 
-def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, shown: Progress) -> PreTrainedModel:
+def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, progress: Progress) -> PreTrainedModel:
     """Loads the dense model, unless ``model``'s GPU has no room for it. On a CPU, weights are mapped from files."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     if model.device.type == "cuda" and size > (free := available_memory(model.device)):
@@ -144,9 +152,9 @@ def _loaded_beside(model: PreTrainedModel, tokenizer: Any, against: Source, show
             f"the dense model {against.name} needs {format_bytes(size)} beside the other, but {format_bytes(free)} are "
             "free: measure on a CPU, or the perplexity alone (without `against=`)"
         )
-    shown.say(f"loading {against.described}")
-    with shown.stage("load", 0):
-        dense, dense_tokenizer = load.load_original(against, progress=shown)
+    progress.say(f"loading {against.described}")
+    with progress.stage("load", 0):
+        dense, dense_tokenizer = load.load_original(against, progress=progress)
     tokenizers = map(tokenizer_of, (tokenizer, dense_tokenizer))
     vocabularies = [tokenizer.get_vocab() for tokenizer in tokenizers if hasattr(tokenizer, "get_vocab")]
     if len(vocabularies) == 2 and vocabularies[0] != vocabularies[1]:
@@ -205,15 +213,14 @@ def measure_model(  # noqa: PLR0913
             at_once = batch or windows_at_once(samples.longest)
             measures, seconds = measure_samples(model, samples, tokens, at_once, dense, hidden_order, progress)
             measured = {
-                **asdict(measures),
+                **measures,
                 "windows": len(samples),
                 "window": samples.tokens,
                 "tokens_per_second": samples.positions / seconds,
                 "text": text,
-                "protocol": _protocol(model, text, samples, measures),
+                "protocol": _protocol(model, text, samples, tokens),
             }
-        options = {} if batch is None else {"batch": batch}
-        results = tasks.run(model, tokenizer, **options, progress=progress) if tasks and tokenizer else ()
+        results = tasks.run(model, tokenizer, batch, progress) if tasks and tokenizer else ()
     return Evaluated(
         **measured,
         tasks=results,
@@ -223,14 +230,14 @@ def measure_model(  # noqa: PLR0913
     )
 
 
-def _protocol(model: PreTrainedModel, text: str, samples: Samples, measured: Measures) -> str:
-    """Returns in words what was measured on which samples."""
+def _protocol(model: PreTrainedModel, text: str, samples: Samples, tokens: Tensor | None) -> str:
+    """Returns in words what was measured on which samples; ``tokens`` are those that the model predicts."""
     count, window = len(samples), samples.tokens
     if is_media(model, text):
         return f"{count} samples of {window} positions"
     around = "" if samples.special is None else f", {samples.special.words}"
     windows = f"{count} windows of {window} tokens that do not overlap{around}"
-    if measured.perplexity is None:
+    if tokens is None:
         return windows
     if takes_decoder_ids(model) and samples.ids is None:
         return f"{count} samples; the decoder predicts the {window} labels of each"

@@ -113,16 +113,6 @@ DISTANCES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measures(Distances):
-    """What was measured of a model on held-out samples, averaged over all tokens."""
-
-    # perplexity of the model; None where it predicts no next token (encoders), sees the tokens that it should predict,
-    # or these are unknown (sound without labels)
-    perplexity: float | None = None
-    dense_perplexity: float | None = None  # the same of the dense model; None without one
-
-
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
@@ -135,7 +125,7 @@ def measure_samples(
     dense: PreTrainedModel | None = None,
     hidden_order: Tensor | None = None,
     progress: Progress | None = None,
-) -> tuple[Measures, float]:
+) -> tuple[dict[str, float | None], float]:
     """Measures a model with one forward pass per batch, and one of ``dense``, unless that is the model itself.
 
     Args:
@@ -146,7 +136,8 @@ def measure_samples(
             the channels did not move.
 
     Returns:
-        The measures, and the seconds of the model's forward passes.
+        The measures, averaged over all tokens, by the names that `permtriton.evaluation.evaluate.Evaluated` gives them;
+            and the seconds of the model's forward passes.
     """
     if dense is not None:
         check_comparable(model, dense, samples.tokens)
@@ -166,28 +157,25 @@ def measure_samples(
                     torch.cuda.synchronize(model.device)
                 sums["seconds"] += time.perf_counter() - started
                 expected = None if dense is None else actual if dense is model else _outputs(dense, rows, hidden=True)
-                for name, outputs in {"loss": actual, "dense_loss": expected}.items():
+                for name, outputs in (("loss", actual), ("dense_loss", expected)):
                     if outputs is not None and tokens is not None:
                         sums[name] += next_token_loss(outputs["logits"][:new], tokens[part[:new]], first)
                 if expected is not None:
                     expected = {**expected, "hidden": _in_order(expected["hidden"], hidden_order)}
                     sums["positions"] += actual["hidden"][:new, counted].shape[:-1].numel()
                     for name, distance in distances.items():
-                        output, dense_output = (
-                            outputs[distance.output][:new, counted] for outputs in (actual, expected)
-                        )
-                        sums[name] += distance.total(output, dense_output.to(output.device))
+                        ours, theirs = (outputs[distance.output][:new, counted] for outputs in (actual, expected))
+                        sums[name] += distance.total(ours, theirs.to(ours.device))
                 advance(len(rows))
         return sums
 
     sums = {name: ranks.total(value) for name, value in MicroBatch(batch).run(totals).items()}
-    measures = Measures(
-        perplexity=perplexity_of(model, sums["loss"], tokens),
-        dense_perplexity=None if dense is None else perplexity_of(dense, sums["dense_loss"], tokens),
-        **{
-            name: _finite(distance.short, sums[name] / sums["positions"], model) for name, distance in distances.items()
-        },
-    )
+    measures = {
+        "perplexity": perplexity_of(model, sums["loss"], tokens),
+        "dense_perplexity": None if dense is None else perplexity_of(dense, sums["dense_loss"], tokens),
+    }
+    for name, distance in distances.items():
+        measures[name] = _finite(distance.short, sums[name] / sums["positions"], model)
     return measures, sums["seconds"]
 
 
@@ -328,7 +316,7 @@ class HeldOutMeasure:
             perplexity = self._perplexity_by_layers(model, stream, batches, self._tokens)
         else:
             measures, _ = measure_samples(model, self.samples, self._tokens, self._batch, progress=self._progress)
-            perplexity = measures.perplexity
+            perplexity = measures["perplexity"]
         assert perplexity is not None
         return perplexity
 

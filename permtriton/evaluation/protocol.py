@@ -1,7 +1,7 @@
 """Protocols: the samples, windows and tasks of a publication, chosen by one word."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from permtriton.errors import ConfigError, shown
@@ -10,12 +10,12 @@ from permtriton.model.name import DEMO
 
 @dataclass(frozen=True)
 class Protocol:
-    """The values that a protocol sets; those that the user gives take precedence."""
+    """The values that a protocol sets; those that the user gives take precedence, and None sets nothing."""
 
-    options: Mapping[str, Any]  # options of a compilation
-    eval_data: str  # held-out text
-    window: int | None  # tokens per window of the held-out text
-    tasks: tuple[str, ...] | None  # zero-shot tasks, by lm-eval's names
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of a compilation
+    eval_data: str | None = None  # held-out text
+    window: int | None = None  # tokens per window of the held-out text
+    tasks: tuple[str, ...] | None = None  # zero-shot tasks, by lm-eval's names
 
 
 AS_PUBLISHED = {"one_document": True, "special_tokens": "none"}
@@ -35,18 +35,13 @@ PROTOCOLS = {
         ("hellaswag", "arc_easy", "arc_challenge", "openbookqa", "rte"),
     ),
 }
-# For the demo model, its own text and sizes: it was trained on no other text.
-ON_DEMO = Protocol({}, DEMO, None, None)
+ON_DEMO = Protocol(eval_data=DEMO)  # the demo model was trained on no other text, and has small sizes of its own
 
 
-def protocol_of(name: str | None, model: str = "") -> Protocol | None:
-    """Returns the protocol with a name; None for None.
-
-    Args:
-        model: name of the model; for the demo model, which has small texts of its own, every protocol is `ON_DEMO`.
-    """
+def protocol_of(name: str | None, model: str = "") -> Protocol:
+    """Returns the protocol with a name, which for the model ``demo`` is `ON_DEMO`; one that sets nothing for None."""
     if name is None:
-        return None
+        return Protocol()
     if name not in PROTOCOLS:
         raise ConfigError(f"protocol {shown(name)} is unknown: choose {' or '.join(PROTOCOLS)}, or leave it out")
     return ON_DEMO if model == DEMO else PROTOCOLS[name]

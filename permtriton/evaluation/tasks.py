@@ -106,12 +106,12 @@ class Tasks:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        batch: int = REQUESTS_AT_ONCE,
+        batch: int | None = None,
         progress: Progress | None = None,
     ) -> tuple[TaskResult, ...]:
         """Runs the tasks on a model, with lm-eval's seeds, so that equal models get equal scores."""
         progress = progress or NoProgress()
-        harness = _Harness(model, tokenizer_of(tokenizer), batch, progress)
+        harness = _Harness(model, tokenizer_of(tokenizer), batch or REQUESTS_AT_ONCE, progress)
         _seed()
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(DEFAULT_OTHER_SEED)
