@@ -3,23 +3,30 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from dataclasses import fields
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.markup import escape
 
-from permtriton.arguments import CompareArgs, CompileArgs, EvaluateArgs, HeldOutArgs, LoadArgs, MeasureArgs
+from permtriton.arguments import LoadArgs
 from permtriton.checkpoint.format import HELP as FORMATS
-from permtriton.config import CALIBRATION, METHOD, RUNNING
+from permtriton.config import RUNNING
 from permtriton.errors import OutputError
 from permtriton.evaluation.compare_methods import FUSED, METHODS
 from permtriton.recipe import RECIPES, all_options, defaults
 from permtriton.util.option import Option
 
 Flags = dict[str, Any]
-HUB = "Where the model comes from, and publishing"
+# What stands in braces in the help of an argument.
+WORDS = {
+    "recipes": ", ".join(RECIPES),
+    "methods": f"{', '.join(name for name in METHODS if not name.endswith(FUSED))}, and those that order channels with"
+    f"{FUSED} after them",
+    "formats": FORMATS,
+    "special_tokens": all_options()["special_tokens"].help,
+}
 
 
 def output_path(name: str) -> Path:
@@ -36,12 +43,19 @@ def flag(help: str, *names: str, panel: str | None = None, kind: Any = str, **se
     return Annotated[kind | None, typer.Option(*names, help=escape(help), rich_help_panel=panel, **settings)]
 
 
-_method, _calibration, running_flag, _hub = (
-    functools.partial(flag, panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB)
-)
-_methods = f"{', '.join(name for name in METHODS if not name.endswith(FUSED))}, and those that order channels"
+def argument_flag(field: Field[Any]) -> Any:
+    """Returns the type of the flag of an argument in `permtriton.arguments`."""
+    types = get_args(field.type) or (field.type,)
+    kind = next((kind for kind in (bool, Path) if kind in types), int if int in types and str not in types else str)
+    settings = {**field.metadata, "help": field.metadata["help"].format(**WORDS)}
+    switch = settings.pop("switch", f"--{field.name.replace('_', '-')}" if field.type is bool else None)
+    if field.name == "output":
+        settings |= {"parser": output_path, "metavar": "PATH"}
+    return flag(settings.pop("help"), *filter(None, [switch]), kind=kind, **settings)
+
+
+running_flag = functools.partial(flag, panel=RUNNING)
 output_flag = functools.partial(flag, kind=Path, parser=output_path, metavar="PATH")
-Config = running_flag("TOML file of options, with a table per step; flags win.", kind=Path, metavar="FILE")
 Json = running_flag("Print the report as JSON on standard output.", "--json", kind=bool)
 Overwrite = flag("Replace an earlier file, whoever wrote it.", "--overwrite", kind=bool)
 Model = Annotated[
@@ -50,111 +64,7 @@ Model = Annotated[
         metavar="MODEL", help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton)."
     ),
 ]
-# Arguments of a public function -> the flags of those arguments that the command line takes.
-FLAGS: dict[type, dict[str, Any]] = {
-    CompileArgs: {
-        "recipe": _method(
-            f"One of {', '.join(RECIPES)}, or steps separated by commas, such as heuristic,sparsegpt or, with a step "
-            "of yours, heuristic,my_steps.py:Mine; permtriton recipes describes them."
-        ),
-        "output": output_flag("Folder to write; MODEL-NofM here by default.", panel=RUNNING),
-        "save_format": running_flag(f"{FORMATS} By default dense."),
-        "overwrite": running_flag("Replace an earlier output.", "--overwrite", kind=bool),
-        "restart": running_flag("Start from scratch instead of resuming.", "--restart", kind=bool),
-        "shard": running_flag(
-            "Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
-            kind=bool,
-            hidden=True,
-        ),
-        "onload": running_flag(
-            "Keep the model in host memory and bring its layers to the GPU one by one; by default if the GPU cannot "
-            "hold the model. Not for steps that need all weights at once.",
-            kind=bool,
-            hidden=True,
-        ),
-        "config": Config,
-        "push_to_hub": _hub(
-            "Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that a "
-            "wrong name or token is found then.",
-            metavar="REPOSITORY",
-        ),
-        "private": _hub(
-            "Make the repository of --push-to-hub a private one; by default the hub decides.", "--private", kind=bool
-        ),
-    },
-    CompareArgs: {
-        "sparsity": _method("Sparsity pattern, or several, separated by commas, such as 2:4,4:8. [default: 2:4]"),
-        "methods": _method(
-            f"Methods ({_methods} with{FUSED} after them), recipes, or steps joined by ' + ', such as 'heuristic + "
-            "refit + distill' or, with a step of yours, 'heuristic + my_steps.py:Mine', separated by commas; by "
-            "default all methods, and the default recipe with --ablate."
-        ),
-        "ablate": _method(
-            "Run each method with several --values of one option, such as refit-exchanges.", metavar="OPTION"
-        ),
-        "values": _method("With --ablate: the values, separated by commas, such as 0,2,4,8."),
-        "seeds": running_flag("Seeds, separated by commas."),
-        "config": Config,
-        "output": output_flag(
-            "JSON file to write the report to. Finished results are kept beside it: the same command, also with more "
-            "methods, continues from them.",
-            panel=RUNNING,
-        ),
-        "overwrite": running_flag(
-            "Measure everything again, whatever is kept, and replace any earlier file.", "--overwrite", kind=bool
-        ),
-    },
-    EvaluateArgs: {
-        "against": flag(
-            "The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.", metavar="MODEL"
-        ),
-        "special_tokens": _calibration(all_options()["special_tokens"].help, metavar="auto|none"),
-        "batch_size": flag(
-            "Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks.", kind=int
-        ),
-    },
-    HeldOutArgs: {
-        "protocol": _calibration(
-            "wanda: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows "
-            "of 2048, both without special tokens around them, and, except in compile, run the seven tasks of Wanda's "
-            "table; permllm: the same on 128 x 1024 tokens, with PermLLM's five tasks. Other flags win."
-        ),
-        "eval_data": _calibration(
-            "Held-out data, to measure on: demo, wikitext2, c4, a file, or none. By default demo for the demo model, "
-            "else wikitext2. For a model of images or sound: a .safetensors file with its inputs, on which hidden "
-            "states are compared."
-        ),
-        "eval_windows": _calibration(
-            "Measure only so many windows of the held-out data, the first ones; all by default.", kind=int
-        ),
-    },
-    MeasureArgs: {
-        "window": _calibration(
-            "Tokens per window of held-out text; by default 2048, or as many as the model takes.", kind=int
-        ),
-        "tasks": _calibration("Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag."),
-        "limit": _calibration("Documents per task; all by default.", kind=int),
-        "tasks_dir": _calibration(
-            "Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder.", kind=Path
-        ),
-    },
-    LoadArgs: {
-        "device": running_flag("auto, cpu or cuda."),
-        "dtype": running_flag("auto (the checkpoint's), float32, float16 or bfloat16."),
-        "gguf_file": _hub(
-            "Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
-            "itself is a .gguf file."
-        ),
-        "revision": _hub("Branch, tag or commit of a hub name; its main branch by default."),
-        "token": _hub(
-            "Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
-        ),
-        "trust_remote_code": _hub("Run code that comes with the model.", "--trust-remote-code", kind=bool),
-    },
-}
-GgufFile, Revision, Token, TrustRemoteCode = (
-    FLAGS[LoadArgs][name] for name in ("gguf_file", "revision", "token", "trust_remote_code")
-)
+GgufFile, Revision, Token, TrustRemoteCode = (argument_flag(field) for field in fields(LoadArgs)[2:6])
 # The options of an ordinary compilation, which --help shows; --help-all shows all.
 COMMON = (
     *("sparsity", "pattern", "importance", "layout", "targets", "ignore"),
@@ -211,10 +121,12 @@ def takes(names: Collection[str] | None = None) -> Callable[[Callable[..., None]
 
 
 def _arguments(kind: Any) -> list[inspect.Parameter]:
+    """Returns the flags of a class of `permtriton.arguments`, its own before those of the classes that it extends."""
     defaults = {field.name: field.default for field in fields(kind)}
     defaults["eval_data"] = None  # until a protocol chooses it
-    entries = [entry for base in kind.__mro__ for entry in FLAGS.get(base, {}).items()]
-    return [_parameter(name, flag, defaults[name]) for name, flag in entries]
+    bases = filter(is_dataclass, kind.__mro__)
+    known = [base.__dataclass_fields__[name] for base in bases for name in inspect.get_annotations(base)]
+    return [_parameter(field.name, argument_flag(field), defaults[field.name]) for field in known if field.metadata]
 
 
 def _option(option: Option, *, hidden: bool) -> inspect.Parameter:

@@ -1,13 +1,18 @@
-"""The arguments of the public functions, which are flags of commands, too; `permtriton.cli.options` has their help."""
+"""The arguments of the public functions. One that a command takes as a flag, too, has the flag's help beside it.
+
+A name in braces in a help is replaced by `permtriton.cli.options`. Further entries are arguments of `typer.Option`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from permtriton.config import CalibrationConfig
+from permtriton.config import CALIBRATION, METHOD, RUNNING, CalibrationConfig
 from permtriton.errors import ConfigError, shown
 from permtriton.evaluation.protocol import protocol_of
+from permtriton.util.option import option
 
 if TYPE_CHECKING:  # these import torch
     from torch import Tensor
@@ -20,18 +25,33 @@ if TYPE_CHECKING:  # these import torch
     from permtriton.util.bars import Shown
 
 Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list
+HUB = "Where the model comes from, and publishing"
+_method, _calibration, _running, _hub = (partial(option, panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB))
+_config = partial(_running, None, "TOML file of options, with a table per step; flags win.", metavar="FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadArgs:
     """How a model is loaded, and how progress is shown."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    trust_remote_code: bool = False
-    gguf_file: str | None = None
-    revision: str | None = None
-    token: str | None = field(default=None, repr=False)
+    device: str = _running("auto", "auto, cpu or cuda.")
+    dtype: str = _running("auto", "auto (the checkpoint's), float32, float16 or bfloat16.")
+    gguf_file: str | None = _hub(
+        None,
+        "Read this GGUF file of MODEL, a folder or hub name; its weights are dequantized. Not needed where MODEL "
+        "itself is a .gguf file.",
+    )
+    revision: str | None = _hub(None, "Branch, tag or commit of a hub name; its main branch by default.")
+    token: str | None = field(
+        default=None,
+        repr=False,
+        metadata={
+            "help": "Token of the hub for models, never printed or saved; by default that of hf auth login, or "
+            "HF_TOKEN.",
+            "panel": HUB,
+        },
+    )
+    trust_remote_code: bool = _hub(False, "Run code that comes with the model.")
     progress: "Shown" = False
 
     @property
@@ -43,9 +63,21 @@ class LoadArgs:
 class HeldOutArgs:
     """The held-out data that models are measured on."""
 
-    protocol: str | None = None
-    eval_data: "Data | None" = None
-    eval_windows: int | None = None
+    protocol: str | None = _calibration(
+        None,
+        "wanda: calibrate on 128 x 2048 tokens of C4, each drawn from one document, measure WikiText-2 in windows "
+        "of 2048, both without special tokens around them, and, except in compile, run the seven tasks of Wanda's "
+        "table; permllm: the same on 128 x 1024 tokens, with PermLLM's five tasks. Other flags win.",
+    )
+    eval_data: "Data | None" = _calibration(
+        None,
+        "Held-out data, to measure on: demo, wikitext2, c4, a file, or none. By default demo for the demo model, "
+        "else wikitext2. For a model of images or sound: a .safetensors file with its inputs, on which hidden "
+        "states are compared.",
+    )
+    eval_windows: int | None = _calibration(
+        None, "Measure only so many windows of the held-out data, the first ones; all by default."
+    )
 
     def with_protocol(self, model: str) -> Self:
         """Returns these arguments with the protocol's values in place of None.
@@ -68,10 +100,16 @@ class HeldOutArgs:
 class MeasureArgs(HeldOutArgs):
     """The held-out data and the zero-shot tasks that models are measured on."""
 
-    window: int | None = None
-    tasks: str | Sequence[str] | None = None
-    limit: int | None = None
-    tasks_dir: str | Path | None = None
+    window: int | None = _calibration(
+        None, "Tokens per window of held-out text; by default 2048, or as many as the model takes."
+    )
+    tasks: str | Sequence[str] | None = _calibration(
+        None, "Tasks of lm-eval, separated by commas, such as arc_easy,hellaswag."
+    )
+    limit: int | None = _calibration(None, "Documents per task; all by default.")
+    tasks_dir: str | Path | None = _calibration(
+        None, "Folder with more tasks: lm-eval's YAML files. A task may run code: trust the folder."
+    )
 
     def __post_init__(self) -> None:
         for name in ("window", "limit", "batch_size"):
@@ -89,48 +127,85 @@ class MeasureArgs(HeldOutArgs):
 class CompileArgs(LoadArgs, HeldOutArgs):
     """The arguments of `permtriton.compile` and `permtriton.dry_run` beside the model and the options."""
 
-    recipe: "str | Sequence[Step] | None" = None
+    recipe: "str | Sequence[Step] | None" = _method(
+        None,
+        "One of {recipes}, or steps separated by commas, such as heuristic,sparsegpt or, with a step of yours, "
+        "heuristic,my_steps.py:Mine; permtriton recipes describes them.",
+    )
+    output: str | Path | None = _running(None, "Folder to write; MODEL-NofM here by default.")
+    save_format: str | None = _running(None, "{formats} By default dense.")
+    overwrite: bool = _running(False, "Replace an earlier output.")
+    restart: bool = _running(False, "Start from scratch instead of resuming.")
+    shard: bool | None = _running(
+        None,
+        "Under torchrun, spread the weights of layers over the GPUs by FSDP2; by default if one cannot hold them.",
+        hidden=True,
+    )
+    onload: bool | None = _running(
+        None,
+        "Keep the model in host memory and bring its layers to the GPU one by one; by default if the GPU cannot "
+        "hold the model. Not for steps that need all weights at once.",
+        hidden=True,
+    )
+    config: str | Path | None = _config()
+    push_to_hub: str | None = _hub(
+        None,
+        "Repository on the hub to publish the output in, such as me/my-model-2of4; made before the work, so that a "
+        "wrong name or token is found then.",
+        metavar="REPOSITORY",
+    )
+    private: bool | None = _hub(
+        None, "Make the repository of --push-to-hub a private one; by default the hub decides.", switch="--private"
+    )
+    eval_data: "Data | None" = "none"  # `permtriton compile` measures by default
     data: "Data | None" = None
     text_column: str | None = None
     split: str | None = None
     tokenizer: "Processor | None" = None
-    eval_data: "Data | None" = "none"
-    config: str | Path | None = None
-    output: str | Path | None = None
-    save_format: str | None = None
-    push_to_hub: str | None = None
-    private: bool | None = None
-    overwrite: bool = False
-    restart: bool = False
-    shard: bool | None = None
-    onload: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareArgs(LoadArgs, MeasureArgs):
     """The arguments of `permtriton.compare` beside the model and the options."""
 
-    sparsity: Words = None
-    seeds: int | str | Sequence[int] = 0
-    methods: Words = None
-    ablate: str | None = None
-    values: Words = None
-    config: str | Path | None = None
-    output: str | Path | None = None
-    overwrite: bool = False
+    sparsity: Words = _method(
+        None, "Sparsity pattern, or several, separated by commas, such as 2:4,4:8. [default: 2:4]"
+    )
+    methods: Words = _method(
+        None,
+        "Methods ({methods}), recipes, or steps joined by ' + ', such as 'heuristic + refit + distill' or, with a step "
+        "of yours, 'heuristic + my_steps.py:Mine', separated by commas; by default all methods, and the default recipe "
+        "with --ablate.",
+    )
+    ablate: str | None = _method(
+        None, "Run each method with several --values of one option, such as refit-exchanges.", metavar="OPTION"
+    )
+    values: Words = _method(None, "With --ablate: the values, separated by commas, such as 0,2,4,8.")
+    seeds: int | Words = _running(0, "Seeds, separated by commas.")
+    config: str | Path | None = _config()
+    output: str | Path | None = _running(
+        None,
+        "JSON file to write the report to. Finished results are kept beside it: the same command, also with more "
+        "methods, continues from them.",
+    )
+    overwrite: bool = _running(False, "Measure everything again, whatever is kept, and replace any earlier file.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateArgs(LoadArgs, MeasureArgs):
     """The arguments of `permtriton.evaluate` beside the model."""
 
-    against: "PreTrainedModel | Source | str | Path | None" = None
-    special_tokens: str | None = None
+    against: "PreTrainedModel | Source | str | Path | None" = option(
+        None, "The dense model, as MODEL is given: adds its perplexity, the KL and the cosine to it.", metavar="MODEL"
+    )
+    special_tokens: str | None = _calibration(None, "{special_tokens}", metavar="auto|none")
+    batch_size: int | None = option(
+        None, "Windows or requests per forward pass; by default 2048 tokens, and 8 requests of tasks."
+    )
     tokenizer: "Processor | None" = None
     hidden_order: "Tensor | None" = None
     text_column: str | None = None
     split: str | None = None
-    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -6,7 +6,7 @@ demo model has small settings of its own.
 
 import shlex
 import tomllib
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import ceil
 from pathlib import Path
@@ -39,22 +39,23 @@ RIA_LEARNING_RATE = 5e-3  # the paper's, of the recipe permllm
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named tuple of steps.
+    """A tuple of steps, which may have a name.
 
     Attributes:
         steps: what runs, with the options in which the recipe differs from the steps' defaults.
         summary: its result and its cost, in one line.
-        generated: sequences that the dense model writes per calibration sample, where it can.
-        step_tokens: tokens that a step of ``distill`` reads, at least, unless that takes more sequences than the step
-            has by default; 0 for the batch size of the steps.
         options: values of options that are no step's, by name, in place of their defaults.
+        follows: options whose values follow from the calibration samples, by name: how, in words and as a function.
     """
 
     steps: tuple[Step, ...]
     summary: str = ""
-    generated: int = 0
-    step_tokens: int = 0
-    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    follows: Mapping[str, tuple[str, Callable[[CalibrationConfig], int]]] = field(default_factory=dict)
+
+
+def _batch_of_1024_tokens(calibration: CalibrationConfig) -> int:
+    return min(ceil(1024 / calibration.sequence_length), Distill().batch_size)
 
 
 RECIPES: dict[str, Recipe] = {
@@ -62,13 +63,13 @@ RECIPES: dict[str, Recipe] = {
         (Heuristic(), Refit(), Distill(steps=32, learning_rate=2e-3, optimizer="adafactor")),
         "a low perplexity in minutes: weights fitted by least squares, on a mask that follows them, then trained for a "
         "few steps",
-        step_tokens=1024,
+        follows={"distill_batch_size": ("as many as hold 1024 tokens, 8 at most", _batch_of_1024_tokens)},
     ),
     "best": Recipe(
         (Heuristic(), Refit(), Distill(epochs=1, batch_size=1, learning_rate=1e-3, further=12, optimizer="adafactor")),
         "the fit of the default, then kept weights trained on more of the text and on what the model writes: several "
         "times its time",
-        generated=3,
+        follows={"generated": ("3 per sample", lambda calibration: 3 * calibration.samples)},
     ),
     "fast": Recipe(
         (Refit(iterations=12, exchanges=0, metric_tokens=0),),
@@ -203,7 +204,7 @@ def config_from(
     config = CompileConfig(
         **fields_of(CompileConfig, values),
         calibration=CalibrationConfig(**fields_of(CalibrationConfig, values)),
-        steps=tuple(_updated(step, values) for step in steps),
+        steps=tuple(_with(step, values) for step in steps),
         named=name,
     )
     check_recipe(config)
@@ -266,37 +267,28 @@ def defaults(option: Option) -> str:
                 texts.append((f"{name}: ", value))
         if option.name in recipe.options:
             texts.append((f"{name}: ", recipe.options[option.name]))
-        if option.name == "generated" and recipe.generated:
-            texts.append((f"{name}: ", f"{recipe.generated} per sample"))
-        if option.name == "distill_batch_size" and recipe.step_tokens:
-            texts.append((f"{name}: ", f"as many as hold {recipe.step_tokens} tokens, {option.default} at most"))
+        if option.name in recipe.follows:
+            texts.append((f"{name}: ", recipe.follows[option.name][0]))
     texts += [("demo model: ", SMALL[option.name])] if option.name in SMALL else []
     return "; ".join(f"{place}{'none' if value in ((), '') else str(value).lower()}" for place, value in texts)
 
 
 def suggested(config: CompileConfig) -> dict[str, int]:
     """Returns the options that the recipe lets follow from the calibration samples, by name."""
-    recipe, calibration = RECIPES.get(config.named), config.calibration
-    if recipe is None:
-        return {}
-    options = {"generated": recipe.generated * calibration.samples}
-    if recipe.step_tokens:
-        sequences = ceil(recipe.step_tokens / calibration.sequence_length)
-        options["distill_batch_size"] = min(sequences, Distill().batch_size)
-    return options
+    follows = RECIPES[config.named].follows if config.named in RECIPES else {}
+    return {name: value_of(config.calibration) for name, (_, value_of) in follows.items()}
 
 
 def with_suggested(config: CompileConfig, overrides: Container[str]) -> CompileConfig:
     """Returns a config with the options that its recipe lets follow from the samples, but for ``overrides``."""
     values = {name: value for name, value in suggested(config).items() if name not in overrides}
-    steps = tuple(_updated(step, values) for step in config.steps)
-    return replace(config, calibration=_updated(config.calibration, values), steps=steps)
+    steps = tuple(_with(step, values) for step in config.steps)
+    return replace(config, calibration=_with(config.calibration, values), steps=steps)
 
 
-def _updated(part: Part, values: Mapping[str, Any]) -> Part:
-    """Returns a step, or the options of calibration, with values by option name; as it is where they are its own."""
-    changes = {field: value for field, value in fields_of(type(part), values).items() if getattr(part, field) != value}
-    return replace(part, **changes) if changes else part  # type: ignore[type-var]
+def _with(part: Part, values: Mapping[str, Any]) -> Part:
+    """Returns a step, or the options of calibration, with values by option name."""
+    return replace(part, **fields_of(type(part), values))  # type: ignore[type-var]
 
 
 def check_effects(names: Iterable[str], config: CompileConfig) -> None:

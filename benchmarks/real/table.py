@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.real.rows import DENSE, OTHER_WINDOWS, ROWS
-from permtriton.recipe import RECIPES, config_from
+from permtriton.recipe import config_from
 
 UNIT = "sparsegpt"  # the row whose loss counts as 1
 BY_ONEDNN = " by oneDNN"  # ends the name of a peer's row where it multiplies as permtriton does
@@ -118,13 +118,13 @@ def _on_other_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _measures(report: Mapping[str, Any], windows: int) -> str:
     (samples, length), compared = report["inputs"]["calibration"], report["inputs"]["kl_windows"]
-    best = RECIPES["best"]
+    best = config_from({"samples": samples}, "best")
     return (
         f"Perplexity on the first {windows} windows of 1,024 tokens of WikiText-2's test split (tokenized, with "
         f"`<unk>`), KL on the first {compared}; other text: perplexity on {OTHER_WINDOWS} windows of Python's language "
         f"reference. Calibration: {samples} x {length} tokens of WikiText-2's validation split (the same domain), the "
         f"same ids for all rows of a seed; the training at the end of the default reads {_drawn(report)} further "
-        f"sequences of it, that of `best` {samples * best.steps[-1].further}, and {samples * best.generated} that the "
+        f"sequences of it, that of `best` {samples * best.steps[-1].further}, and {best.generated} that the "
         f"dense model writes. ± is the sample standard deviation over seeds. {LOSS} The dense weights are those of a "
         "GGUF file in 4 bits, dequantized. CPU seconds and peak memory are those of the whole command; left out where "
         "it ran in parts."
