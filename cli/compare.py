@@ -40,7 +40,7 @@ def verdict(report: dict[str, Any]) -> str:
     dense, *rows = report["rows"]
     is_perplexity = report["measure"] == "perplexity"
     best = (min if is_perplexity else max)(rows, key=lambda row: row["mean"])
-    name = row_name(best, report["patterns"])
+    name = row_name(best, with_pattern=len(report["patterns"]) > 1)
     if is_perplexity:
         return f"best: {name}, perplexity {change(dense['mean'], best['mean'])}"
     return f"best: {name}, cosine with the dense model {best['mean']:.4f}"

@@ -96,21 +96,20 @@ def takes(names: Collection[str] | None = None) -> Callable[[Callable[..., None]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(command).parameters
-        known = all_options().values() if "flags" in parameters else ()
-        options = [option for option in known if names is None or option.name in names]
-        kind = parameters["args"].annotation if "args" in parameters else None
-        made = {
-            "args": _arguments(kind) if kind else [],
-            "flags": [_option(o, hidden="help_all" in parameters and o.name not in COMMON) for o in options],
-        }
+        made: dict[str, list[inspect.Parameter]] = {}
+        if "args" in parameters:
+            made["args"] = _arguments(parameters["args"].annotation)
+        if "flags" in parameters:
+            options = [option for option in all_options().values() if names is None or option.name in names]
+            made["flags"] = [_option(o, hidden="help_all" in parameters and o.name not in COMMON) for o in options]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            if options:
-                flags = {option.name: values.pop(option.name) for option in options}
-                values["flags"] = {name: value for name, value in flags.items() if value is not None}
-            if kind:
-                values["args"] = kind(**{flag.name: values.pop(flag.name) for flag in made["args"]})
+            taken = {name: {flag.name: values.pop(flag.name) for flag in flags} for name, flags in made.items()}
+            if "args" in taken:
+                values["args"] = parameters["args"].annotation(**taken["args"])
+            if "flags" in taken:
+                values["flags"] = {name: value for name, value in taken["flags"].items() if value is not None}
             command(**values)
 
         signature = [flag for parameter in parameters.values() for flag in made.get(parameter.name, [parameter])]
@@ -124,7 +123,7 @@ def _arguments(kind: Any) -> list[inspect.Parameter]:
     """Returns the flags of a class of `permtriton.arguments`, its own before those of the classes that it extends."""
     defaults = {field.name: field.default for field in fields(kind)}
     defaults["eval_data"] = None  # until a protocol chooses it
-    bases = filter(is_dataclass, kind.__mro__)
+    bases: list[Any] = [base for base in kind.__mro__ if is_dataclass(base)]
     known = [base.__dataclass_fields__[name] for base in bases for name in inspect.get_annotations(base)]
     return [_parameter(field.name, argument_flag(field), defaults[field.name]) for field in known if field.metadata]
 

@@ -219,7 +219,7 @@ def test_an_unknown_task_is_named_with_those_like_it(folder, monkeypatch):
 def test_missing_data_and_broken_tasks_are_one_line(tmp_path, model, tokenizer):
     write_task(tmp_path / "t", "lost", CHOICE, QUESTIONS)
     (tmp_path / "t" / "lost.jsonl").unlink()
-    with pytest.raises(TaskError, match=r"tasks lost cannot be loaded: FileNotFoundError: .*check the files"):
+    with pytest.raises(TaskError, match=r"tasks lost cannot be loaded \(check the files in the folder\): .*lost"):
         Tasks(["lost"], folder=tmp_path / "t")
     write_task(tmp_path / "t", "broken", CHOICE, QUESTIONS, doc_to_target="{{answer.missing.more}}")
     with pytest.raises(TaskError, match="tasks broken cannot be") as caught:

@@ -24,7 +24,7 @@ from permtriton.driver.identity import run_identity, text_hash
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
 from permtriton.evaluation.compare_methods import RowConfig, check_effect, row_configs
-from permtriton.evaluation.compare_results import Measured, ResultFile, measure_of, row_of
+from permtriton.evaluation.compare_results import Measured, ResultFile, measure_of, row_name, row_of
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.measures import DISTANCES
 from permtriton.evaluation.task_request import load_tasks, task_identity, versions
@@ -216,28 +216,27 @@ def _results(
     All rows with the same calibration text share the sequences that a seed draws.
     """
     draws: dict[Any, Samples] = {}
-    runs: dict[RowConfig | None, list[tuple[str, Callable[[], Measured]]]] = {None: [(kept.key(), benchmark.measured)]}
+    runs: dict[RowConfig | None, dict[str, Callable[[], Measured]]] = {None: {kept.key(): benchmark.measured}}
     # All texts are read before the first compilation, so that one that cannot be read costs no work.
-    for config in configs:
-        runs[config] = []
+    for row_config in configs:
+        runs[row_config] = {}
+        options = {name: value for name, value in row_config.options.items() if name not in ROUNDING_ONLY}
         for seed in seeds:
-            seeded = replace(config.config, seed=seed)
-            drawn_by = seeded.calibration, seeded.surplus, seed
+            config = replace(row_config.config, seed=seed)
+            drawn_by = config.calibration, config.surplus, seed
             if drawn_by not in draws:
-                draws[drawn_by], _ = calibration_samples(seeded, benchmark.tokenizer, benchmark.dense)
+                draws[drawn_by], _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
             samples = draws[drawn_by]
-            options = {name: value for name, value in config.options.items() if name not in ROUNDING_ONLY}
-            key = kept.key(seed=seed, text=text_hash(seeded, samples), options=options)
-            runs[config].append((key, partial(benchmark.measured, seeded, samples)))
+            key = kept.key(seed=seed, text=text_hash(config, samples), options=options)
+            runs[row_config][key] = partial(benchmark.measured, config, samples)
     say = benchmark.progress.say
     if kept.results:
-        keys = [key for row_runs in runs.values() for key, _ in row_runs]
+        keys = [key for row_runs in runs.values() for key in row_runs]
         known = sum(key in kept.results for key in keys)
         say(f"{known} of {len(keys)} results (a row with one seed each) are kept in {kept.path}")
     rows = []
-    for row_config, row_runs in runs.items():
-        row = row_of(row_config, [kept.get(key, measured) for key, measured in row_runs])
-        rows.append(row)
-        name = ", ".join(filter(None, (row["method"], row["pattern"], row["setting"])))
-        say(f"{name}: {measure_of(row)} {row['mean']:.3f} ({row['seconds']:.0f} s)")
+    for row, row_runs in runs.items():
+        rows.append(row_of(row, [kept.get(key, measured) for key, measured in row_runs.items()]))
+        mean = f"{measure_of(rows[-1])} {rows[-1]['mean']:.3f}"
+        say(f"{row_name(rows[-1])}: {mean} ({rows[-1]['seconds']:.0f} s)")
     return rows

@@ -16,7 +16,7 @@ from permtriton.errors import ModelError, OutputError, reading
 from permtriton.evaluation.compare_methods import DENSE, RowConfig
 from permtriton.evaluation.measures import DISTANCES, Distances
 from permtriton.model.headers import read_json
-from permtriton.util.durable import replace_file
+from permtriton.util.output_files import to_json, write_file
 from permtriton.util.validation import checked
 
 Cell = str | int | float | None
@@ -59,16 +59,9 @@ class ResultFile:
 
     def get(self, key: str, measure: Callable[[], Measured]) -> Measured:
         """Returns a result that is kept, or measures it and keeps it; if interrupted, the earlier file stays intact."""
-        if key in self.results:
-            return self.results[key]
-        self.results[key] = measure()
-        text = json.dumps({key: asdict(result) for key, result in self.results.items()}, indent=1) + "\n"
-        try:
-            replace_file(self.path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-        except OSError as error:
-            raise OutputError(
-                f"results {self.path} cannot be written: {error}; free disk space and run again"
-            ) from error
+        if key not in self.results:
+            self.results[key] = measure()
+            write_file(self.path, to_json({key: asdict(result) for key, result in self.results.items()}).encode())
         return self.results[key]
 
 
@@ -142,9 +135,9 @@ def read_comparison(path: Path) -> dict[str, Any]:
     return dict(checked(ComparisonReport, read_json(path), refuse))
 
 
-def row_name(row: Mapping[str, Any], patterns: Sequence[str]) -> str:
-    """Returns the name of a row within a report; its pattern is named only where the report has several."""
-    return ", ".join(filter(None, (row["method"], row["pattern"] * (len(patterns) > 1), row["setting"])))
+def row_name(row: Mapping[str, Any], *, with_pattern: bool = True) -> str:
+    pattern = row["pattern"] if with_pattern else ""
+    return ", ".join(filter(None, (row["method"], pattern, row["setting"])))
 
 
 def columns(report: Mapping[str, Any]) -> dict[str, list[Cell]]:

@@ -104,7 +104,7 @@ def report(
     target = path_of("output", default if output is None else output)
     compared = None if comparison is None else path_of("comparison", comparison)
     check_file(target, overwrite=overwrite, reads=[*paths, *filter(None, [compared])])
-    read = compared and read_comparison(compared)
+    read = None if compared is None else read_comparison(compared)
     compiled = read_folders(paths)
     page = html(page_of(compiled, read, mask_corners(compiled, masks)))
     write_file(target, page.encode("utf-8", "replace"))
@@ -233,8 +233,9 @@ def _compared(comparison: Mapping[str, Any]) -> list[Picture]:
     """Returns the picture of a comparison; it names the methods that no other one beats in both time and measure."""
     sign, (dense, *rows) = 1 if comparison["measure"] == "perplexity" else -1, comparison["rows"]
     points = [((row["compile_seconds"] or row["seconds"]) / len(row["values"]), row["mean"]) for row in rows]
+    several = len(comparison["patterns"]) > 1
     labels = [
-        "" if any(x < seconds and sign * y <= sign * mean for x, y in points) else row_name(row, comparison["patterns"])
+        "" if any(x < seconds and sign * y <= sign * mean for x, y in points) else row_name(row, with_pattern=several)
         for row, (seconds, mean) in zip(rows, points, strict=True)
     ]
     measure = comparison["measure"]

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from permtriton.data.special_tokens import special_tokens_of
-from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line
+from permtriton.errors import ConfigError, PermTritonError, TaskError, first_line, reading
 from permtriton.model.core import takes_decoder_ids
 from permtriton.model.forward import max_tokens
 from permtriton.model.tokenizer import tokenizer_of
@@ -90,14 +90,9 @@ class Tasks:
         with _quiet():
             manager, task_names = _find(self.names, folder)
             _seed()
-            try:
-                with chdir(folder or "."):
-                    self._loaded = manager.load(task_names)
-            except Exception as error:  # the hub client, datasets and each task raise exceptions of many kinds
-                hint = "check the files in the folder" if folder else "check the network, or use local tasks"
-                raise TaskError(
-                    f"tasks {', '.join(names)} cannot be loaded: {type(error).__name__}: {first_line(error)}; {hint}"
-                ) from error
+            hint = "check the files in the folder" if folder else "check the network, or use local tasks"
+            with reading(f"tasks {', '.join(names)} cannot be loaded ({hint})", TaskError), chdir(folder or "."):
+                self._loaded = manager.load(task_names)
         for task in self._loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config("num_fewshot", 0)
