@@ -192,8 +192,7 @@ def inspect(
         {'model.embed_tokens.weight': 'output head, tied to the embedding'}
     """
     config, _ = resolve(_name(model), _not_none(options))
-    loading = {"trust_remote_code": trust_remote_code, "gguf_file": gguf_file, "revision": revision, "token": token}
-    source = source_of(model, **loading)
+    source = source_of(model, trust_remote_code=trust_remote_code, gguf_file=gguf_file, revision=revision, token=token)
     if isinstance(source, Source):
         model = load.load_empty_model(source)
     assert isinstance(model, PreTrainedModel)

@@ -6,7 +6,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,17 +24,12 @@ from permtriton.util.output_files import check_file, path_of, real_path, write_f
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its words: ``alt`` is for those who cannot see it; the legend has the series that have a name."""
+    """A figure with its words: ``alt`` is for those who cannot see it; ``series`` with names make the legend."""
 
     svg: str
     alt: str
     caption: str
     series: Sequence[Series] = ()
-
-    @property
-    def legend(self) -> dict[str, str]:
-        """Name and colour of each series."""
-        return {curve.name: curve.colour for curve in self.series if curve.name}
 
 
 @dataclass(frozen=True)
@@ -113,13 +108,16 @@ def report(
 
 def html(page: Page) -> str:
     """Returns the page as HTML that needs no other file. All text is escaped; figures (SVG) are inserted unescaped."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    files = resources.files("permtriton.evaluation")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8")).render(
-        page=page, css=(files / "report.css").read_text(encoding="utf-8"), version=metadata.version("permtriton")
+    environment = Environment(
+        loader=PackageLoader("permtriton.evaluation", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    return environment.get_template("report.html.jinja").render(page=page, version=metadata.version("permtriton"))
 
 
 def page_of(
