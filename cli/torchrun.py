@@ -46,7 +46,8 @@ def joined(device: str) -> Iterator[None]:
         error.args = (f"rank {rank}: {error}" if rank != "0" else str(error),)
         raise
     except RuntimeError as error:
-        if not _of_collective(error):
+        words = str(error).lower()
+        if not isinstance(error, dist.DistError) and not any(name in words for name in ("gloo", "nccl", "connection")):
             raise
         raise PermTritonError(f"rank {rank} stops: another rank has ended ({first_line(error)}); {AGAIN}") from error
     signal.signal(signal.SIGTERM, handler)
@@ -68,11 +69,3 @@ def _backend(device: str) -> str:
         )
     torch.cuda.set_device(local)
     return "cpu:gloo,cuda:nccl"
-
-
-def _of_collective(error: RuntimeError) -> bool:
-    """Whether a collective operation raised an error because another rank has ended."""
-    from torch.distributed import DistError
-
-    words = str(error).lower()
-    return isinstance(error, DistError) or any(name in words for name in ("gloo", "nccl", "connection"))

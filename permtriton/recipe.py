@@ -127,10 +127,10 @@ def recipes() -> dict[str, dict[str, Any]]:
     return {"recipes": named, "steps": {step.name: step.summary for step in steps.STEPS}}
 
 
-def all_options(recipe: str | Sequence[Step] | None = None) -> dict[str, Option]:
-    of_recipe = [] if recipe is None or isinstance(recipe, str) else map(type, recipe)
-    kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *of_recipe))
-    return {o.name: o for kind in kinds for o in options_of(kind)}
+def all_options(others: Iterable[Step] = ()) -> dict[str, Option]:
+    """Returns every option by name, those of ``others`` included, which may be steps of a user."""
+    kinds = dict.fromkeys((CompileConfig, CalibrationConfig, *steps.STEPS, *map(type, others)))
+    return {option.name: option for kind in kinds for option in options_of(kind)}
 
 
 def recipe_of(recipe: str | Sequence[Step]) -> Recipe:

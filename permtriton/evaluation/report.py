@@ -144,7 +144,7 @@ def page_of(
         tables=[_results(folders), *([_comparison(comparison)] if comparison else ())],
         progress=_progress(folders),
         importance=_importance(folders),
-        masks=[_mask(corner) for corner in corners],
+        masks=[Picture(bitmap(c.kept.tolist()), f"Kept weights of {c.linear} in {c.label}", c.label) for c in corners],
         corners=corners,
     )
 
@@ -328,8 +328,3 @@ def _by_layer(
             series.append(Series(folder.label, means, folder.colour, look))
     caption = f"{what} by {place}: dashed before, solid after."
     return _pictures(series, f"{what} by {place}", caption, across=place, up=axis, log=(False, log))
-
-
-def _mask(corner: MaskCorner) -> Picture:
-    """The kept weights of a linear in one folder, as in the appendix of the paper."""
-    return Picture(bitmap(corner.kept.tolist()), f"Kept weights of {corner.linear} in {corner.label}", corner.label)

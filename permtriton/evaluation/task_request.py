@@ -1,6 +1,5 @@
 """The zero-shot tasks that a user asked for. Only `load_tasks` imports lm_eval, because the import takes seconds."""
 
-from collections.abc import Iterator
 from hashlib import file_digest, sha256
 from importlib import metadata
 from pathlib import Path
@@ -39,13 +38,16 @@ def task_identity(args: MeasureArgs, output: Path | None) -> dict[str, Any]:
     """Returns what decides the scores; empty without tasks.
 
     Args:
-        output: file that the command writes; if it is in the folder of tasks, it is not hashed.
+        output: file that the command writes; in the folder of tasks, it is not hashed, nor are hidden files and those
+            that Python compiled.
     """
     if not args.task_names:
         return {}
-    digest = sha256()
-    for path in _files(Path(args.tasks_dir)) if args.tasks_dir else ():
-        if output is None or real_path(path) != real_path(output):
+    digest, folder = sha256(), Path(args.tasks_dir or ".")
+    for path in sorted(folder.rglob("*")) if args.tasks_dir else ():
+        parts = path.relative_to(folder).parts
+        ignored = any(part.startswith(".") or part == "__pycache__" for part in parts) or not path.is_file()
+        if not ignored and (output is None or real_path(path) != real_path(output)):
             with path.open("rb") as file:
                 digest.update(file_digest(file, "sha256").digest())
     return {
@@ -54,11 +56,3 @@ def task_identity(args: MeasureArgs, output: Path | None) -> dict[str, Any]:
         "files": digest.hexdigest(),
         "lm_eval": metadata.version("lm_eval"),
     }
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    """Yields the files in a folder, except hidden ones and Python's compiled ones."""
-    for path in sorted(folder.rglob("*")):
-        parts = path.relative_to(folder).parts
-        if path.is_file() and not any(part.startswith(".") or part == "__pycache__" for part in parts):
-            yield path
