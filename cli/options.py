@@ -44,9 +44,12 @@ def flag(help: str, *names: str, panel: str | None = None, kind: Any = str, **se
 
 
 def argument_flag(field: Field[Any]) -> Any:
-    """Returns the type of the flag of an argument in `permtriton.arguments`."""
+    """Returns the type of the flag of an argument in `permtriton.arguments`.
+
+    What may be text is read as text, and a bool without None has no flag that turns it off.
+    """
     types = get_args(field.type) or (field.type,)
-    kind = next((kind for kind in (bool, Path) if kind in types), int if int in types and str not in types else str)
+    kind = next((kind for kind in (bool, Path, str, int) if kind in types), str)
     settings = {**field.metadata, "help": field.metadata["help"].format(**WORDS)}
     switch = settings.pop("switch", f"--{field.name.replace('_', '-')}" if field.type is bool else None)
     if field.name == "output":

@@ -263,12 +263,9 @@ def evaluate(
         tasks_dir: folder with more tasks: lm-eval's YAML files. A task may run code, so use only what you trust.
         batch_size: windows, or requests of tasks, per forward pass; None for as many windows as make 2048 tokens, and 8
             requests.
-        device: ``auto``, ``cpu`` or ``cuda``, for models that this call loads.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``float16`` or ``bfloat16``, for models that this call loads.
-        trust_remote_code: whether code that comes with a model may run.
-        gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
         text_column, split: of a dataset in memory, as `permtriton.compile` takes them.
-        token, progress: as `permtriton.compile` takes them.
+        gguf_file, revision: as `permtriton.compile` takes them, for ``model``.
+        device, dtype, trust_remote_code, token, progress: as `permtriton.compile` takes them, for both models.
 
     Raises:
         ConfigError: there is nothing to measure, or an option makes no sense.

@@ -1,6 +1,7 @@
-"""The arguments of the public functions. One that a command takes as a flag, too, has the flag's help beside it.
+"""The arguments of the public functions. One that is a flag of the command, too, has the flag's help beside it.
 
-A name in braces in a help is replaced by `permtriton.cli.options`. Further entries are arguments of `typer.Option`.
+`permtriton.cli.options` makes the flags: it puts its own words in place of a name in braces. What follows a help is for
+`typer.Option`, but for ``switch``, which is the only name of a flag that has no ``--no-``.
 """
 
 from collections.abc import Sequence

@@ -119,9 +119,9 @@ class Axes:
 
     def __init__(self, dense: float, points: Sequence[Point]) -> None:
         self.dense, self.points = dense, points
-        self.seconds = Scale.around([p.seconds for p in points], LEFT, RIGHT, log=True, margin=0.08)
+        self.seconds = Scale([p.seconds for p in points], LEFT, RIGHT, log=True, margin=0.08)
         inside = [point.high for point in points if point.perplexity <= WORST * dense]
-        self.perplexity = Scale.around([dense, *inside], BOTTOM, TOP, log=True, margin=0.08)
+        self.perplexity = Scale([dense, *inside], BOTTOM, TOP, log=True, margin=0.08)
 
     def place(self, point: Point) -> tuple[float, float]:
         """Returns where a point is drawn: at the upper edge if it is beyond."""

@@ -131,9 +131,7 @@ def measure_samples(
     Args:
         samples: held-out samples, as `permtriton.data.held_out.prepared` returns them.
         tokens: the predicted tokens of the samples, as `predicted_tokens` returns them.
-        dense: dense model to compare with; None measures the perplexity only.
-        hidden_order: index ``[C]`` from the dense model's channels of the last hidden state to the model's; None where
-            the channels did not move.
+        dense, hidden_order: as `permtriton.evaluation.evaluate.measure_model` takes them.
 
     Returns:
         The measures, averaged over all tokens, by the names that `permtriton.evaluation.evaluate.Evaluated` gives them;

@@ -27,27 +27,23 @@ def colour(number: int) -> str:
     return f"var(--c{number % COLOURS})"
 
 
-@dataclass(frozen=True)
 class Scale:
-    """An axis from the value ``low``, drawn at the place ``start``, to the value ``high``, drawn at ``end``."""
+    """An axis from the value ``low``, drawn at the place ``start``, to the value ``high``, drawn at ``end``.
 
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
+    It holds all ``values``, with a ``margin``, as a share of its length, at both ends.
+    """
 
-    @classmethod
-    def around(
-        cls, values: Sequence[float], start: float, end: float, *, log: bool = False, margin: float = 0.06
-    ) -> "Scale":
-        """Returns an axis that holds all values, with a margin, as a share of its length, at both ends."""
+    def __init__(
+        self, values: Sequence[float], start: float, end: float, *, log: bool = False, margin: float = 0.06
+    ) -> None:
         low, high = min(values), max(values)
-        if log and low > 0:
+        self.start, self.end, self.log = start, end, log and low > 0
+        if self.log:
             ratio = max(high / low, 1.2) ** margin
-            return cls(low / ratio, high * ratio, start, end, log=True)
-        room = margin * ((high - low) or abs(high) or 1)
-        return cls(low - room, high + room, start, end)
+            self.low, self.high = low / ratio, high * ratio
+        else:
+            room = margin * ((high - low) or abs(high) or 1)
+            self.low, self.high = low - room, high + room
 
     def place(self, value: float) -> float:
         low, high, value = map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
@@ -86,8 +82,8 @@ def chart(
     left, right, top, bottom = EDGES
     points = [point for curve in series for point in curve.points]
     values = [y for _, y in points] + ([reference[1]] if reference else [])
-    xs = Scale.around([x for x, _ in points], left + 8, right - 8, log=log[0])
-    ys = Scale.around(values, bottom, top + LINE, log=log[1])
+    xs = Scale([x for x, _ in points], left + 8, right - 8, log=log[0])
+    ys = Scale(values, bottom, top + LINE, log=log[1])
     parts = [_text(2, top - 1, up), _text(right, HEIGHT - 8, across, "end")]
     for value in ys.ticks():
         height = ys.place(value)
