@@ -160,9 +160,9 @@ def _ablated(name: str) -> Option:
 
 def check_effect(explicit: Iterable[str], rows: Sequence[RowConfig], ablation: str | None) -> None:
     """Refuses options that a user set by hand and that change nothing in any row."""
+    known = all_options()
     for name in explicit:
-        option = all_options()[name]
-        flag = option.flag
+        option, flag = known[name], known[name].flag
         if name == ablation:
             raise ConfigError(f"{flag} has no effect with --ablate {ablation}, which sets it: choose --values")
         if name == "seed":

@@ -178,7 +178,7 @@ def measure_samples(
 
 
 def _outputs(model: PreTrainedModel, rows: Samples, *, hidden: bool) -> dict[str, Tensor]:
-    """Returns ``logits`` (if there is a head) and the last ``hidden`` states (if asked), ``[windows, tokens, ...]``."""
+    """Returns ``logits``, if there is a head, and the last hidden states, if ``hidden``: ``[windows, tokens, ...]``."""
     samples = replace(rows, inputs=arguments_of(model, rows.inputs))
     if not model.can_generate():
         return {"hidden": last_hidden_state(model, samples)}

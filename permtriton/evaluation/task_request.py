@@ -1,4 +1,4 @@
-"""The zero-shot tasks that a user asked for. Only `load_tasks` imports lm_eval, because the import takes seconds."""
+"""The zero-shot tasks that a user names. Only `load_tasks` imports lm_eval, because the import takes seconds."""
 
 from hashlib import file_digest, sha256
 from importlib import metadata
