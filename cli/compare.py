@@ -3,7 +3,7 @@
 from typing import Any
 
 from permtriton.arguments import CompareArgs
-from permtriton.cli.console import change, print_json, say, show
+from permtriton.cli.console import print_json, quality, say, show
 from permtriton.cli.options import Flags, HelpAll, Json, Model, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.evaluation import compare as comparing
@@ -37,10 +37,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def verdict(report: dict[str, Any]) -> str:
-    dense, *rows = report["rows"]
-    is_perplexity = report["measure"] == "perplexity"
-    best = (min if is_perplexity else max)(rows, key=lambda row: row["mean"])
+    measure, (dense, *rows) = report["measure"], report["rows"]
+    best = (min if measure == "perplexity" else max)(rows, key=lambda row: row["mean"])
     name = row_name(best, with_pattern=len(report["patterns"]) > 1)
-    if is_perplexity:
-        return f"best: {name}, perplexity {change(dense['mean'], best['mean'])}"
-    return f"best: {name}, cosine with the dense model {best['mean']:.4f}"
+    return f"best: {name}, {quality(measure, dense['mean'], best['mean'])}"

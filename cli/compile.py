@@ -12,7 +12,7 @@ from permtriton.checkpoint.card import facts
 from permtriton.checkpoint.plan_entries import destination, grouped
 from permtriton.cli import dry_run as dry
 from permtriton.cli import torchrun
-from permtriton.cli.console import change, print_json, say, show
+from permtriton.cli.console import print_json, quality, say, show
 from permtriton.cli.options import Flags, HelpAll, Json, Model, running_flag, takes
 from permtriton.cli.processor import suit_processor
 from permtriton.driver.job import Job
@@ -98,14 +98,11 @@ def _print(report: Any, target: str) -> None:
 def verdict(report: Any, folder: str) -> str:
     """Returns a line that says how good a compiled model is, and what to do next."""
     evaluation, place = report["evaluation"], shlex.quote(folder)
-    if "dense" not in evaluation:
-        quality = f"not measured yet (permtriton evaluate {place} --against {shlex.quote(report['model'])})"
-    elif evaluation["measure"] == "perplexity":
-        quality = f"perplexity {change(evaluation['dense'], evaluation['compiled'])}"
-    else:
-        quality = f"cosine with the dense model {evaluation['compiled']:.4f}"
+    measured = f"not measured yet (permtriton evaluate {place} --against {shlex.quote(report['model'])})"
+    if "dense" in evaluation:
+        measured = quality(evaluation["measure"], evaluation["dense"], evaluation["compiled"])
     loads = f"it loads with {report['export']['loads_with']}" if "export" in report else ""
-    return f"{folder}: {quality}; {loads or f'packed: permtriton export {place}'}"
+    return f"{folder}: {measured}; {loads or f'packed: permtriton export {place}'}"
 
 
 def _results(report: Any) -> Iterator[tuple[str, str]]:

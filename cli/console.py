@@ -148,9 +148,11 @@ def say(line: str) -> None:
     out.print(line, highlight=False, soft_wrap=True)
 
 
-def change(dense: float, pruned: float) -> str:
-    """Returns the perplexities before and after pruning, such as ``12.00 -> 12.72 (+6.0%)``."""
-    return f"{dense:.2f} -> {pruned:.2f} ({pruned / dense - 1:+.1%})"
+def quality(measure: str, dense: float, pruned: float) -> str:
+    """Returns how good a pruned model is beside the dense one, such as ``perplexity 12.00 -> 12.72 (+6.0%)``."""
+    if measure == "perplexity":
+        return f"perplexity {dense:.2f} -> {pruned:.2f} ({pruned / dense - 1:+.1%})"
+    return f"cosine with the dense model {pruned:.4f}"
 
 
 def fail(message: str, code: int) -> NoReturn:

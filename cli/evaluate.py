@@ -73,8 +73,8 @@ def _rows(measured: Evaluated) -> Iterator[tuple[Cell, ...]]:
 
 def _print(report: dict[str, Any], rows: list[tuple[Cell, ...]]) -> None:
     title = report["model"] + (f", on {report['text']}: {report['protocol']}" if report["text"] else "")
-    shown = [number for number in range(len(HEADERS)) if number < 2 or any(row[number] is not None for row in rows)]
-    cells = ([cell(row[number]) for number in shown] for row in rows)
-    show(title, cells, *(HEADERS[number] for number in shown))
+    columns = dict(zip(HEADERS, zip(*rows, strict=True), strict=True))
+    table = {head: cells for head, cells in columns.items() if head == "value" or any(c is not None for c in cells)}
+    show(title, (map(cell, row) for row in zip(*table.values(), strict=True)), *table)
     speed = f"; {report['tokens_per_second']:,.0f} tokens per second" if report["text"] else ""
     out.print(f"{report['seconds']:.1f} s{speed} on {report['device']}", highlight=False)

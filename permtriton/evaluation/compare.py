@@ -23,7 +23,7 @@ from permtriton.data.samples import Samples
 from permtriton.driver.identity import run_identity, text_hash
 from permtriton.driver.pipeline import compile_model
 from permtriton.errors import CalibrationError, ConfigError
-from permtriton.evaluation.compare_methods import RowConfig, check_effect, row_configs
+from permtriton.evaluation.compare_methods import DENSE_ENTRIES, RowConfig, check_effect, row_configs
 from permtriton.evaluation.compare_results import Measured, ResultFile, measure_of, row_name, row_of
 from permtriton.evaluation.evaluate import measure_model
 from permtriton.evaluation.measures import DISTANCES
@@ -216,11 +216,12 @@ def _results(
     All rows with the same calibration text share the sequences that a seed draws.
     """
     draws: dict[Any, Samples] = {}
-    runs: dict[RowConfig | None, dict[str, Callable[[], Measured]]] = {None: {kept.key(): benchmark.measured}}
+    runs: list[tuple[Mapping[str, Any], dict[str, Callable[[], Measured]]]]
+    runs = [(DENSE_ENTRIES, {kept.key(): benchmark.measured})]
     # All texts are read before the first compilation, so that one that cannot be read costs no work.
     for row_config in configs:
-        runs[row_config] = {}
-        options = {name: value for name, value in row_config.options.items() if name not in ROUNDING_ONLY}
+        entries, measures = row_config.entries, dict[str, Callable[[], Measured]]()
+        options = {name: value for name, value in entries["config"].items() if name not in ROUNDING_ONLY}
         for seed in seeds:
             config = replace(row_config.config, seed=seed)
             drawn_by = config.calibration, config.surplus, seed
@@ -228,15 +229,16 @@ def _results(
                 draws[drawn_by], _ = calibration_samples(config, benchmark.tokenizer, benchmark.dense)
             samples = draws[drawn_by]
             key = kept.key(seed=seed, text=text_hash(config, samples), options=options)
-            runs[row_config][key] = partial(benchmark.measured, config, samples)
+            measures[key] = partial(benchmark.measured, config, samples)
+        runs.append((entries, measures))
     say = benchmark.progress.say
     if kept.results:
-        keys = [key for row_runs in runs.values() for key in row_runs]
+        keys = [key for _, measures in runs for key in measures]
         known = sum(key in kept.results for key in keys)
         say(f"{known} of {len(keys)} results (a row with one seed each) are kept in {kept.path}")
     rows = []
-    for row, row_runs in runs.items():
-        rows.append(row_of(row, [kept.get(key, measured) for key, measured in row_runs.items()]))
+    for entries, measures in runs:
+        rows.append(row_of(entries, [kept.get(key, measure) for key, measure in measures.items()]))
         mean = f"{measure_of(rows[-1])} {rows[-1]['mean']:.3f}"
         say(f"{row_name(rows[-1])}: {mean} ({rows[-1]['seconds']:.0f} s)")
     return rows

@@ -59,6 +59,7 @@ KNOWN |= {
     for score in ("", f"wanda{JOINED}", f"ria{JOINED}")
 }
 DENSE = "dense"
+DENSE_ENTRIES: dict[str, Any] = {"method": DENSE, "pattern": "", "setting": "", "config": {}}
 Method = str | Sequence[Step]
 
 
@@ -76,9 +77,10 @@ class RowConfig:
         return str(self.config.sparsity)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The value of every option but the seed."""
-        return {name: value for name, value in self.config.to_dict().items() if name != "seed"}
+    def entries(self) -> dict[str, Any]:
+        """What a report says of the row beside its results; ``config`` is every option but the seed."""
+        config = {name: value for name, value in self.config.to_dict().items() if name != "seed"}
+        return {"method": self.method, "pattern": self.pattern, "setting": self.setting, "config": config}
 
 
 def settings_of(method: Method) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from permtriton.checkpoint.read_record import OPEN
 from permtriton.errors import ModelError, OutputError, reading
-from permtriton.evaluation.compare_methods import DENSE, RowConfig
+from permtriton.evaluation.compare_methods import DENSE
 from permtriton.evaluation.measures import DISTANCES, Distances
 from permtriton.model.headers import read_json
 from permtriton.util.output_files import to_json, write_file
@@ -65,8 +65,8 @@ class ResultFile:
         return self.results[key]
 
 
-def row_of(config: RowConfig | None, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Returns a row of a report from what was measured with each seed; without a config, the dense model's row."""
+def row_of(entries: Mapping[str, Any], measured: Sequence[Measured]) -> dict[str, Any]:
+    """Returns a row of a report, from its other ``entries`` and what was measured with each seed."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [value for value in values if value is not None]
@@ -75,10 +75,7 @@ def row_of(config: RowConfig | None, measured: Sequence[Measured]) -> dict[str, 
     values = [run.cosine if run.perplexity is None else run.perplexity for run in measured]
     peaks = [run.peak_bytes for run in measured if run.peak_bytes is not None]
     return {
-        "method": config.method if config else DENSE,
-        "pattern": config.pattern if config else "",
-        "setting": config.setting if config else "",
-        "config": config.options if config else {},
+        **entries,
         "values": values,
         "mean": statistics.fmean(values),
         "spread": statistics.stdev(values) if len(values) > 1 else 0.0,
