@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # these import torch
 
 Words = str | Sequence[Any] | None  # one word, several separated by commas, or a list
 HUB = "Where the model comes from, and publishing"
+TOKEN = "Token of the hub for models, never printed or saved; by default that of hf auth login, or HF_TOKEN."
 _method, _calibration, _running, _hub = (partial(option, panel=panel) for panel in (METHOD, CALIBRATION, RUNNING, HUB))
 _config = partial(_running, None, "TOML file of options, with a table per step; flags win.", metavar="FILE")
 
@@ -43,15 +44,7 @@ class LoadArgs:
         "itself is a .gguf file.",
     )
     revision: str | None = _hub(None, "Branch, tag or commit of a hub name; its main branch by default.")
-    token: str | None = field(
-        default=None,
-        repr=False,
-        metadata={
-            "help": "Token of the hub for models, never printed or saved; by default that of hf auth login, or "
-            "HF_TOKEN.",
-            "panel": HUB,
-        },
-    )
+    token: str | None = field(default=None, repr=False, metadata=_hub(None, TOKEN).metadata)
     trust_remote_code: bool = _hub(False, "Run code that comes with the model.")
     progress: "Shown" = False
 
