@@ -67,7 +67,10 @@ Model = Annotated[
         metavar="MODEL", help="A model folder, a hub name, a .gguf file, or demo (a small model inside permtriton)."
     ),
 ]
-GgufFile, Revision, Token, TrustRemoteCode = (argument_flag(field) for field in fields(LoadArgs)[2:6])
+GgufFile, Revision, Token, TrustRemoteCode = (
+    argument_flag(LoadArgs.__dataclass_fields__[name])
+    for name in ("gguf_file", "revision", "token", "trust_remote_code")
+)
 # The options of an ordinary compilation, which --help shows; --help-all shows all.
 COMMON = (
     *("sparsity", "pattern", "importance", "layout", "targets", "ignore"),
