@@ -216,7 +216,7 @@ def _results(
     All rows with the same calibration text share the sequences that a seed draws.
     """
     draws: dict[Any, Samples] = {}
-    runs: list[tuple[Mapping[str, Any], dict[str, Callable[[], Measured]]]]
+    runs: list[tuple[dict[str, Any], dict[str, Callable[[], Measured]]]]
     runs = [(DENSE_ENTRIES, {kept.key(): benchmark.measured})]
     # All texts are read before the first compilation, so that one that cannot be read costs no work.
     for row_config in configs:
